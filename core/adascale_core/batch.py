@@ -1,0 +1,284 @@
+"""Which batch sizes a job may use, and which replica counts are valid.
+
+With K replicas, local batch size b and a accumulation steps, a step's global batch is K*b*a. The user
+tuned the learning rate for `batch_size`; `max_batch_size` bounds the product from above and
+`local_bsz_bounds` bounds b on both sides. Rounding is always down, and b is the same on all replicas.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adascale_core.errors import InvalidJobError
+from adascale_core.gain import GradientEstimate
+from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+
+
+class InvalidBoundsError(InvalidJobError):
+    """Bounds that contradict themselves."""
+
+
+@dataclass(frozen=True)
+class BatchBounds:
+    """The batch sizes that a job allows.
+
+    Args:
+        batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
+        max_batch_size: upper bound of the global batch size, in samples; none: not bounded.
+        local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples; none: not bounded.
+
+    A job with neither bound is not elastic in its batch: every step has `batch_size` samples.
+
+    Raises:
+        InvalidBoundsError: a size is not a positive integer, lower is over upper, or
+            `max_batch_size` is below `batch_size`.
+    """
+
+    batch_size: int
+    max_batch_size: int | None = None
+    local_bsz_bounds: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive_integer("batch_size", self.batch_size)
+        if self.max_batch_size is not None:
+            _require_positive_integer("max_batch_size", self.max_batch_size)
+            if self.max_batch_size < self.batch_size:
+                raise InvalidBoundsError(
+                    f"max_batch_size {self.max_batch_size} is below batch_size {self.batch_size}: "
+                    "raise max_batch_size, or lower batch_size"
+                )
+        if self.local_bsz_bounds is not None:
+            if not isinstance(self.local_bsz_bounds, tuple) or len(self.local_bsz_bounds) != 2:
+                raise InvalidBoundsError(
+                    f"local_bsz_bounds must be a pair (lower, upper), got {self.local_bsz_bounds!r}"
+                )
+            lower, upper = self.local_bsz_bounds
+            _require_positive_integer("local_bsz_bounds lower", lower)
+            _require_positive_integer("local_bsz_bounds upper", upper)
+            if lower > upper:
+                raise InvalidBoundsError(
+                    f"local_bsz_bounds lower {lower} is over upper {upper}: lower must be at most upper"
+                )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the global batch may differ from `batch_size`."""
+        return self.max_batch_size is not None or self.local_bsz_bounds is not None
+
+    @property
+    def lower(self) -> int:
+        """The smallest local batch size allowed."""
+        return self.local_bsz_bounds[0] if self.local_bsz_bounds else 1
+
+    @property
+    def upper(self) -> int | None:
+        """The largest local batch size allowed, if bounded."""
+        return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
+
+
+def _require_positive_integer(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidBoundsError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one step consists of.
+
+    Args:
+        replicas: number of replicas (K).
+        local_bsz: samples in one micro-batch of one replica (b).
+        accumulation: micro-batches that a replica adds up before it steps (a).
+    """
+
+    replicas: int
+    local_bsz: int
+    accumulation: int = 1
+
+    @property
+    def global_bsz(self) -> int:
+        """Samples in one step: K*b*a."""
+        return self.replicas * self.local_bsz * self.accumulation
+
+    def scale(self, bounds: BatchBounds) -> float:
+        """The scale S = K*b*a / batch_size."""
+        return self.global_bsz / bounds.batch_size
+
+
+Throughput = Callable[[BatchPlan], float]
+"""Predicted optimizer steps per second of a plan."""
+
+
+def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
+    """The local batch sizes that `replicas` replicas may use; empty if there are none.
+
+    One replica keeps the global batch at `batch_size`, by accumulation where it is over the upper bound,
+    so its range holds at most one size. The same goes for a job without bounds, whose batch is shared out.
+    """
+    nothing = range(0)
+    if not isinstance(replicas, int) or replicas < 1:
+        return nothing
+    if not bounds.elastic:
+        whole, rest = divmod(bounds.batch_size, replicas)
+        return range(whole, whole + 1) if whole and not rest else nothing
+    if replicas == 1:
+        local_bsz = _default_local_bsz(bounds)
+        return range(local_bsz, local_bsz + 1) if local_bsz else nothing
+    limits = []
+    if bounds.upper is not None:
+        limits.append(bounds.upper)
+    if bounds.max_batch_size is not None:
+        limits.append(bounds.max_batch_size // replicas)
+    largest = min(limits)
+    return range(bounds.lower, largest + 1) if largest >= bounds.lower else nothing
+
+
+def _default_local_bsz(bounds: BatchBounds) -> int | None:
+    """The local batch size at which one replica makes `batch_size`, in as few micro-batches as may be."""
+    fewest = 1 if bounds.upper is None else -(-bounds.batch_size // bounds.upper)
+    for accumulation in range(fewest, bounds.batch_size // bounds.lower + 1):
+        if bounds.batch_size % accumulation == 0:
+            return bounds.batch_size // accumulation
+    return None
+
+
+def is_valid_replicas(bounds: BatchBounds, replicas: int) -> bool:
+    """Whether a job with these bounds can run on `replicas` replicas."""
+    return len(local_bsz_range(bounds, replicas)) > 0
+
+
+def valid_replicas(bounds: BatchBounds, limit: int) -> list[int]:
+    """All valid replica counts from 1 to `limit`, ascending."""
+    return [replicas for replicas in range(1, limit + 1) if is_valid_replicas(bounds, replicas)]
+
+
+def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> list[int]:
+    """The valid replica counts from `minimum` to `maximum`, ascending.
+
+    Raises:
+        InvalidJobError: there are none; the message names the bounds.
+    """
+    counts = [count for count in valid_replicas(bounds, maximum) if count >= minimum]
+    if not counts:
+        raise InvalidJobError(
+            f"no replica count between {minimum} and {maximum} is valid with {_describe(bounds)}: "
+            + (
+                f"{minimum} replicas of at least {bounds.lower} samples exceed it; widen the bounds or the counts"
+                if bounds.max_batch_size is not None and minimum * bounds.lower > bounds.max_batch_size
+                else "widen the bounds, or change minReplicas and maxReplicas"
+            )
+        )
+    return counts
+
+
+def _describe(bounds: BatchBounds) -> str:
+    parts = [f"batch_size {bounds.batch_size}"]
+    if bounds.max_batch_size is not None:
+        parts.append(f"max_batch_size {bounds.max_batch_size}")
+    if bounds.local_bsz_bounds is not None:
+        parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.upper}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """The local batch sizes that a replica count leaves to choose from, with their accumulation.
+
+    Args:
+        replicas: number of replicas (K).
+        local_bsz: the local batch sizes, ascending; empty if the replica count is not valid.
+        accumulation: micro-batches per step, the same for all of them (a).
+    """
+
+    replicas: int
+    local_bsz: range
+    accumulation: int = 1
+
+    def __len__(self) -> int:
+        return len(self.local_bsz)
+
+    def __getitem__(self, index: int) -> BatchPlan:
+        return BatchPlan(self.replicas, self.local_bsz[index], self.accumulation)
+
+    def spread(self, most: int = 64) -> list[BatchPlan]:
+        """At most about `most` of the plans, both ends and evenly by ratio between them."""
+        last = len(self) - 1
+        if last < most:
+            return [self[index] for index in range(len(self))]
+        first_bsz, last_bsz = self.local_bsz[0], self.local_bsz[last]
+        ratio = (last_bsz / first_bsz) ** (1 / (most - 1))
+        sizes = {min(round(first_bsz * ratio**i), last_bsz) for i in range(most)} | {last_bsz}
+        return [BatchPlan(self.replicas, size, self.accumulation) for size in sorted(sizes)]
+
+
+def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
+    """Every plan worth considering for `replicas` replicas, by ascending global batch.
+
+    The global batch is at least `batch_size` wherever the bounds let it. Two or more replicas accumulate
+    only where even the largest local batch leaves it below that, as few micro-batches as make it up, and
+    never beyond `max_batch_size`.
+    """
+    local = local_bsz_range(bounds, replicas)
+    if not local:
+        return BatchChoice(replicas, local)
+    if replicas == 1:
+        return BatchChoice(1, local, bounds.batch_size // local[0])
+    smallest, largest = local[0], local[-1]
+    fewest = -(-bounds.batch_size // (replicas * largest))
+    most = -(-bounds.batch_size // (replicas * smallest))
+    for accumulation in range(fewest, most + 1):
+        micro_batches = replicas * accumulation
+        least = max(smallest, -(-bounds.batch_size // micro_batches))
+        ceiling = largest
+        if bounds.max_batch_size is not None:
+            ceiling = min(largest, bounds.max_batch_size // micro_batches)
+        if least <= ceiling:
+            return BatchChoice(replicas, range(least, ceiling + 1), accumulation)
+    return BatchChoice(replicas, range(largest, largest + 1))
+
+
+def plan_batch(
+    bounds: BatchBounds,
+    replicas: int,
+    *,
+    estimate: GradientEstimate | None = None,
+    throughput: Throughput | None = None,
+    efficiency_target: float = DEFAULT_EFFICIENCY_TARGET,
+) -> BatchPlan:
+    """The local batch size and accumulation for `replicas` replicas.
+
+    Before the gain is known: the smallest allowed batch that is at least `batch_size`. Then the plan of
+    the highest goodput, steps per second times gain, which is samples per second times efficiency.
+    While throughput is not known yet: the largest whose predicted efficiency is at least the target.
+
+    Args:
+        bounds: what the job allows.
+        replicas: number of replicas (K).
+        estimate: the gradient's squared norm and variance, if known.
+        throughput: optimizer steps per second of a plan, if known.
+        efficiency_target: gain per scale that a batch must be worth, between 0 and 1.
+
+    Raises:
+        InvalidJobError: `replicas` is not valid with these bounds.
+    """
+    choice = batch_choice(bounds, replicas)
+    if not choice:
+        raise InvalidJobError(
+            f"{replicas} replicas are not valid with {_describe(bounds)}: "
+            f"valid up to {max(replicas, 16)} are {valid_replicas(bounds, max(replicas, 16)) or 'none'}"
+        )
+    if estimate is None:
+        return choice[0]
+    if throughput is None:
+        efficient = bisect_left(
+            range(len(choice)),
+            True,
+            key=lambda index: estimate.efficiency(choice[index].scale(bounds)) < efficiency_target,
+        )
+        return choice[max(efficient - 1, 0)]
+    return max(
+        choice.spread(),
+        key=lambda plan: (throughput(plan) * estimate.gain(plan.scale(bounds)), -plan.global_bsz),
+    )
