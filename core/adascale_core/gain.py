@@ -8,7 +8,7 @@ variance `grad_var / S`. Neither quantity depends on S, so a change of scale kee
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 SMOOTHING_HORIZON = 1000.0
 """Scale at which a single step is taken to be information enough (the paper's default)."""
@@ -150,8 +150,8 @@ def default_smoothing(scale: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningEstimate:
-    """The estimates of many steps, averaged with exponentially falling weights.
+class MovingAverage:
+    """The samples of many steps, averaged with exponentially falling weights.
 
     The weighted sums and the weight are kept apart, and divided when read. So the average is debiased
     (nothing is pulled to an initial value), and stays right when the smoothing changes on the way.
@@ -161,29 +161,15 @@ class RunningEstimate:
         grad_var: weighted sum of the samples' `grad_var`.
         weight: sum of the weights; 0 while there is no sample, at most 1.
         count: number of samples.
-        biased: whether the samples are; real ones replace biased ones.
     """
 
     grad_sqr: float = 0.0
     grad_var: float = 0.0
     weight: float = 0.0
     count: int = 0
-    biased: bool = False
 
-    @property
-    def estimate(self) -> GradientEstimate | None:
-        """The average, or None while there is no sample."""
-        if self.weight == 0.0:
-            return None
-        return GradientEstimate(self.grad_sqr / self.weight, self.grad_var / self.weight, self.biased)
-
-    def updated(
-        self, sample: GradientEstimate, smoothing: float, *, debias: bool = True
-    ) -> "RunningEstimate":
+    def updated(self, sample: GradientEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverage":
         """Return the average with one more sample.
-
-        The first sample that is not biased drops the biased ones. A biased one after unbiased ones (a
-        job that fell back to one replica) is averaged in like any other, and marks the average.
 
         Args:
             sample: what one step said.
@@ -195,22 +181,23 @@ class RunningEstimate:
             ValueError: `smoothing` is out of range.
         """
         require_smoothing(smoothing)
-        past = RunningEstimate() if self.biased and not sample.biased else self
         share = 1.0 - smoothing
         if not debias:
-            share = max(share, 1.0 / (past.count + 1))
-        return RunningEstimate(
-            (1.0 - share) * past.grad_sqr + share * sample.grad_sqr,
-            (1.0 - share) * past.grad_var + share * sample.grad_var,
-            (1.0 - share) * past.weight + share,
-            past.count + 1,
-            sample.biased or past.biased,
+            share = max(share, 1.0 / (self.count + 1))
+        return MovingAverage(
+            (1.0 - share) * self.grad_sqr + share * sample.grad_sqr,
+            (1.0 - share) * self.grad_var + share * sample.grad_var,
+            (1.0 - share) * self.weight + share,
+            self.count + 1,
         )
 
-    def skipped(self, smoothing: float) -> "RunningEstimate":
-        """Return the average aged by a step that was not sampled: the next sample weighs as much as ever.
+    def aged(self, smoothing: float) -> "MovingAverage":
+        """Return the average after a step without a sample: unchanged, but of less weight for the next.
 
-        The average itself does not change, nor does anything while there is no sample.
+        With smoothing 0 the past would weigh nothing and nothing would be known; it then stays.
+
+        Raises:
+            ValueError: `smoothing` is out of range.
         """
         require_smoothing(smoothing)
         if smoothing == 0.0:
@@ -221,6 +208,44 @@ class RunningEstimate:
             grad_var=smoothing * self.grad_var,
             weight=smoothing * self.weight,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEstimate:
+    """What the steps so far say of one parameter group.
+
+    Attributes:
+        unbiased: average of the samples from micro-gradients.
+        biased: average that samples from consecutive gradients went into, since the last unbiased one;
+            None if there was none. It starts from `unbiased`, and the next unbiased sample drops it.
+    """
+
+    unbiased: MovingAverage = field(default_factory=MovingAverage)
+    biased: MovingAverage | None = None
+
+    @property
+    def estimate(self) -> GradientEstimate | None:
+        """The current average, or None while there is no sample."""
+        average = self.unbiased if self.biased is None else self.biased
+        if average.weight == 0.0:
+            return None
+        return GradientEstimate(
+            average.grad_sqr / average.weight, average.grad_var / average.weight, self.biased is not None
+        )
+
+    def updated(
+        self, sample: GradientEstimate, smoothing: float, *, debias: bool = True
+    ) -> "RunningEstimate":
+        """Return what is known after one more sample; arguments as for `MovingAverage.updated`."""
+        if not sample.biased:
+            return RunningEstimate(self.unbiased.updated(sample, smoothing, debias=debias))
+        past = self.unbiased if self.biased is None else self.biased
+        return RunningEstimate(self.unbiased.aged(smoothing), past.updated(sample, smoothing, debias=debias))
+
+    def skipped(self, smoothing: float) -> "RunningEstimate":
+        """Return what is known after a step that was not sampled."""
+        biased = None if self.biased is None else self.biased.aged(smoothing)
+        return RunningEstimate(self.unbiased.aged(smoothing), biased)
 
 
 def require_scale(scale: float) -> None:
