@@ -1,0 +1,58 @@
+"""Handwritten digits, trained elastically.
+
+    adascale run deploy/adascalejob.yaml        as an elastic job: replicas come and go
+    python examples/digits.py                   on one process, without any service
+    torchrun --nproc-per-node 2 examples/digits.py
+
+scikit-learn's 1,797 images of 8x8 pixels, a quarter held out. The recipe was tuned for a batch of 4: SGD
+with a learning rate that falls from 0.3 to 0.003 over the scale-invariant steps. AdaScale keeps it right
+at any batch size that the job comes to use.
+"""
+
+import itertools
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from adascale_worker import ElasticTrainer
+
+trainer = ElasticTrainer(
+    batch_size=4, max_batch_size=256, local_bsz_bounds=(4, 64), scale_invariant_steps=12_000
+)
+steps = trainer.scale_invariant_steps
+assert steps is not None
+
+torch.manual_seed(0)
+images, labels = load_digits(return_X_y=True)
+split = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
+train_x, test_x = (torch.tensor(part, dtype=torch.float32) for part in split[:2])
+train_y, test_y = (torch.tensor(part) for part in split[2:])
+dataset = TensorDataset(train_x, train_y)
+
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(trainer.device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** (step / steps))
+
+state = trainer.program_reentry(model, optimizer, scheduler)
+for epoch in itertools.count(state.epoch):
+    for x, y in trainer.dataloader(dataset):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(trainer.device)), y.to(trainer.device))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        trainer.log(loss=loss)
+    trainer.step(epoch)
+    if trainer.finished:
+        break
+
+if trainer.is_main:
+    model.eval()
+    with torch.no_grad():
+        correct = (model(test_x.to(trainer.device)).argmax(1).cpu() == test_y).sum().item()
+    accuracy = correct / len(test_y)
+    trainer.report_result(accuracy=accuracy)
+    print(f"test accuracy {accuracy:.1%} after {trainer.progress:.0f} steps at batch size 4", flush=True)

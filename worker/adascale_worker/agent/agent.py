@@ -1,0 +1,261 @@
+"""One replica, from its first registration to its end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from types import FrameType
+
+from adascale_core.messages import ActiveAllocation, AllocationView, Phase, Registration
+from adascale_core.names import (
+    ENV_GENERATION,
+    ENV_LISTEN_FD,
+    EXIT_FINISHED,
+    EXIT_PEER_LOST,
+    EXIT_REENTRY,
+    LEAVE_GRACE,
+)
+from adascale_worker.agent.link import ServiceLink
+from adascale_worker.agent.trainer_process import TrainerProcess
+from adascale_worker.errors import ServiceError, WorkerError
+from adascale_worker.service import ServiceClient
+
+RESCALE_GRACE = 600.0
+"""Seconds that a trainer may take to save and leave a generation whose replicas are all well."""
+TERMINATION_GRACE = 25.0
+"""Seconds that a trainer may take when the agent itself is asked to leave (a pod has 30 by default)."""
+FIRST_ANSWER = 60.0
+"""Seconds within which the service must answer for the first time."""
+LAST_WORDS = 3.0
+"""Seconds spent on telling the service why the agent leaves."""
+TICK = 0.5
+
+DISRUPTIONS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals by which others end a trainer; any other is its own doing."""
+
+
+class _Event(Enum):
+    CHANGED = auto()
+    EXITED = auto()
+    TERMINATE = auto()
+
+
+class Agent:
+    """Runs the user's program as one replica of a job, generation after generation.
+
+    Args:
+        client: the metrics service.
+        command: the user's program and its arguments.
+        environ: the environment that trainers get, besides their place.
+        rank: index of the replica.
+        address: where other replicas reach it.
+    """
+
+    def __init__(
+        self,
+        client: ServiceClient,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        rank: int,
+        address: str,
+    ) -> None:
+        self._command = list(command)
+        self._environ = dict(environ)
+        self._rank = rank
+        self._address = address
+        self._instance = secrets.token_hex(8)
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._link = ServiceLink(client, lambda: self._events.put(_Event.CHANGED))
+        self._socket = _listen(address)
+        self._generation = 0
+        self._terminating = False
+
+    def run(self) -> int:
+        """Run until the program has come to its end, has failed, or the agent is asked to leave.
+
+        Returns:
+            0, the program's exit code (128+n for a signal), or the re-entry code.
+
+        Raises:
+            ServiceError: nobody answers at the service's address.
+            WorkerError: the program cannot be started.
+        """
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGINT, self._terminate)
+        self._link.start(self._registration(Phase.WAITING))
+        self._await_first_answer()
+        while True:
+            allocation = self._await_allocation()
+            if allocation is None:
+                return self._end(Phase.TERMINATED, EXIT_REENTRY)
+            trainer = self._start(allocation)
+            if trainer is None:
+                continue
+            code = self._watch(trainer)
+            phase = self._phase(code)
+            if phase is Phase.FINISHED:
+                return self._end(phase, code)
+            if phase is Phase.FAILED:
+                return self._end(phase, code if code >= 0 else 128 - code, trainer.log)
+            if self._terminating:
+                return self._end(Phase.TERMINATED, EXIT_REENTRY)
+            self._link.tell(self._registration(phase, code))
+
+    def _terminate(self, _number: int, _frame: FrameType | None) -> None:
+        self._events.put(_Event.TERMINATE)
+
+    def _await_first_answer(self) -> None:
+        deadline = time.monotonic() + FIRST_ANSWER
+        while self._link.view is None and not self._terminating:
+            if time.monotonic() > deadline:
+                raise ServiceError(
+                    f"{self._link.complaint or 'the metrics service does not answer'}. Nothing was heard for "
+                    f"{FIRST_ANSWER:.0f} s: is the address right, and the service up?"
+                )
+            self._next_event()
+
+    def _await_allocation(self) -> ActiveAllocation | None:
+        """The next generation that has a place for this replica; none if asked to leave."""
+        while not self._terminating:
+            view = self._link.view
+            following = view.next_after(self._generation) if view is not None else None
+            if following is not None and self._rank < following.replicas:
+                return following
+            self._next_event()
+        return None
+
+    def _start(self, allocation: ActiveAllocation) -> TrainerProcess | None:
+        """Start the trainer; none if this generation cannot be served, and another is needed."""
+        self._generation = allocation.generation
+        first = self._rank == 0
+        if first and allocation.master_port != self._socket.getsockname()[1]:
+            # Its port was used up by a generation that never began: the peers must not wait there.
+            self._renew_socket()
+            self._link.tell(self._registration(Phase.LOST))
+            return None
+        environ = {
+            **self._environ,
+            "PYTHONUNBUFFERED": "1",
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(allocation.replicas),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": allocation.master_addr,
+            "MASTER_PORT": str(allocation.master_port),
+            ENV_GENERATION: str(allocation.generation),
+        }
+        descriptor = self._socket.fileno() if first else None
+        if descriptor is not None:
+            environ[ENV_LISTEN_FD] = str(descriptor)
+        try:
+            trainer = TrainerProcess(
+                self._command, environ, descriptor, on_exit=lambda: self._events.put(_Event.EXITED)
+            )
+        except OSError as error:
+            reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
+            self._end(Phase.FAILED, 127, reason)
+            raise WorkerError(f"{reason}. Check the command of the job") from error
+        if first:
+            self._renew_socket()
+        self._link.tell(self._registration(Phase.RUNNING))
+        return trainer
+
+    def _watch(self, trainer: TrainerProcess) -> int:
+        """Wait for the trainer to end, and see to it that it does when its generation is over."""
+        give_up: float | None = None
+        asked = False
+        while True:
+            event = self._next_event()
+            code = trainer.exit_code
+            if event is _Event.EXITED and code is not None:
+                return code
+            now = time.monotonic()
+            if self._terminating and not asked:
+                asked = True
+                trainer.send(signal.SIGTERM)
+                give_up = now + TERMINATION_GRACE
+            elif give_up is None:
+                grace = _grace(self._link.view, self._generation)
+                give_up = None if grace is None else now + grace
+            elif not self._terminating:
+                # A generation that was left in peace may break while it is being left.
+                grace = _grace(self._link.view, self._generation)
+                give_up = min(give_up, now + grace) if grace is not None else give_up
+            if give_up is not None and now > give_up:
+                print(
+                    f"adascale-agent: the trainer did not leave generation {self._generation} in time: ended",
+                    flush=True,
+                )
+                trainer.send(signal.SIGKILL)
+                give_up = now + TERMINATION_GRACE
+
+    def _phase(self, code: int) -> Phase:
+        """What the end of a trainer means."""
+        if code == EXIT_FINISHED:
+            return Phase.FINISHED
+        if code == EXIT_REENTRY:
+            return Phase.REENTERING
+        view = self._link.view
+        over = view is not None and view.is_over(self._generation)
+        if code == EXIT_PEER_LOST or -code in DISRUPTIONS or over or self._terminating:
+            return Phase.LOST
+        return Phase.FAILED
+
+    def _end(self, phase: Phase, code: int, log: str | None = None) -> int:
+        told = self._link.tell(self._registration(phase, code, log), patience=LAST_WORDS)
+        if not told:
+            print("adascale-agent: leaving without an answer from the metrics service", flush=True)
+        return code
+
+    def _registration(self, phase: Phase, code: int | None = None, log: str | None = None) -> Registration:
+        return Registration(
+            rank=self._rank,
+            instance=self._instance,
+            phase=phase,
+            generation=self._generation,
+            address=self._address,
+            port=self._socket.getsockname()[1],
+            exit_code=code,
+            log=log,
+        )
+
+    def _renew_socket(self) -> None:
+        self._socket.close()
+        self._socket = _listen(self._address)
+
+    def _next_event(self) -> _Event | None:
+        """Wait a little for something to happen."""
+        if os.getppid() == 1 and _PARENT != 1:
+            self._terminating = True
+        try:
+            event = self._events.get(timeout=TICK)
+        except queue.Empty:
+            return None
+        if event is _Event.TERMINATE:
+            self._terminating = True
+        return event
+
+
+_PARENT = os.getppid()
+
+
+def _grace(view: AllocationView | None, generation: int) -> float | None:
+    """Seconds that a trainer of `generation` may still take; none while it is current."""
+    if view is None or not view.is_over(generation):
+        return None
+    return LEAVE_GRACE if view.broken else RESCALE_GRACE
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens on a free port, kept until a trainer takes it over."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    local = address if address.startswith("127.") else ("::" if family == socket.AF_INET6 else "")
+    listener.bind((local, 0))
+    listener.listen(128)
+    return listener

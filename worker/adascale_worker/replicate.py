@@ -1,0 +1,113 @@
+"""Training on several replicas: the process group, and a model made data-parallel in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from adascale_worker.environment import ReplicaPlace
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+
+
+def join(place: ReplicaPlace, device: torch.device, generation: int, listen_fd: int | None) -> bool:
+    """Form the process group of this generation, unless the program has, or is alone.
+
+    Ranks and the address of rank 0 are known, so there is nothing to agree on: rank 0 serves the store on
+    the socket that its agent keeps listening for it, and a prefix keeps generations apart on it.
+
+    Returns:
+        whether a group was formed here, and so is to be destroyed here.
+    """
+    if place.replicas == 1 or dist.is_initialized():
+        return False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if generation == 0 or place.master_addr is None or place.master_port is None:
+        dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+        return True
+    tcp = dist.TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.replicas,
+        is_master=place.rank == 0,
+        timeout=JOIN_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+    store = dist.PrefixStore(f"generation-{generation}", tcp)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.replicas, timeout=JOIN_TIMEOUT
+    )
+    return True
+
+
+def replicate(
+    model: torch.nn.Module, device: torch.device, *, find_unused_parameters: bool = False
+) -> DistributedDataParallel:
+    """Make `model` data-parallel in place: its own forward goes through DDP while it trains.
+
+    The program keeps its model, its parameters' names and its training loop. While the model evaluates,
+    or gradients are off, its forward is its own, so that one replica alone may evaluate.
+
+    Returns:
+        the DDP around the model.
+    """
+    shell = _Shell(model)
+    ddp = DistributedDataParallel(
+        shell,
+        device_ids=[device] if device.type == "cuda" else None,
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=True,
+    )
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and model.training:
+            return ddp(*args, **kwargs)
+        return shell.own_forward(*args, **kwargs)
+
+    model.forward = forward
+    return ddp
+
+
+class _Shell(torch.nn.Module):
+    """What DDP wraps: the model under the forward that it had."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.own_forward: Callable[..., Any] = model.forward
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(*args, **kwargs)
+
+
+_LOST_PEER_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+    "software caused connection abort",
+    "connection refused",
+)
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, says that another replica is gone.
+
+    Gloo tells it by a plain RuntimeError, so its words are all there is to go by.
+    """
+    while error is not None:
+        if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+            return True
+        if isinstance(error, RuntimeError):
+            words = str(error).lower()
+            if ("gloo" in words or "nccl" in words) and any(sign in words for sign in _LOST_PEER_SIGNS):
+                return True
+        error = error.__cause__ or error.__context__
+    return False

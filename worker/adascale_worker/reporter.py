@@ -1,0 +1,103 @@
+"""Posts the gain from a thread of its own, so that no step ever waits for the metrics service.
+
+Reports wait while the service is away, the newest thousand of them. What it answers, the job's
+generations, is kept for the trainer to look at.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from adascale_core.messages import AllocationView, GainReport
+from adascale_worker.errors import ServiceError
+from adascale_worker.service import ServiceClient
+
+MOST_WAITING = 1000
+"""Reports kept while the service does not answer."""
+LONGEST_PAUSE = 5.0
+"""Seconds between two attempts while the service does not answer."""
+IDLE = 1.0
+"""Seconds without a report after which the reporter asks for the generations instead."""
+
+
+class Reporter:
+    """Posts reports in the background.
+
+    Args:
+        client: the metrics service.
+        generation: the generation that this trainer runs in.
+    """
+
+    def __init__(self, client: ServiceClient, generation: int) -> None:
+        self._client = client
+        self._generation = generation
+        self._waiting: deque[GainReport] = deque(maxlen=MOST_WAITING)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._view: AllocationView | None = None
+        self._complaint: str | None = None
+        self._thread = threading.Thread(target=self._run, name="adascale-reporter", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation_is_over(self) -> bool:
+        """Whether the service has told that this generation has to be left."""
+        return self._view is not None and self._view.is_over(self._generation)
+
+    def report(self, report: GainReport) -> None:
+        """Post `report` as soon as may be."""
+        with self._changed:
+            self._waiting.append(report)
+            self._changed.notify()
+
+    def close(self, patience: float = 2.0) -> None:
+        """Post what waits, for at most `patience` seconds, and end the thread. May be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        pause = 0.1
+        while True:
+            with self._changed:
+                if not self._waiting and not self._closing:
+                    self._changed.wait(IDLE)
+                batch = list(self._waiting)
+                if self._closing and not batch:
+                    return
+            try:
+                self._view = self._client.post_gain(batch) if batch else self._client.allocation()
+            except ServiceError as error:
+                if error.status is not None and 400 <= error.status < 500:
+                    self._drop(batch, error)
+                    continue
+                self._complain(error)
+                with self._changed:
+                    if self._closing:
+                        return
+                    self._changed.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                continue
+            if self._complaint is not None:
+                self._complaint = None
+                print("adascale: the metrics service answers again", flush=True)
+            pause = 0.1
+            self._drop(batch)
+
+    def _drop(self, batch: list[GainReport], refused: ServiceError | None = None) -> None:
+        """Forget reports that were posted, or that the service will never take."""
+        if refused is not None:
+            self._complain(refused)
+            time.sleep(0.1)
+        with self._changed:
+            for report in batch:
+                if self._waiting and self._waiting[0] is report:
+                    self._waiting.popleft()
+
+    def _complain(self, error: ServiceError) -> None:
+        if self._complaint != str(error):
+            self._complaint = str(error)
+            print(f"adascale: {error}; training goes on, reports wait", flush=True)
