@@ -100,11 +100,16 @@ class JobSpec(Message):
     scale_invariant_steps: int | None = None
     efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
 
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The spec from a JSON object's members."""
+        pair = members.get("local_bsz_bounds")
+        return super().from_json({**members, "local_bsz_bounds": None if pair is None else tuple(pair)})
+
     @property
     def bounds(self) -> BatchBounds:
         """The batch sizes that the job allows."""
-        pair = tuple(self.local_bsz_bounds) if self.local_bsz_bounds else None
-        return BatchBounds(self.batch_size, self.max_batch_size, pair)  # type: ignore[arg-type]
+        return BatchBounds(self.batch_size, self.max_batch_size, self.local_bsz_bounds)
 
 
 @dataclass(frozen=True)
@@ -208,3 +213,12 @@ class Registration(Message):
     port: int
     exit_code: int | None = None
     log: str | None = None
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The registration from a JSON object's members.
+
+        Raises:
+            ValueError: the phase is not one.
+        """
+        return super().from_json({**members, "phase": Phase(members["phase"])})

@@ -98,5 +98,5 @@ def parse_job_id(text: str) -> str:
     Raises:
         InvalidJobIdError: as `job_id`.
     """
-    namespace, _, name = text.rpartition(".")
-    return job_id(name, namespace or DEFAULT_NAMESPACE)
+    namespace, dot, name = text.rpartition(".")
+    return job_id(name, namespace if dot else DEFAULT_NAMESPACE)

@@ -1,0 +1,156 @@
+"""Messages survive the trip through JSON, and views say what to do next."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.messages import (
+    ActiveAllocation,
+    Allocation,
+    AllocationView,
+    GainReport,
+    JobSpec,
+    Message,
+    Phase,
+    Registration,
+    StepTime,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+sizes = st.integers(1, 10**7)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+words = st.text(max_size=20)
+
+allocations = st.builds(Allocation, generation=sizes, replicas=sizes)
+active_allocations = st.builds(
+    ActiveAllocation, generation=sizes, replicas=sizes, master_addr=words, master_port=st.integers(0, 65535)
+)
+views = st.builds(
+    AllocationView,
+    version=sizes,
+    wanted=st.none() | allocations,
+    active=st.none() | active_allocations,
+    broken=st.booleans(),
+    complete=st.booleans(),
+)
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(
+        GainReport,
+        generation=sizes,
+        step=sizes,
+        progress=numbers,
+        epoch=sizes,
+        replicas=sizes,
+        local_bsz=sizes,
+        accumulation=sizes,
+        scale=numbers,
+        gain=numbers,
+        grad_sqr=numbers,
+        grad_var=numbers,
+        step_time=numbers,
+        time=numbers,
+        loss=st.none() | numbers,
+    ),
+    st.builds(
+        StepTime, replicas=sizes, local_bsz=sizes, accumulation=sizes, step_time=numbers, reports=sizes
+    ),
+    st.builds(
+        JobSpec,
+        batch_size=sizes,
+        max_batch_size=st.none() | sizes,
+        local_bsz_bounds=st.none() | st.tuples(sizes, sizes),
+        min_replicas=sizes,
+        max_replicas=sizes,
+        scale_invariant_steps=st.none() | sizes,
+        efficiency_target=numbers,
+    ),
+    allocations,
+    active_allocations,
+    views,
+    st.builds(
+        Registration,
+        rank=sizes,
+        instance=words,
+        phase=st.sampled_from(Phase),
+        generation=sizes,
+        address=words,
+        port=st.integers(0, 65535),
+        exit_code=st.none() | st.integers(-64, 255),
+        log=st.none() | words,
+    ),
+)
+
+
+@given(messages)
+def test_a_message_survives_the_trip_through_json(message: Message) -> None:
+    received = type(message).from_json(json.loads(json.dumps(message.to_json())))
+    assert received == message
+    for field in fields(message):  # type: ignore[arg-type]
+        assert type(getattr(received, field.name)) is type(getattr(message, field.name)), field.name
+
+
+@given(messages)
+def test_members_that_are_not_known_are_left_aside(message: Message) -> None:
+    assert type(message).from_json({**message.to_json(), "since_the_next_version": 1}) == message
+
+
+def test_a_phase_that_is_not_known_is_refused() -> None:
+    members = Registration(0, "a", Phase.WAITING, 0, "127.0.0.1", 1).to_json()
+    with pytest.raises(ValueError, match="dozing"):
+        Registration.from_json({**members, "phase": "dozing"})
+
+
+def test_a_report_knows_its_plan_and_its_efficiency() -> None:
+    report = GainReport(
+        generation=1,
+        step=10,
+        progress=15.0,
+        epoch=0,
+        replicas=2,
+        local_bsz=8,
+        accumulation=3,
+        scale=4.0,
+        gain=3.0,
+        grad_sqr=1.0,
+        grad_var=2.0,
+        step_time=0.1,
+        time=0.0,
+    )
+    assert report.plan == BatchPlan(2, 8, 3)
+    assert report.efficiency == 0.75
+    assert StepTime(2, 8, 3, 0.1).plan == BatchPlan(2, 8, 3)
+
+
+@pytest.mark.parametrize("pair", [None, (4, 8)])
+def test_a_spec_knows_its_bounds(pair: tuple[int, int] | None) -> None:
+    assert JobSpec(8, 64, pair).bounds == BatchBounds(8, 64, pair)
+
+
+def view(active: int | None, *, broken: bool = False) -> AllocationView:
+    allocation = None if active is None else ActiveAllocation(active, 2, "host", 1234)
+    return AllocationView(1, None, allocation, broken=broken, complete=False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "own", "over", "enters"),
+    [
+        (view(None), 0, False, False),
+        (view(None), 3, False, False),  # the service has lost its data: training goes on
+        (view(1), 0, True, True),
+        (view(3), 3, False, False),
+        (view(3), 2, True, True),
+        (view(3), 4, False, False),  # the service knows less than the trainer: training goes on
+        (view(3, broken=True), 3, True, False),
+        (view(3, broken=True), 2, True, False),
+        (view(3, broken=True), 4, False, False),
+    ],
+)
+def test_a_view_says_what_is_over_and_what_is_next(
+    seen: AllocationView, own: int, over: bool, enters: bool
+) -> None:
+    assert seen.is_over(own) is over
+    following: Any = seen.next_after(own)
+    assert following == (seen.active if enters else None)
