@@ -27,6 +27,9 @@ IDLE = frozenset({Phase.WAITING, Phase.REENTERING, Phase.LOST})
 LEFT = frozenset({Phase.REENTERING, Phase.LOST, Phase.FAILED, Phase.TERMINATED})
 """Phases that mean: the generation that the agent names goes on without this replica, so not at all."""
 
+GONE = frozenset({Phase.FAILED, Phase.TERMINATED, Phase.FINISHED})
+"""Phases after which an agent leaves, so that its silence means nothing."""
+
 PORT_USED = 0
 """Stands for a port that has been given to a generation already."""
 
