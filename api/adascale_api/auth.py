@@ -1,0 +1,89 @@
+"""Who may do what: bearer tokens.
+
+An `Authenticator` says whether a token is good for a job. One machine has a single shared token; in a
+cluster, another authenticator asks Kubernetes whose token it is.
+"""
+
+import hmac
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from adascale_core.errors import AdaScaleError
+from adascale_core.names import ENV_TOKEN, ENV_TOKEN_FILE
+
+logger = logging.getLogger(__name__)
+
+
+class UnusableTokenError(AdaScaleError):
+    """A token that the service can't be protected with."""
+
+    exit_code = 2
+
+
+class Authenticator(Protocol):
+    """Tells whether a token is good."""
+
+    async def accepts(self, token: str, job_id: str | None) -> bool:
+        """Whether the bearer of `token` may act for the job `job_id`, or for all jobs where it is none."""
+        ...
+
+
+class SharedToken:
+    """One token, good for all jobs."""
+
+    def __init__(self, token: str) -> None:
+        self._token = _checked(token, ENV_TOKEN)
+
+    async def accepts(self, token: str, job_id: str | None) -> bool:  # noqa: ARG002 (of the protocol)
+        """Whether `token` is the shared one."""
+        return _equal(token, self._token)
+
+
+class SharedTokenFile:
+    """One token, good for all jobs, in a file that may be renewed while the service runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int, int] | None = None
+        try:
+            self._stamp = self._stamp_now()
+            self._token = self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UnusableTokenError(f"{ENV_TOKEN_FILE} {path} can't be read: {error}") from error
+
+    async def accepts(self, token: str, job_id: str | None) -> bool:  # noqa: ARG002 (of the protocol)
+        """Whether `token` is what the file has now, or had before it became unreadable."""
+        self._refresh()
+        return _equal(token, self._token)
+
+    def _refresh(self) -> None:
+        # A `stat` of a local file does not wait, so it may be done on the event loop.
+        try:
+            stamp = self._stamp_now()
+            if stamp != self._stamp:
+                self._token = self._read()
+                self._stamp = stamp
+        except (OSError, UnicodeDecodeError, UnusableTokenError) as error:
+            logger.warning(
+                "%s %s can't be read, the token from before stays: %s", ENV_TOKEN_FILE, self._path, error
+            )
+
+    def _stamp_now(self) -> tuple[int, int, int]:
+        status = self._path.stat()
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+    def _read(self) -> str:
+        return _checked(self._path.read_text().strip(), f"{ENV_TOKEN_FILE} {self._path}")
+
+
+def _checked(token: str, source: str) -> str:
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        held = "a token with other than visible ASCII characters" if token else "nothing"
+        raise UnusableTokenError(f"{source} holds {held}: make one with `openssl rand -hex 32`")
+    return token
+
+
+def _equal(one: str, other: str) -> bool:
+    # In constant time, so that answers don't tell how much of a guess was right.
+    return hmac.compare_digest(one.encode(), other.encode())

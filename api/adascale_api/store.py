@@ -1,0 +1,327 @@
+"""What is kept of jobs, as functions of a connection inside a transaction.
+
+Those that change something read the job's row for update first, so that processes that share a database
+take turns per job. A change of a job's state raises its version by one; nothing else does.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, tuple_, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from adascale_api.state import state_from_json, state_to_json
+from adascale_api.tables import former_jobs, heartbeats, jobs, measured, reports
+from adascale_core import rendezvous
+from adascale_core.errors import AdaScaleError
+from adascale_core.messages import AllocationView, GainReport, JobSpec, Registration, StepTime
+from adascale_core.names import HEARTBEAT_TIMEOUT
+from adascale_core.rendezvous import Rendezvous
+
+REPORTS_PER_STEP_TIME = 50
+"""A step time is the median over this many of the latest reports with the same batch plan."""
+
+_upserts: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
+
+class UnknownJobError(AdaScaleError):
+    """A job that nobody has declared or reported on."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} is unknown: it comes into being with its first report, allocation or replica"
+        )
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What became of reports: how many are new, and how many were known already."""
+
+    stored: int
+    repeated: int
+    allocation: AllocationView
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A job's view after a change of its state, and whether there was one."""
+
+    allocation: AllocationView
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The last registration of a rank, and when it was told (seconds since 1970)."""
+
+    registration: Registration
+    seen_at: float | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known of a job but its reports."""
+
+    key: int
+    id: str
+    created_at: float
+    version: int
+    spec: JobSpec | None
+    state: Rendezvous
+
+    @property
+    def allocation(self) -> AllocationView:
+        """What others are told of the job's generations."""
+        return self.state.view(self.version)
+
+
+@dataclass(frozen=True)
+class History:
+    """Some of a job's reports, by generation and step, and how many there are in all."""
+
+    reports: list[GainReport]
+    total: int
+
+
+# -- reading --------------------------------------------------------------------------------------------
+
+
+def find_job(connection: Connection, job_id: str) -> Job:
+    """The job `job_id`.
+
+    Raises:
+        UnknownJobError: there is none.
+    """
+    row = connection.execute(_job_by_id, {"id": job_id}).one_or_none()
+    if row is None:
+        raise UnknownJobError(job_id)
+    return _job(row)
+
+
+def find_jobs(connection: Connection, after: str, limit: int) -> list[Job]:
+    """At most `limit` jobs by id, from the first one after the id `after`."""
+    query = select(jobs).where(jobs.c.id > after).order_by(jobs.c.id).limit(limit)
+    return [_job(row) for row in connection.execute(query)]
+
+
+def versions(connection: Connection, job_ids: Iterable[str]) -> dict[str, int]:
+    """The versions of those of `job_ids` that exist."""
+    query = select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(list(job_ids)))
+    return dict(connection.execute(query).tuples().all())
+
+
+def replicas(connection: Connection, job: Job) -> list[Replica]:
+    """The registered replicas of a job, by rank."""
+    query = select(heartbeats.c.rank, heartbeats.c.seen_at).where(heartbeats.c.job_key == job.key)
+    seen = dict(connection.execute(query).tuples().all())
+    return [Replica(told, seen.get(rank)) for rank, told in sorted(job.state.replicas.items())]
+
+
+def latest_report(connection: Connection, job: Job) -> GainReport | None:
+    """The report of the highest generation, and in it of the highest step."""
+    row = connection.execute(_latest_report, {"job_key": job.key}).one_or_none()
+    return _report(row) if row else None
+
+
+def history(connection: Connection, job: Job, points: int) -> History:
+    """At most `points` of a job's reports, evenly spread, the first and the last among them."""
+    last = connection.execute(_latest_report, {"job_key": job.key}).one_or_none()
+    first = connection.execute(_first_report, {"job_key": job.key}).one_or_none()
+    if last is None or first is None:
+        return History([], 0)
+    total: int = connection.execute(_report_count, {"job_key": job.key}).scalar_one()
+    ends = [last] if points == 1 or first.n == last.n else [first, last]
+    between = _spread(total, points - 2) - {end.n for end in ends} if points > 2 else set()
+    query = select(reports).where(reports.c.job_key == job.key, reports.c.n.in_(sorted(between)))
+    rows = [*ends, *connection.execute(query)]
+    return History([_report(row) for row in sorted(rows, key=attrgetter("generation", "step"))], total)
+
+
+def step_times(connection: Connection, job: Job) -> list[StepTime]:
+    """The measured step time of each batch plan: the median over its latest reports.
+
+    One step of the index per plan, however many reports there are.
+    """
+    found = []
+    plan = (0, 0, 0)
+    while rows := connection.execute(
+        _next_plan, {"job_key": job.key, **dict(zip(_PLAN, plan, strict=True))}
+    ).all():
+        plan, of_plan = next(iter(groupby(rows, key=lambda row: tuple(row[:3]))))
+        times = [row.step_time for row in of_plan]
+        found.append(StepTime(*plan, median(times), len(times)))
+    return found
+
+
+# -- writing --------------------------------------------------------------------------------------------
+
+
+def record(connection: Connection, job_id: str, told: Sequence[GainReport], now: float) -> Recorded:
+    """Keep reports, each (generation, step) once. An unknown job comes into being."""
+    job = _lock_job(connection, job_id, now)
+    rows = [{"job_key": job.key, **vars(report)} for report in told]
+    stored = 0
+    if rows:
+        stored = connection.execute(_insert_report(connection.dialect.name), rows).rowcount
+    return Recorded(stored, len(rows) - stored, job.allocation)
+
+
+def declare(connection: Connection, job_id: str, spec: JobSpec, now: float) -> bool:
+    """Keep what a job is declared to be; whether it is new."""
+    known = connection.execute(_job_by_id, {"id": job_id}).one_or_none() is not None
+    job = _lock_job(connection, job_id, now)
+    connection.execute(update(jobs).where(jobs.c.key == job.key).values(spec=spec.to_json()))
+    return not known
+
+
+def change(
+    connection: Connection, job_id: str, to_next: Callable[[Rendezvous], Rendezvous], now: float
+) -> Changed:
+    """Put a job into the state that follows. An unknown job comes into being."""
+    return _change(connection, _lock_job(connection, job_id, now), to_next)
+
+
+def register(connection: Connection, job_id: str, registration: Registration, now: float) -> Changed:
+    """Keep what an agent does, and that it was heard of. An unknown job comes into being."""
+    job = _lock_job(connection, job_id, now)
+    changed = _change(connection, job, partial(rendezvous.register, registration=registration))
+    due_at = None if registration.phase in rendezvous.GONE else now + HEARTBEAT_TIMEOUT
+    connection.execute(
+        _upsert_heartbeat(connection.dialect.name),
+        {"job_key": job.key, "rank": registration.rank, "seen_at": now, "due_at": due_at},
+    )
+    return changed
+
+
+def forget_silent(connection: Connection, now: float) -> list[str]:
+    """Forget the replicas that are overdue; the ids of the jobs whose state changed."""
+    overdue: dict[int, list[int]] = {}
+    for key, rank in connection.execute(_overdue, {"now": now}):
+        overdue.setdefault(key, []).append(rank)
+    changed = []
+    for key, ranks in overdue.items():
+        job = _job(connection.execute(select(jobs).where(jobs.c.key == key).with_for_update()).one())
+        if _change(connection, job, partial(rendezvous.forget, ranks=ranks)).changed:
+            changed.append(job.id)
+        # Of a job that is complete they are not forgotten, but nothing more is expected of them either.
+        connection.execute(
+            update(heartbeats)
+            .where(heartbeats.c.job_key == key, heartbeats.c.rank.in_(ranks))
+            .values(due_at=None)
+        )
+    return changed
+
+
+def any_silent(connection: Connection, now: float) -> bool:
+    """Whether there is a replica that is overdue."""
+    return connection.execute(_overdue.limit(1), {"now": now}).first() is not None
+
+
+def remove(connection: Connection, job_id: str) -> None:
+    """Remove a job with all that is known of it.
+
+    Raises:
+        UnknownJobError: there is none.
+    """
+    job = find_job(connection, job_id)
+    connection.execute(delete(former_jobs).where(former_jobs.c.id == job_id))
+    connection.execute(insert(former_jobs).values(id=job_id, version=job.version))
+    for table in (reports, heartbeats):
+        connection.execute(delete(table).where(table.c.job_key == job.key))
+    connection.execute(delete(jobs).where(jobs.c.key == job.key))
+
+
+# -- how ------------------------------------------------------------------------------------------------
+
+_PLAN = ("replicas", "local_bsz", "accumulation")
+_REPORT = tuple(GainReport.__dataclass_fields__)
+
+_of_job = reports.c.job_key == bindparam("job_key")
+_job_by_id = select(jobs).where(jobs.c.id == bindparam("id"))
+_locked_job_by_id = _job_by_id.with_for_update()
+_latest_report = (
+    select(reports).where(_of_job).order_by(reports.c.generation.desc(), reports.c.step.desc()).limit(1)
+)
+_first_report = select(reports).where(_of_job).order_by(reports.c.generation, reports.c.step).limit(1)
+_report_count = select(func.coalesce(func.max(reports.c.n) + 1, 0)).where(_of_job)
+_plan = tuple_(*(reports.c[name] for name in _PLAN))
+_next_plan = (
+    select(*(reports.c[name] for name in _PLAN), reports.c.step_time)
+    .where(_of_job, measured, _plan > tuple_(*(bindparam(name) for name in _PLAN)))
+    .order_by(*(reports.c[name] for name in _PLAN), reports.c.n.desc())
+    .limit(REPORTS_PER_STEP_TIME)
+)
+_overdue = select(heartbeats.c.job_key, heartbeats.c.rank).where(heartbeats.c.due_at < bindparam("now"))
+
+
+def _insert_report(dialect: str) -> Any:
+    return (
+        _upserts[dialect](reports)
+        .values(
+            {
+                "job_key": bindparam("job_key"),
+                "n": _report_count.scalar_subquery(),
+                **{name: bindparam(name) for name in _REPORT},
+            }
+        )
+        .on_conflict_do_nothing(index_elements=["job_key", "generation", "step"])
+    )
+
+
+def _upsert_heartbeat(dialect: str) -> Any:
+    statement = _upserts[dialect](heartbeats)
+    return statement.on_conflict_do_update(
+        index_elements=["job_key", "rank"],
+        set_={"seen_at": statement.excluded.seen_at, "due_at": statement.excluded.due_at},
+    )
+
+
+def _job(row: Row[Any]) -> Job:
+    spec = JobSpec.from_json(row.spec) if row.spec else None
+    return Job(row.key, row.id, row.created_at, row.version, spec, state_from_json(row.state))
+
+
+def _report(row: Row[Any]) -> GainReport:
+    return GainReport(**{name: getattr(row, name) for name in _REPORT})
+
+
+def _lock_job(connection: Connection, job_id: str, now: float) -> Job:
+    """The job, which nobody else changes until the transaction ends; made if it is unknown."""
+    row = connection.execute(_locked_job_by_id, {"id": job_id}).one_or_none()
+    if row is None:
+        former = connection.scalar(select(former_jobs.c.version).where(former_jobs.c.id == job_id))
+        connection.execute(
+            _upserts[connection.dialect.name](jobs)
+            .values(
+                id=job_id,
+                created_at=now,
+                version=1 if former is None else former + 1,
+                state=state_to_json(Rendezvous()),
+            )
+            .on_conflict_do_nothing(index_elements=["id"])
+        )
+        row = connection.execute(_locked_job_by_id, {"id": job_id}).one()
+    return _job(row)
+
+
+def _change(connection: Connection, job: Job, to_next: Callable[[Rendezvous], Rendezvous]) -> Changed:
+    after = to_next(job.state)
+    if after == job.state:
+        return Changed(job.allocation, changed=False)
+    version = job.version + 1
+    connection.execute(
+        update(jobs).where(jobs.c.key == job.key).values(version=version, state=state_to_json(after))
+    )
+    return Changed(after.view(version), changed=True)
+
+
+def _spread(total: int, points: int) -> set[int]:
+    """At most `points` of the numbers below `total`, evenly spread, its ends aside."""
+    if 0 < total <= points + 2:
+        return set(range(total))
+    return {(i + 1) * total // (points + 1) for i in range(points)}
