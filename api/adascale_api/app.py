@@ -12,6 +12,7 @@ from adascale_api.bodies import describe_bodies
 from adascale_api.database import Database
 from adascale_api.errors import add_error_handlers
 from adascale_api.limits import BodyLimit
+from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, gain, jobs, probes
 from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
 from adascale_api.service import Service
@@ -55,6 +56,7 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(BodyLimit)
+    app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
     for routes in (gain, allocation, jobs, probes):
         app.include_router(routes.router)

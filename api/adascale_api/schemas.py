@@ -231,12 +231,12 @@ class HistoryView:
     Args:
         job: the job's full id.
         total: reports that are kept.
-        reports: some of them, the first and the last among them.
+        points: some of them, the first and the last among them.
     """
 
     job: str
     total: int
-    reports: list[GainReport]
+    points: list[GainReport]
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class JobView:
         failures: generations that the user's program has failed in.
         disruptions: generations that were lost for another reason.
         replicas: the registered replicas, by rank.
-        report: the latest report, if there is one.
+        latest: the latest report, if there is one.
         step_times: the median step time of each batch plan, over its latest reports.
         created_at: when it was first heard of, in seconds since 1970.
     """
@@ -284,7 +284,7 @@ class JobView:
     failures: int
     disruptions: int
     replicas: list[ReplicaView]
-    report: GainReport | None
+    latest: GainReport | None
     step_times: list[StepTime]
     created_at: float
 

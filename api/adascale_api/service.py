@@ -11,6 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from adascale_api import store
 from adascale_api.auth import Authenticator
 from adascale_api.database import Database, Operation
+from adascale_api.prometheus import Metrics
 from adascale_api.store import Changed
 from adascale_api.waiting import POLL_INTERVAL, Waiting
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
@@ -41,6 +42,7 @@ class Service:
         self.protect_reads = protect_reads
         self.clock = clock
         self.waiting = Waiting(self._versions)
+        self.metrics = Metrics()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

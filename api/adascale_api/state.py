@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import Any
 
-from adascale_core.messages import ActiveAllocation, Allocation, Phase, Registration
+from adascale_core.messages import ActiveAllocation, Allocation, Registration
 from adascale_core.rendezvous import Rendezvous
 
 
@@ -22,7 +22,7 @@ def state_to_json(state: Rendezvous) -> dict[str, Any]:
 def state_from_json(members: dict[str, Any]) -> Rendezvous:
     """The state from what `state_to_json` made of it."""
     wanted, active = members["wanted"], members["active"]
-    told = [Registration.from_json({**one, "phase": Phase(one["phase"])}) for one in members["replicas"]]
+    told = [Registration.from_json(one) for one in members["replicas"]]
     return Rendezvous(
         wanted=Allocation.from_json(wanted) if wanted else None,
         active=ActiveAllocation.from_json(active) if active else None,

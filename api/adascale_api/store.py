@@ -128,6 +128,11 @@ def latest_report(connection: Connection, job: Job) -> GainReport | None:
     return _report(row) if row else None
 
 
+def latest_reports(connection: Connection) -> dict[str, GainReport]:
+    """The latest report of every job that has one, by job id."""
+    return {row.id: _report(row) for row in connection.execute(_latest_reports)}
+
+
 def history(connection: Connection, job: Job, points: int) -> History:
     """At most `points` of a job's reports, evenly spread, the first and the last among them."""
     last = connection.execute(_latest_report, {"job_key": job.key}).one_or_none()
@@ -248,6 +253,20 @@ _latest_report = (
     select(reports).where(_of_job).order_by(reports.c.generation.desc(), reports.c.step.desc()).limit(1)
 )
 _first_report = select(reports).where(_of_job).order_by(reports.c.generation, reports.c.step).limit(1)
+_one = reports.alias()
+_latest_reports = (
+    select(jobs.c.id, *(reports.c[name] for name in _REPORT))
+    .join(reports, reports.c.job_key == jobs.c.key)
+    .where(
+        reports.c.n
+        == select(_one.c.n)
+        .where(_one.c.job_key == jobs.c.key)
+        .order_by(_one.c.generation.desc(), _one.c.step.desc())
+        .limit(1)
+        .scalar_subquery()
+    )
+    .order_by(jobs.c.id)
+)
 _report_count = select(func.coalesce(func.max(reports.c.n) + 1, 0)).where(_of_job)
 _plan = tuple_(*(reports.c[name] for name in _PLAN))
 _next_plan = (

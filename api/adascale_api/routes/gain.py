@@ -42,6 +42,8 @@ async def post_gain(
     of a request is stored. Answers with the job's generations, so that a worker learns whether to leave."""
     reports = [one.report() for one in told]
     done = await service.database.write(partial(store.record, job_id=job, told=reports, now=service.clock()))
+    service.metrics.reports.labels("stored").inc(done.stored)
+    service.metrics.reports.labels("repeated").inc(done.repeated)
     return Posted(done.stored, done.repeated, done.allocation)
 
 

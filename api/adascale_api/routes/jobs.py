@@ -101,7 +101,7 @@ def _view(connection: Connection, job: Job, now: float) -> JobView:
         failures=state.failures,
         disruptions=state.disruptions,
         replicas=replicas,
-        report=store.latest_report(connection, job),
+        latest=store.latest_report(connection, job),
         step_times=store.step_times(connection, job),
         created_at=job.created_at,
     )

@@ -1,9 +1,10 @@
 """What watches the service: probes, and Prometheus."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from sqlalchemy import select
 
-from adascale_api.routes.common import ServiceOf, errors
+from adascale_api.prometheus import MEDIA_TYPE
+from adascale_api.routes.common import READ, ServiceOf, errors
 from adascale_api.schemas import Health
 from adascale_api.tables import schema
 
@@ -21,3 +22,21 @@ async def get_readiness(service: ServiceOf) -> Health:
     """Reads the database."""
     await service.database.read(lambda connection: connection.execute(select(schema)).one())
     return Health("ok")
+
+
+class PrometheusText(Response):
+    """What Prometheus reads."""
+
+    media_type = MEDIA_TYPE
+
+
+@router.get(
+    "/metrics",
+    summary="Everything in numbers, for Prometheus",
+    dependencies=READ,
+    response_class=PrometheusText,
+    responses=errors(401, 503),
+)
+async def get_metrics(service: ServiceOf) -> PrometheusText:
+    """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests."""
+    return PrometheusText(await service.database.read(service.metrics.text))
