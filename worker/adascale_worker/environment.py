@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import socket
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -63,6 +66,28 @@ class JobEnvironment:
     scale_invariant_steps: int | None = None
     checkpoint_dir: Path | None = None
     checkpoint_interval: float | None = None
+
+
+def await_place(environ: MutableMapping[str, str]) -> None:
+    """Tell the agent that this program is ready, and wait to be told its place.
+
+    An agent starts a program before its generation begins, so the place cannot be in the environment from
+    the start; it is put there now, for torch and for whoever else reads it. Without an agent, this returns
+    at once.
+
+    Raises:
+        SystemExit: the agent needs this program no longer.
+    """
+    descriptor = _read(environ, names.ENV_AGENT_FD, _natural, None)
+    if descriptor is None:
+        return
+    del environ[names.ENV_AGENT_FD]
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("r", encoding="utf-8") as lines:
+        channel.sendall(b"!")
+        told = lines.readline()
+    if not told:
+        sys.exit(names.EXIT_REENTRY)
+    environ.update(json.loads(told))
 
 
 def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:

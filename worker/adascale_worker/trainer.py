@@ -137,6 +137,7 @@ class ElasticTrainer:
             checkpoint_interval=checkpoint_interval,
         )
         _explain_errors()
+        environment.await_place(os.environ)
         self._place = environment.read_place(os.environ)
         self._generation = environment.read_generation(os.environ)
         self._service = environment.read_service(os.environ)
@@ -277,7 +278,9 @@ class ElasticTrainer:
             self._restore_model(loaded[0]["model"])
         if self.replicas > 1:
             self._ddp = replicate(model, self.device, find_unused_parameters=find_unused_parameters)
-        self._adascale = AdaScale(optimizer, world_size=self.replicas, model=self._ddp)
+        self._adascale = AdaScale(
+            optimizer, world_size=self.replicas, is_scaled_loss=False, model=self._ddp
+        )
         if loaded is not None:
             self._restore(*loaded)
         self._apply_plan()

@@ -15,7 +15,6 @@ from types import FrameType
 from adascale_core.messages import ActiveAllocation, AllocationView, Phase, Registration
 from adascale_core.names import (
     ENV_GENERATION,
-    ENV_LISTEN_FD,
     EXIT_FINISHED,
     EXIT_PEER_LOST,
     EXIT_REENTRY,
@@ -34,6 +33,10 @@ FIRST_ANSWER = 60.0
 """Seconds within which the service must answer for the first time."""
 LAST_WORDS = 3.0
 """Seconds spent on telling the service why the agent leaves."""
+PREPARATION = 60.0
+"""Seconds after which a new replica counts as there even if its program has not said that it is ready."""
+STANDBY_PATIENCE = 120.0
+"""Seconds that a trainer is kept ready for a generation that does not come."""
 TICK = 0.5
 
 DISRUPTIONS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -42,7 +45,7 @@ DISRUPTIONS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.S
 
 class _Event(Enum):
     CHANGED = auto()
-    EXITED = auto()
+    TRAINER = auto()
     TERMINATE = auto()
 
 
@@ -74,6 +77,9 @@ class Agent:
         self._link = ServiceLink(client, lambda: self._events.put(_Event.CHANGED))
         self._socket = _listen(address)
         self._generation = 0
+        self._standby: TrainerProcess | None = None
+        self._standby_generation = 0
+        self._standby_since = 0.0
         self._terminating = False
 
     def run(self) -> int:
@@ -88,15 +94,13 @@ class Agent:
         """
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, self._terminate)
-        self._link.start(self._registration(Phase.WAITING))
+        self._link.start()
         self._await_first_answer()
+        phase, code = Phase.WAITING, None
         while True:
-            allocation = self._await_allocation()
-            if allocation is None:
-                return self._end(Phase.TERMINATED, EXIT_REENTRY)
-            trainer = self._start(allocation)
+            trainer = self._await_place(phase, code)
             if trainer is None:
-                continue
+                return self._end(Phase.TERMINATED, EXIT_REENTRY)
             code = self._watch(trainer)
             phase = self._phase(code)
             if phase is Phase.FINISHED:
@@ -105,7 +109,6 @@ class Agent:
                 return self._end(phase, code if code >= 0 else 128 - code, trainer.log)
             if self._terminating:
                 return self._end(Phase.TERMINATED, EXIT_REENTRY)
-            self._link.tell(self._registration(phase, code))
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         self._events.put(_Event.TERMINATE)
@@ -120,46 +123,118 @@ class Agent:
                 )
             self._next_event()
 
-    def _await_allocation(self) -> ActiveAllocation | None:
-        """The next generation that has a place for this replica; none if asked to leave."""
+    def _await_place(self, phase: Phase, code: int | None) -> TrainerProcess | None:
+        """A trainer in its place in the next generation; none if asked to leave.
+
+        Args:
+            phase: what to tell the service meanwhile.
+            code: the exit code of the trainer before, to be told with it.
+        """
+        # One that has run before says at once that it has left; a new one, when it is ready to begin.
+        told = phase is not Phase.WAITING
+        if told:
+            self._link.tell(self._registration(phase, code))
         while not self._terminating:
             view = self._link.view
             following = view.next_after(self._generation) if view is not None else None
             if following is not None and self._rank < following.replicas:
-                return following
+                trainer = self._enter(following)
+                if trainer is not None:
+                    return trainer
+                told = True
+                continue
+            if not self._prepare(view):
+                raise self._cannot_prepare()
+            if not told and (
+                self._standby is None or self._standby.ready or self._prepared_for > PREPARATION
+            ):
+                told = True
+                self._link.tell(self._registration(phase))
             self._next_event()
+        self._dismiss()
         return None
 
-    def _start(self, allocation: ActiveAllocation) -> TrainerProcess | None:
-        """Start the trainer; none if this generation cannot be served, and another is needed."""
-        self._generation = allocation.generation
-        first = self._rank == 0
-        if first and allocation.master_port != self._socket.getsockname()[1]:
-            # Its port was used up by a generation that never began: the peers must not wait there.
-            self._renew_socket()
-            self._link.tell(self._registration(Phase.LOST))
-            return None
-        environ = {
-            **self._environ,
-            "PYTHONUNBUFFERED": "1",
-            "RANK": str(self._rank),
-            "WORLD_SIZE": str(allocation.replicas),
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": allocation.master_addr,
-            "MASTER_PORT": str(allocation.master_port),
-            ENV_GENERATION: str(allocation.generation),
-        }
-        descriptor = self._socket.fileno() if first else None
-        if descriptor is not None:
-            environ[ENV_LISTEN_FD] = str(descriptor)
+    def _prepare(self, view: AllocationView | None) -> bool:
+        """Start a trainer ahead of a generation that is wanted; let it go when that does not come.
+
+        Returns:
+            whether all is well; otherwise the trainer that was started has ended by itself.
+        """
+        wanted = view.wanted if view is not None else None
+        if self._standby is not None:
+            code = self._standby.exit_code
+            if code is not None:
+                if -code not in DISRUPTIONS:
+                    return False
+                self._standby, self._standby_generation = None, self._generation
+                return True
+            if self._prepared_for > STANDBY_PATIENCE:
+                self._dismiss()
+            return True
+        if wanted is None or self._rank >= wanted.replicas or wanted.generation <= self._standby_generation:
+            return True
+        self._standby_generation = wanted.generation
+        self._standby_since = time.monotonic()
+        self._standby = self._spawn()
+        return True
+
+    @property
+    def _prepared_for(self) -> float:
+        """Seconds since the standby was started."""
+        return time.monotonic() - self._standby_since
+
+    def _cannot_prepare(self) -> WorkerError:
+        """What to raise when the program ends before it is told its place."""
+        assert self._standby is not None
+        code = self._standby.exit_code or 0
+        self._end(Phase.FAILED, code, self._standby.log)
+        error = WorkerError(
+            f"{' '.join(self._command)} ended with exit code {code} before it had made an ElasticTrainer"
+            if code
+            else f"{' '.join(self._command)} came to its end without making an ElasticTrainer"
+        )
+        error.exit_code = code if code > 0 else 128 - code if code < 0 else 1
+        return error
+
+    def _dismiss(self) -> None:
+        if self._standby is not None:
+            self._standby.end()
+            self._standby = None
+
+    def _spawn(self) -> TrainerProcess:
+        listen_fd = self._socket.fileno() if self._rank == 0 else None
         try:
-            trainer = TrainerProcess(
-                self._command, environ, descriptor, on_exit=lambda: self._events.put(_Event.EXITED)
+            return TrainerProcess(
+                self._command, self._environ, listen_fd, on_change=lambda: self._events.put(_Event.TRAINER)
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
             self._end(Phase.FAILED, 127, reason)
             raise WorkerError(f"{reason}. Check the command of the job") from error
+
+    def _enter(self, allocation: ActiveAllocation) -> TrainerProcess | None:
+        """Give a trainer its place; none if this generation cannot be served, and another is needed."""
+        self._generation = allocation.generation
+        first = self._rank == 0
+        if first and allocation.master_port != self._socket.getsockname()[1]:
+            # Its port was used up by a generation that never began: the peers must not wait there.
+            self._dismiss()
+            self._renew_socket()
+            self._link.tell(self._registration(Phase.LOST))
+            return None
+        trainer = self._standby or self._spawn()
+        self._standby = None
+        trainer.place(
+            {
+                "RANK": str(self._rank),
+                "WORLD_SIZE": str(allocation.replicas),
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": allocation.master_addr,
+                "MASTER_PORT": str(allocation.master_port),
+                ENV_GENERATION: str(allocation.generation),
+            }
+        )
+        self._standby_generation = allocation.generation
         if first:
             self._renew_socket()
         self._link.tell(self._registration(Phase.RUNNING))
@@ -170,10 +245,13 @@ class Agent:
         give_up: float | None = None
         asked = False
         while True:
-            event = self._next_event()
+            self._next_event()
             code = trainer.exit_code
-            if event is _Event.EXITED and code is not None:
+            if code is not None:
                 return code
+            if not self._terminating and not self._prepare(self._link.view):
+                # A failed preparation says nothing about the trainer that runs.
+                self._standby = None
             now = time.monotonic()
             if self._terminating and not asked:
                 asked = True

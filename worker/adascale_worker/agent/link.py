@@ -48,9 +48,8 @@ class ServiceLink:
         """Why the service could not be reached, while it cannot."""
         return self._complaint
 
-    def start(self, registration: Registration) -> None:
-        """Tell the first registration and begin to listen."""
-        self._registration = registration
+    def start(self) -> None:
+        """Begin to listen, and to tell as soon as there is something to tell."""
         threading.Thread(target=self._tell, name="adascale-tell", daemon=True).start()
         threading.Thread(target=self._listen, name="adascale-listen", daemon=True).start()
 
@@ -79,8 +78,9 @@ class ServiceLink:
         pause = 0.1
         while True:
             with self._changed:
+                while self._registration is None:
+                    self._changed.wait()
                 registration = self._registration
-            assert registration is not None
             try:
                 self._hear(self._client.register(registration))
             except ServiceError as error:
@@ -92,7 +92,6 @@ class ServiceLink:
                 continue
             pause = 0.1
             with self._changed:
-                self._complaint = None
                 self._told = registration
                 self._changed.notify_all()
                 if self._registration == registration:
@@ -104,9 +103,7 @@ class ServiceLink:
             try:
                 self._hear(self._client.allocation(version, WAIT if version is not None else 0.0))
             except ServiceError as error:
-                # An unknown job becomes known with the first registration, so this is no complaint.
-                if error.status is None:
-                    self._complain(error)
+                self._complain(error)
                 time.sleep(0.2)
 
     def _hear(self, view: AllocationView) -> None:
@@ -115,6 +112,7 @@ class ServiceLink:
             if self._view is not None and view.version <= self._view.version:
                 return
             self._view = view
+            self._complaint = None
         self._on_change()
 
     def _complain(self, error: ServiceError) -> None:

@@ -1,15 +1,24 @@
-"""A trainer as a process: it dies with its agent, which passes on its output and keeps the end of it."""
+"""A trainer as a process: it dies with its agent, which passes on its output and keeps the end of it.
+
+A trainer is started before its generation begins: it imports what it needs while the generation before it
+still trains, says that it is ready, and waits to be told its place. That takes the slowest part of a
+re-entry, the import of torch, out of the time that training stands still.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+
+from adascale_core.names import ENV_AGENT_FD, ENV_LISTEN_FD
 
 LOG_LINES = 40
 """Last lines of output kept for the case that the program fails."""
@@ -17,18 +26,14 @@ LINE_LENGTH = 500
 PR_SET_PDEATHSIG = 1
 
 
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
 class TrainerProcess:
-    """A running trainer.
+    """A trainer, waiting for its place or running in it.
 
     Args:
         command: the user's program and its arguments.
         environ: its environment.
-        pass_fd: a descriptor that it inherits, if any.
-        on_exit: called from a thread of this object's, once the program has ended and its output is read.
+        listen_fd: the listening socket for the rendezvous, on rank 0.
+        on_change: called, from a thread of this object's, when it is ready and when it has ended.
 
     Raises:
         OSError: the program cannot be started.
@@ -38,38 +43,70 @@ class TrainerProcess:
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
-        pass_fd: int | None,
-        on_exit: Callable[[], None],
+        listen_fd: int | None,
+        on_change: Callable[[], None],
     ) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._on_exit = on_exit
-        self._process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[] if pass_fd is None else [pass_fd],
-            preexec_fn=_die_with_parent(os.getpid()),
-            text=True,
-            errors="replace",
-        )
-        self._reader = threading.Thread(target=self._pass_on, name="adascale-output", daemon=True)
-        self._reader.start()
+        self._on_change = on_change
+        self._channel, theirs = socket.socketpair()
+        inherited = [theirs.fileno()]
+        told = {"PYTHONUNBUFFERED": "1", ENV_AGENT_FD: str(theirs.fileno())}
+        if listen_fd is not None:
+            inherited.append(listen_fd)
+            told[ENV_LISTEN_FD] = str(listen_fd)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**environ, **told},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=inherited,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                    text=True,
+                    errors="replace",
+                )
+        except OSError:
+            self._channel.close()
+            raise
+        self.ready = False
+        """Whether it waits for its place."""
+        self._ended = False
+        threading.Thread(target=self._pass_on, name="adascale-output", daemon=True).start()
+        threading.Thread(target=self._await_ready, name="adascale-ready", daemon=True).start()
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs."""
-        return self._process.poll()
+        """Its exit code, negative for a signal, once it has ended and its output is read."""
+        return self._process.poll() if self._ended else None
 
     @property
     def log(self) -> str:
         """The last lines that it wrote."""
         return "\n".join(self._lines)
 
+    def place(self, environ: Mapping[str, str]) -> None:
+        """Tell it its place, as environment variables, and so let it go on."""
+        try:
+            self._channel.sendall(json.dumps(dict(environ)).encode() + b"\n")
+        except OSError:
+            # It has ended, and its exit code will tell.
+            return
+
     def send(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
         self._process.send_signal(number)
+
+    def end(self) -> None:
+        """End it without ceremony; it has nothing to lose before it is told its place."""
+        self._process.kill()
+        self._process.wait()
+
+    def _await_ready(self) -> None:
+        if self._channel.recv(1):
+            self.ready = True
+            self._on_change()
 
     def _pass_on(self) -> None:
         assert self._process.stdout is not None
@@ -82,14 +119,15 @@ class TrainerProcess:
                 # Nobody reads us any more; the program goes on all the same.
                 continue
         self._process.wait()
-        self._on_exit()
+        self._ended = True
+        self._on_change()
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
     """What a child runs before the program, so that the kernel kills it when its agent dies."""
-    libc = _libc()
-    if libc is None:
+    if sys.platform != "linux":
         return None
+    libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

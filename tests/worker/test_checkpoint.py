@@ -1,0 +1,205 @@
+"""Checkpoints: whatever happens while one is written, a whole one is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adascale_worker.checkpoint import CheckpointFolder, Standing
+from adascale_worker.errors import CheckpointError
+
+STANDING = Standing(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False)
+
+
+def state_of(number: int) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), float(number)), "number": number}
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "made" / "on" / "the way")
+    saved = folder.save(state_of(1), STANDING, {"accuracy": 0.5})
+    loaded = folder.load()
+    assert loaded is not None
+    state, manifest = loaded
+    assert state["number"] == 1
+    assert torch.equal(state["weights"], state_of(1)["weights"])
+    assert manifest == saved
+    assert (manifest.step, manifest.progress, manifest.result) == (7, 21.5, {"accuracy": 0.5})
+
+
+def test_a_folder_without_checkpoints_loads_none(tmp_path: Path) -> None:
+    assert CheckpointFolder(tmp_path / "missing").load() is None
+    assert CheckpointFolder(tmp_path).load() is None
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for number in range(1, 6):
+        folder.save(state_of(number), STANDING)
+    assert folder.numbers() == [4, 5]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "missing"])
+@pytest.mark.parametrize("part", ["pt", "json"])
+def test_a_damaged_one_is_reported_and_the_one_before_it_used(
+    tmp_path: Path, damage: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state_of(1), STANDING)
+    folder.save(state_of(2), STANDING)
+    harm(tmp_path / f"checkpoint-00000002.{part}", damage)
+    loaded = folder.load()
+    assert loaded is not None
+    assert loaded[0]["number"] == 1
+    if (damage, part) != ("missing", "json"):  # without a manifest it was never saved
+        told = capsys.readouterr().out
+        assert "checkpoint-00000002" in told
+        assert "going on from checkpoint 1, step 7" in told
+
+
+def harm(path: Path, damage: str) -> None:
+    content = bytearray(path.read_bytes())
+    match damage:
+        case "flip":
+            content[len(content) // 2] ^= 0xFF
+            path.write_bytes(content)
+        case "truncate":
+            path.write_bytes(content[: len(content) // 2])
+        case "empty":
+            path.write_bytes(b"")
+        case "missing":
+            path.unlink()
+
+
+def test_all_damaged_is_an_error_and_never_a_silent_fresh_start(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for number in (1, 2):
+        folder.save(state_of(number), STANDING)
+        harm(tmp_path / f"checkpoint-{number:08d}.pt", "flip")
+    with pytest.raises(
+        CheckpointError, match=r"no whole checkpoint is left .*00000002.pt is damaged.*remove the folder"
+    ):
+        folder.load()
+
+
+def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state_of(1), STANDING)
+    manifest = tmp_path / "checkpoint-00000001.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+        folder.load()
+
+
+def test_a_result_can_be_added_to_the_last_manifest(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    manifest = folder.save(state_of(1), STANDING)
+    folder.annotate(manifest, {"accuracy": 0.98})
+    loaded = folder.load()
+    assert loaded is not None
+    assert loaded[1].result == {"accuracy": 0.98}
+
+
+# Forks a child that saves the next checkpoint and is killed at its n-th operation on a file in the folder,
+# for n = 0, 1, ... until a child gets through. Prints, for each child, how it ended and what is left.
+KILLER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from adascale_worker.checkpoint import CheckpointFolder, Standing
+
+directory = Path(sys.argv[1])
+folder = CheckpointFolder(directory)
+standing = Standing(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False)
+
+def save_and_be_killed(survived):
+    operations = 0
+    def watch(event, arguments):
+        nonlocal operations
+        if event in ("open", "os.rename", "os.remove") and str(directory) in str(arguments[0]):
+            if operations == survived:
+                os.kill(os.getpid(), signal.SIGKILL)
+            operations += 1
+    number = folder.load()[0]["number"] + 1
+    sys.addaudithook(watch)
+    folder.save({"weights": torch.full((1000,), float(number)), "number": number}, standing)
+    os._exit(0)
+
+for survived in range(1000):
+    child = os.fork()
+    if child == 0:
+        save_and_be_killed(survived)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    state, _ = folder.load()
+    whole = torch.equal(state["weights"], torch.full((1000,), float(state["number"])))
+    print(code, state["number"], whole, len(folder.numbers()), flush=True)
+    if code == 0:
+        break
+"""
+
+
+def test_killed_at_any_operation_a_whole_checkpoint_is_left_and_can_be_built_on(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path).save(state_of(1), STANDING)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    *killed, through = [line.split() for line in run.stdout.splitlines()]
+    newest = 1
+    for code, number, whole, kept in killed:
+        assert int(code) == -signal.SIGKILL
+        assert newest <= int(number) <= newest + 1
+        assert whole == "True"
+        assert 1 <= int(kept) <= 3  # a new one is there before the oldest goes
+        newest = int(number)
+    assert through == ["0", str(newest + 1), "True", "2"]
+    assert len(killed) >= 8, "a save opens, renames and flushes two files, and removes two"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of one mebibyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_untouched(small_disk: Path) -> None:
+    folder = CheckpointFolder(small_disk / "checkpoints")
+    folder.save(state_of(1), STANDING)
+    large = {"weights": torch.zeros(1_000_000), "number": 2}
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device; the last one, of step 7, is untouched"
+    ):
+        folder.save(large, STANDING)
+    loaded = folder.load()
+    assert loaded is not None
+    assert loaded[0]["number"] == 1
+    assert sorted(path.suffix for path in folder.directory.iterdir()) == [".json", ".pt"]
+    folder.save(state_of(2), STANDING)
+    assert folder.numbers() == [1, 2]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        CheckpointFolder(tmp_path / "file" / "checkpoints").save(state_of(1), STANDING)

@@ -1,0 +1,97 @@
+"""Environment variables: what they may say, and what is told when they do not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from adascale_worker.environment import (
+    JobEnvironment,
+    ReplicaPlace,
+    ServiceAddress,
+    read_generation,
+    read_job,
+    read_place,
+    read_service,
+)
+from adascale_worker.errors import EnvironmentVariableError
+
+
+def test_nothing_told_is_one_process_off_any_service() -> None:
+    assert read_place({}) == ReplicaPlace(
+        rank=0, replicas=1, local_rank=0, master_addr=None, master_port=None
+    )
+    assert read_job({}) == JobEnvironment()
+    assert read_service({}) is None
+    assert read_generation({}) == 0
+
+
+def test_torchruns_variables_are_understood() -> None:
+    environ = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    assert read_place(environ) == ReplicaPlace(3, 4, 1, "10.0.0.1", 29500)
+
+
+def test_the_job_is_read() -> None:
+    environ = {
+        "ADASCALE_BATCH_SIZE": "32",
+        "ADASCALE_MAX_BATCH_SIZE": "512",
+        "ADASCALE_LOCAL_BSZ_BOUNDS": "16,128",
+        "ADASCALE_EFFICIENCY_TARGET": "0.5",
+        "ADASCALE_SCALE_INVARIANT_STEPS": "20000",
+        "ADASCALE_CHECKPOINT_DIR": "/state",
+        "ADASCALE_CHECKPOINT_INTERVAL": "2.5",
+    }
+    assert read_job(environ) == JobEnvironment(32, 512, (16, 128), 0.5, 20000, Path("/state"), 2.5)
+
+
+def test_a_service_has_a_full_job_id_and_a_url_without_slash() -> None:
+    told = read_service(
+        {"ADASCALE_API_URL": "http://api:80/", "ADASCALE_JOB_ID": "digits", "ADASCALE_TOKEN": "t"}
+    )
+    assert told == ServiceAddress("http://api:80", "default.digits", token="t")
+    assert told.bearer() == "t"
+
+
+def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    address = ServiceAddress("http://api", "default.digits", token_file=file)
+    for token in ("first", "renewed"):
+        file.write_text(f"{token}\n")
+        assert address.bearer() == token
+    file.unlink()
+    with pytest.raises(EnvironmentVariableError, match=r"ADASCALE_TOKEN_FILE names .*No such file"):
+        address.bearer()
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "one"}, "RANK is 'one': it must be a whole number from 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: ranks go from 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it must be a whole number from 1"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
+        ({"ADASCALE_BATCH_SIZE": "3.5"}, "ADASCALE_BATCH_SIZE is '3.5': it must be a whole number from 1"),
+        ({"ADASCALE_LOCAL_BSZ_BOUNDS": "16"}, "it must be two whole numbers, 'lower,upper'"),
+        ({"ADASCALE_LOCAL_BSZ_BOUNDS": "16,x"}, "ADASCALE_LOCAL_BSZ_BOUNDS is '16,x'"),
+        ({"ADASCALE_EFFICIENCY_TARGET": "0"}, "it must be above 0 and at most 1"),
+        ({"ADASCALE_EFFICIENCY_TARGET": "nan"}, "it must be above 0 and at most 1"),
+        ({"ADASCALE_CHECKPOINT_INTERVAL": "soon"}, "it must be a number of seconds"),
+        ({"ADASCALE_CHECKPOINT_INTERVAL": "inf"}, "it must be a number of seconds, not negative"),
+        ({"ADASCALE_API_URL": "http://api"}, "ADASCALE_API_URL is set but ADASCALE_JOB_ID is not"),
+        ({"ADASCALE_JOB_ID": "digits"}, "ADASCALE_JOB_ID is set but ADASCALE_API_URL is not"),
+    ],
+)
+def test_what_is_not_understood_is_told_by_name(environ: dict[str, str], message: str) -> None:
+    def read_all() -> None:
+        read_place(environ)
+        read_job(environ)
+        read_service(environ)
+
+    with pytest.raises(EnvironmentVariableError, match=re.escape(message)):
+        read_all()
