@@ -1,0 +1,170 @@
+"""How many reports per second the metrics service takes, from clients that post one at a time or lists.
+
+    python bench/reports_per_second.py --clients 16 --seconds 5
+
+The service runs as it would for a user: a process of its own, with a token, on an SQLite file. So do the
+clients, which share their machine with it, in a few processes of several connections each. Every report
+counted was answered with 2xx, hence is on the disk; at the end the count is compared with the service's.
+"""
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adascale_core.messages import GainReport
+from adascale_core.names import ENV_TOKEN
+
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Result:
+    requests: int
+    reports: int
+    seconds: float
+    latencies: list[float]
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self.latencies)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clients", type=int, default=16, help="connections (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per measurement (default: %(default)s)")
+    parser.add_argument(
+        "--lists", type=int, nargs="*", default=[1, 10, 100], help="reports per request (default: 1 10 100)"
+    )
+    options = parser.parse_args()
+    print(f"{options.clients} clients, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
+    print(f"{'reports/request':>15} {'requests/s':>11} {'reports/s':>10} {'median ms':>10} {'99% ms':>8}")
+    for size in options.lists:
+        result = measure(options.clients, options.seconds, size)
+        print(
+            f"{size:>15} {result.requests / result.seconds:>11.0f} {result.reports / result.seconds:>10.0f}"
+            f" {result.quantile(0.5) * 1e3:>10.1f} {result.quantile(0.99) * 1e3:>8.1f}",
+            flush=True,
+        )
+
+
+def measure(clients: int, seconds: float, size: int) -> Result:
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory() as folder:
+        port_file = Path(folder) / "port"
+        command = [sys.executable, "-m", "adascale_api", "--port", "0", "--port-file", str(port_file)]
+        command += ["--database", f"sqlite:///{folder}/bench.db"]
+        service = subprocess.Popen(command, env={**os.environ, ENV_TOKEN: token}, stdout=subprocess.DEVNULL)
+        try:
+            while not port_file.exists():
+                if service.poll() is not None:
+                    sys.exit("the service did not start")
+                time.sleep(0.05)
+            port = int(port_file.read_text())
+            result = load(port, token, clients, seconds, size)
+            kept = sum(total(port, f"bench-{client}") for client in range(clients))
+            if kept != result.reports:
+                sys.exit(f"{result.reports} reports were answered with 2xx, {kept} are kept")
+            return result
+        finally:
+            service.terminate()
+            service.wait()
+
+
+def load(port: int, token: str, clients: int, seconds: float, size: int) -> Result:
+    processes = min(PROCESSES, clients)
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(processes + 1)
+    answers: Any = context.Queue()
+    workers = [
+        context.Process(
+            target=run_clients,
+            args=(port, token, range(index, clients, processes), seconds, size, ready, answers),
+        )
+        for index in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    ready.wait()
+    results: list[Result] = [answers.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    return Result(
+        sum(result.requests for result in results),
+        sum(result.reports for result in results),
+        max(result.seconds for result in results),
+        [latency for result in results for latency in result.latencies],
+    )
+
+
+def run_clients(
+    port: int, token: str, clients: range, seconds: float, size: int, ready: Any, answers: Any
+) -> None:
+    done: list[Result] = []
+    threads = [
+        threading.Thread(target=lambda c=client: done.append(post(port, token, c, seconds, size)))
+        for client in clients
+    ]
+    ready.wait()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers.put(
+        Result(
+            sum(result.requests for result in done),
+            sum(result.reports for result in done),
+            max(result.seconds for result in done),
+            [latency for result in done for latency in result.latencies],
+        )
+    )
+
+
+def post(port: int, token: str, client: int, seconds: float, size: int) -> Result:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    latencies = []
+    step = 0
+    began = time.perf_counter()
+    while (now := time.perf_counter()) < began + seconds:
+        body = [report(step + index) for index in range(size)]
+        text = json.dumps(body if size > 1 else body[0]).encode()
+        connection.request("POST", f"/jobs/bench-{client}/gain", text, headers)
+        answer = connection.getresponse()
+        told = json.loads(answer.read())
+        if answer.status != 200 or told["stored"] != size:
+            sys.exit(f"{answer.status}: {told}")
+        latencies.append(time.perf_counter() - now)
+        step += size
+    return Result(len(latencies), step, time.perf_counter() - began, latencies)
+
+
+def report(step: int) -> dict[str, Any]:
+    return GainReport(
+        generation=1, step=step, progress=step * 1.5, epoch=0, replicas=2, local_bsz=16, accumulation=1,
+        scale=8.0, gain=3.1, grad_sqr=0.01, grad_var=0.04, step_time=0.01, time=1.76e9 + step, loss=0.5,
+    ).to_json()  # fmt: skip
+
+
+def total(port: int, job: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", f"/jobs/{job}/gain/history?points=1")
+    told: int = json.loads(connection.getresponse().read())["total"]
+    return told
+
+
+if __name__ == "__main__":
+    main()
