@@ -242,11 +242,6 @@ class RunningEstimate:
         past = self.unbiased if self.biased is None else self.biased
         return RunningEstimate(self.unbiased.aged(smoothing), past.updated(sample, smoothing, debias=debias))
 
-    def skipped(self, smoothing: float) -> "RunningEstimate":
-        """Return what is known after a step that was not sampled."""
-        biased = None if self.biased is None else self.biased.aged(smoothing)
-        return RunningEstimate(self.unbiased.aged(smoothing), biased)
-
 
 def require_scale(scale: float) -> None:
     """Raise ValueError unless `scale` is a positive finite number."""

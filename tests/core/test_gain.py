@@ -4,16 +4,18 @@ import math
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from adascale_core.gain import (
     GradientEstimate,
+    MovingAverage,
     RunningEstimate,
     default_smoothing,
     from_consecutive_gradients,
     from_micro_gradients,
     total,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 numbers = st.floats(min_value=-1e150, max_value=1e150)
 scales = st.floats(min_value=1e-3, max_value=1e6)
@@ -141,7 +143,6 @@ def test_default_smoothing_is_the_papers() -> None:
 
 def test_nothing_is_known_before_the_first_sample() -> None:
     assert RunningEstimate().estimate is None
-    assert RunningEstimate().skipped(0.5).estimate is None
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0, 0.99)), min_size=1, max_size=12))
@@ -180,15 +181,13 @@ def test_without_debiasing_the_first_samples_are_averaged_plainly() -> None:
     assert averages == pytest.approx([1.0, 1.5, 3.0, 2.25, 0.75 * 2.25 + 0.25 * 10.0])
 
 
-def test_skipped_steps_age_the_past_and_leave_the_average() -> None:
-    running = RunningEstimate().updated(GradientEstimate(4.0, 8.0), 0.9)
-    aged = running.skipped(0.9)
-    assert aged.estimate is not None
-    assert aged.estimate.grad_sqr == pytest.approx(4.0)
+def test_aging_keeps_the_average_and_lessens_its_weight() -> None:
+    average = MovingAverage().updated(GradientEstimate(4.0, 8.0), 0.9)
+    aged = average.aged(0.9)
+    assert aged.grad_sqr / aged.weight == pytest.approx(4.0)
     later = aged.updated(GradientEstimate(0.0, 0.0), 0.9)
-    assert later.estimate is not None
-    assert later.estimate.grad_sqr == pytest.approx(4.0 * 0.81 / (0.81 + 1.0))
-    assert running.skipped(0.0) == running
+    assert later.grad_sqr / later.weight == pytest.approx(4.0 * 0.81 / (0.81 + 1.0))
+    assert average.aged(0.0) == average
 
 
 def test_the_next_unbiased_sample_drops_biased_ones() -> None:
@@ -211,7 +210,8 @@ def test_biased_samples_after_unbiased_ones_are_averaged_in_until_unbiased_ones_
 
     again = alone.updated(GradientEstimate(5.0, 2.0), 0.9)
 
-    assert again == known.skipped(0.9).updated(GradientEstimate(5.0, 2.0), 0.9)
+    assert again.unbiased == known.unbiased.aged(0.9).updated(GradientEstimate(5.0, 2.0), 0.9)
+    assert again.biased is None
 
 
 @pytest.mark.parametrize("smoothing", [1.0, -0.1, math.nan])
@@ -219,4 +219,4 @@ def test_smoothing_out_of_range_is_refused(smoothing: float) -> None:
     with pytest.raises(ValueError, match=r"got smoothing .*at least 0 and below 1"):
         RunningEstimate().updated(GradientEstimate(1.0, 1.0), smoothing)
     with pytest.raises(ValueError, match="got smoothing"):
-        RunningEstimate().skipped(smoothing)
+        MovingAverage().aged(smoothing)
