@@ -23,7 +23,7 @@ from adascale_core.names import (
     job_id,
 )
 
-MOST_REPLICAS = 10_000
+MOST_REPLICAS = 1024
 """No job may ask for more: every count up to it is looked at."""
 
 

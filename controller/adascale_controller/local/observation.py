@@ -1,0 +1,76 @@
+"""What a run has seen of its job, as the decision has to know it."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from adascale_controller.job import Job
+from adascale_controller.service_client import JobView
+from adascale_core.decision import JobState
+from adascale_core.gain import GradientEstimate
+from adascale_core.messages import GainReport
+
+FIRST_GUESS = 3.0
+"""Seconds that a change of replicas is taken to cost before one has been measured."""
+
+
+class Observation:
+    """Follows a job from one view of it to the next.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._last: GainReport | None = None
+        self._downtimes: list[float] = []
+        self._settled: tuple[int, float] | None = None
+
+    def see(self, view: JobView, now: float) -> GainReport | None:
+        """Take in a view of the job, at `now` on a clock that never goes back.
+
+        Returns:
+            the first report of a generation, when it is seen.
+        """
+        report = view.latest
+        before = self._last
+        if report is None or view.active is None or report.generation != view.active.generation:
+            return None
+        self._last = report
+        if self._settled is not None and self._settled[0] == report.generation:
+            return None
+        self._settled = (report.generation, now)
+        if before is not None:
+            self._downtimes.append(max(report.time - before.time, 0.0))
+        return report
+
+    @property
+    def last_downtime(self) -> float | None:
+        """Seconds between the last step before the last change, and the first one after it."""
+        return self._downtimes[-1] if self._downtimes else None
+
+    def state(self, view: JobView, until: float | None) -> JobState:
+        """The job as the decision has to know it.
+
+        Args:
+            view: the newest view.
+            until: the progress that it is to make, if bounded.
+        """
+        spec, report = self._job.spec, view.latest
+        settled = self._settled is not None and self._settled[0] == view.generation and not view.broken
+        return JobState(
+            id=self._job.id,
+            arrival=0.0,
+            bounds=spec.bounds,
+            min_replicas=spec.min_replicas,
+            max_replicas=spec.max_replicas,
+            replicas=view.wanted.replicas if view.wanted else 0,
+            settled_at=self._settled[1] if settled and self._settled else None,
+            largest=max((one.replicas for one in view.step_times), default=0),
+            estimate=GradientEstimate(report.grad_sqr, report.grad_var) if report else None,
+            step_times=view.step_times,
+            efficiency_target=spec.efficiency_target,
+            remaining=None if until is None else max(until - (report.progress if report else 0.0), 0.0),
+            restart_seconds=fmean(self._downtimes) if self._downtimes else FIRST_GUESS,
+        )

@@ -1,0 +1,141 @@
+"""The replicas of a run: started where they are missing, let go where they aren't needed.
+
+An agent looks after its trainer by itself; here it matters only why an agent has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adascale_controller.local.agents import Agents, Ended
+from adascale_controller.local.display import Display
+from adascale_controller.local.failures import Failures
+from adascale_controller.local.processes import describe_exit
+from adascale_controller.service_client import JobView
+from adascale_controller.words import plural
+from adascale_core.messages import Phase
+from adascale_core.names import EXIT_FINISHED, EXIT_REENTRY
+
+RESTART_PAUSE = 0.5
+"""Seconds before an agent that was killed is started again."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The program has failed more often than the job puts up with.
+
+    Args:
+        words: for the user.
+        log: the last lines of the program.
+    """
+
+    words: str
+    log: str
+
+
+class Replicas:
+    """The agents of a run, and what became of those that have ended.
+
+    Args:
+        agents: the processes.
+        backoff_limit: how many failures of the program are put up with.
+        display: what the user sees.
+    """
+
+    def __init__(self, agents: Agents, backoff_limit: int, display: Display) -> None:
+        self.agents = agents
+        self._failures = Failures(backoff_limit)
+        self._display = display
+        self._ended: list[Ended] = []
+        self._finished: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}
+        self._unregistered: dict[int, int] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the program has come to its end on rank 0."""
+        return 0 in self._finished
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no agent is left."""
+        return not self.agents.ranks
+
+    def collect(self) -> None:
+        """Note which agents have ended. To be called before the view is asked for that `mind` gets."""
+        self._ended += self.agents.ended()
+
+    def mind(self, view: JobView, now: float) -> Failed | None:
+        """Take in what the agents that have ended mean; something only if the job has failed."""
+        ended, self._ended = self._ended, []
+        for one in ended:
+            if one.code == EXIT_FINISHED:
+                told = view.replica(one.rank)
+                self._finished[one.rank] = told.generation if told else view.generation
+            elif one.dismissed:
+                continue
+            elif view.complete or self.finished:
+                self._display.note(f"Replica {one.rank} ended late: {describe_exit(one.code)}", "yellow")
+            elif one.code > 0 and one.code != EXIT_REENTRY:
+                failed = self._fail(one, view, now)
+                if failed is not None:
+                    return failed
+            else:
+                self._replace(one, now)
+        return None
+
+    def staff(self, view: JobView, now: float) -> None:
+        """Start the agents that are missing, and let go of those that aren't needed."""
+        if view.wanted is None:
+            return
+        if view.complete:
+            self._let_go(view, from_rank=0)
+            return
+        for rank in range(view.wanted.replicas):
+            over = self._finished.get(rank, -1) >= view.generation
+            if over or rank in self.agents.ranks or now < self._not_before.get(rank, 0.0):
+                continue
+            self._finished.pop(rank, None)
+            self.agents.start(rank)
+        if view.active is not None and view.active.generation == view.generation:
+            self._let_go(view, from_rank=view.wanted.replicas)
+
+    def _let_go(self, view: JobView, from_rank: int) -> None:
+        """Dismiss the agents whose trainers have left: they would wait for a generation that won't come."""
+        for rank in self.agents.ranks:
+            told = view.replica(rank)
+            if rank >= from_rank and (told is None or told.phase is not Phase.RUNNING):
+                self.agents.dismiss(rank)
+
+    def _replace(self, ended: Ended, now: float) -> None:
+        left = ended.code == EXIT_REENTRY
+        why = "has left" if left else f"is gone ({describe_exit(ended.code)})"
+        self._display.note(f"The agent of replica {ended.rank} {why}; starting it again", "yellow")
+        self._not_before[ended.rank] = now + RESTART_PAUSE
+
+    def _fail(self, ended: Ended, view: JobView, now: float) -> Failed | None:
+        """Count a failure of the program: once for a generation, whichever replicas tell of it."""
+        told = view.replica(ended.rank)
+        if told is not None and told.phase is Phase.FAILED:
+            attempt, log = told.generation, told.log
+        else:
+            # It did not come as far as to tell of a generation: then its tries are counted.
+            self._unregistered[ended.rank] = self._unregistered.get(ended.rank, 0) + 1
+            attempt, log = -self._unregistered[ended.rank], None
+        new = self._failures.add(attempt)
+        self._not_before[ended.rank] = now + self._failures.pause
+        if not new:
+            return None
+        # A shell's way to tell of a signal is the agent's, too.
+        code = describe_exit(ended.code if ended.code <= 128 else 128 - ended.code)
+        what = f"The program failed on replica {ended.rank} ({code})"
+        limit = self._failures.limit
+        if self._failures.too_many:
+            log = log or self.agents.last_lines(ended.rank)
+            return Failed(f"{what}: {plural(self._failures.count, 'failure')}, backoffLimit is {limit}", log)
+        self._display.note(
+            f"{what}: failure {self._failures.count}, backoffLimit is {limit}; "
+            f"trying again in {self._failures.pause:.0f} s",
+            "yellow",
+        )
+        return None

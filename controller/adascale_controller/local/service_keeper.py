@@ -1,0 +1,78 @@
+"""Keeps the metrics service up, and asks it what it knows."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from adascale_controller.local.display import Display
+from adascale_controller.local.processes import describe_exit
+from adascale_controller.local.service_process import ServiceProcess, ServiceProcessError
+from adascale_controller.local.signals import Signals
+from adascale_controller.service_client import (
+    JobView,
+    MetricsService,
+    ServiceRefusedError,
+    ServiceUnreachableError,
+)
+
+MOST_RESTARTS = 5
+"""Restarts within a minute; after more of them it won't be up again."""
+
+
+class ServiceKeeper:
+    """Looks after the metrics service of a run.
+
+    Args:
+        process: the service.
+        client: the way to it.
+        job_id: the job that is run.
+        display: what the user sees.
+        signals: by which the user asks to leave.
+    """
+
+    def __init__(
+        self, process: ServiceProcess, client: MetricsService, job_id: str, display: Display, signals: Signals
+    ) -> None:
+        self._process = process
+        self._client = client
+        self._job_id = job_id
+        self._display = display
+        self._signals = signals
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
+        self._silent = False
+
+    def keep_up(self, now: float) -> None:
+        """Start the service again if it has ended.
+
+        Raises:
+            ServiceProcessError: it ends again and again, or doesn't start.
+        """
+        code = self._process.exit_code
+        if code is None:
+            return
+        if len(self._restarts) == MOST_RESTARTS and now - self._restarts[0] < 60:
+            raise ServiceProcessError(
+                f"the metrics service ended {MOST_RESTARTS + 1} times within a minute ({describe_exit(code)})"
+            )
+        self._restarts.append(now)
+        self._display.note(
+            f"The metrics service is gone ({describe_exit(code)}); starting it again at the same address",
+            "yellow",
+        )
+        self._process.start(lambda: self._signals.asked)
+
+    def look(self) -> JobView | None:
+        """What the service knows of the job; none if it doesn't answer, which training doesn't wait for."""
+        try:
+            view = self._client.job(self._job_id)
+        except (ServiceUnreachableError, ServiceRefusedError) as error:
+            if not self._silent and self._process.exit_code is None:
+                self._silent = True
+                self._display.note(
+                    f"No answer from the metrics service; training goes on ({error})", "yellow"
+                )
+            return None
+        if self._silent:
+            self._silent = False
+            self._display.note("The metrics service answers again")
+        return view
