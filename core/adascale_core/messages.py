@@ -122,10 +122,26 @@ class Allocation(Message):
 
 @dataclass(frozen=True)
 class ActiveAllocation(Allocation):
-    """An allocation whose replicas are all there, with the address at which rank 0 serves its rendezvous."""
+    """An allocation whose replicas are all there, with the address at which rank 0 serves its rendezvous.
+
+    Args:
+        master_addr, master_port: that address; port 0 where nobody can enter it any more, since it was
+            found running by a service that had lost its data.
+        instances: the agents it was given to, by rank; empty: not told.
+    """
 
     master_addr: str
     master_port: int
+    instances: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The allocation from a JSON object's members."""
+        return super().from_json({**members, "instances": tuple(members.get("instances", ()))})
+
+    def has_place_for(self, rank: int, instance: str) -> bool:
+        """Whether the agent `instance` of `rank` may enter: neither surplus, nor replaced, nor unheard of."""
+        return rank < self.replicas and (not self.instances or self.instances[rank] == instance)
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,8 @@ class AllocationView(Message):
         active: the allocation that trainers run in or are moving to, if there is one.
         broken: whether the active generation has lost a replica and is over.
         complete: whether the job has come to its end.
+        spent_port: the port that rank 0 tells, where a generation was given it already; else 0. Where
+            rank 0 is idle and there is nothing to enter, it was given in vain: another one is needed.
     """
 
     version: int
@@ -145,6 +163,7 @@ class AllocationView(Message):
     active: ActiveAllocation | None
     broken: bool
     complete: bool
+    spent_port: int = 0
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
@@ -156,6 +175,7 @@ class AllocationView(Message):
             active=ActiveAllocation.from_json(active) if active else None,
             broken=members["broken"],
             complete=members["complete"],
+            spent_port=members.get("spent_port", 0),
         )
 
     def is_over(self, generation: int) -> bool:

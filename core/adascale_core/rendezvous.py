@@ -5,18 +5,26 @@ of the wanted allocation are there, it becomes the active one and trainers move 
 is lost breaks the active generation: the same count is then wanted again under the next number, so that
 its peers can re-enter without waiting for the controller.
 
-Invariants, for any order of events:
+Invariants, for any order of events, while the state is kept:
 - generations of `wanted` and of `active` only rise, and `active` is never ahead of `wanted`;
-- an allocation becomes active only when each of its replicas is idle, or runs the generation before it
-  undisturbed and so will follow;
+- an allocation becomes active only when each of its replicas is idle, or runs a generation that is not
+  over and so will follow, and under a number that none of them has been in;
+- it is active for those agents only that were there then, so an agent that was replaced can't enter;
 - a port of rank 0 is given to one generation only.
+
+What an agent does: it registers whenever it does something else, and again as a heartbeat. While its
+trainer runs and `view.is_over(own generation)`, it makes the trainer leave. While it is idle it enters
+`view.next_after(own generation)` if that `has_place_for` it. Rank 0 keeps a listening socket for the next
+generation; it opens another when a trainer has taken that over, and when it is idle, has nothing to enter
+and sees its own port as `view.spent_port`, which was then given to a generation that it has missed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any, Self
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages import ActiveAllocation, Allocation, AllocationView, Phase, Registration
@@ -30,8 +38,22 @@ LEFT = frozenset({Phase.REENTERING, Phase.LOST, Phase.FAILED, Phase.TERMINATED})
 GONE = frozenset({Phase.FAILED, Phase.TERMINATED, Phase.FINISHED})
 """Phases after which an agent leaves, so that its silence means nothing."""
 
-PORT_USED = 0
-"""Stands for a port that has been given to a generation already."""
+NO_PORT = 0
+"""In place of the port of a generation that nobody can enter any more."""
+
+_ORDER = {
+    Phase.WAITING: 0,
+    Phase.RUNNING: 1,
+    Phase.REENTERING: 2,
+    Phase.LOST: 2,
+    Phase.FAILED: 3,
+    Phase.TERMINATED: 3,
+    Phase.FINISHED: 3,
+}
+"""An agent goes through the phases of one generation in this order."""
+
+_MEMORY = 256
+"""How many replaced agents and given ports are remembered, the latest: enough for messages on their way."""
 
 
 class StaleAllocationError(AdaScaleError):
@@ -46,9 +68,15 @@ class Rendezvous:
         wanted: the newest allocation.
         active: the allocation that trainers run in, or are moving to.
         broken: whether the active generation has lost a replica and is over.
-        replicas: the last registration of each rank.
+        replicas: the last registration of each rank that is heard of.
+        silent: the last registration of each rank that was not heard of for too long.
+        replaced: agents whose place another one of their rank has taken, the latest last. They are not
+            listened to, unless that other one falls silent or leaves.
+        given: ports that were given to a generation, each with the agent that keeps it, the latest last.
         failures: generations that the user's program has failed in.
         disruptions: generations that were lost for another reason.
+        failed: the last generation counted in `failures`.
+        disrupted: the last generation counted in `disruptions`.
     """
 
     wanted: Allocation | None = None
@@ -57,6 +85,11 @@ class Rendezvous:
     replicas: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
     failures: int = 0
     disruptions: int = 0
+    silent: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
+    replaced: tuple[str, ...] = ()
+    given: tuple[tuple[str, int], ...] = ()
+    failed: int = 0
+    disrupted: int = 0
 
     @property
     def complete(self) -> bool:
@@ -66,7 +99,43 @@ class Rendezvous:
 
     def view(self, version: int) -> AllocationView:
         """What others are told of this state, known as `version`."""
-        return AllocationView(version, self.wanted, self.active, self.broken, self.complete)
+        first = self.replicas.get(0)
+        spent = first.port if first and (first.instance, first.port) in self.given else NO_PORT
+        return AllocationView(version, self.wanted, self.active, self.broken, self.complete, spent)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as a JSON object's members."""
+        return {
+            "wanted": self.wanted.to_json() if self.wanted else None,
+            "active": self.active.to_json() if self.active else None,
+            "broken": self.broken,
+            "replicas": [told.to_json() for told in self.replicas.values()],
+            "failures": self.failures,
+            "disruptions": self.disruptions,
+            "silent": [told.to_json() for told in self.silent.values()],
+            "replaced": list(self.replaced),
+            "given": [list(pair) for pair in self.given],
+            "failed": self.failed,
+            "disrupted": self.disrupted,
+        }
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The state from what `to_json` made of it."""
+        wanted, active = members["wanted"], members["active"]
+        return cls(
+            wanted=Allocation.from_json(wanted) if wanted else None,
+            active=ActiveAllocation.from_json(active) if active else None,
+            broken=members["broken"],
+            replicas=_by_rank(Registration.from_json(told) for told in members["replicas"]),
+            failures=members["failures"],
+            disruptions=members["disruptions"],
+            silent=_by_rank(Registration.from_json(told) for told in members["silent"]),
+            replaced=tuple(members["replaced"]),
+            given=tuple((instance, port) for instance, port in members["given"]),
+            failed=members["failed"],
+            disrupted=members["disrupted"],
+        )
 
 
 def allocate(state: Rendezvous, allocation: Allocation) -> Rendezvous:
@@ -88,56 +157,91 @@ def allocate(state: Rendezvous, allocation: Allocation) -> Rendezvous:
 
 def register(state: Rendezvous, registration: Registration) -> Rendezvous:
     """The state after an agent tells what it is doing. The same registration may be told again."""
-    before = state.replicas.get(registration.rank)
-    known = before is not None and before.instance == registration.instance
-    if known and before is not None and _is_late(before, registration):
+    now, rank = registration, registration.rank
+    if rank == 0 and state.complete:
         return state
-    if known and before is not None and before.port == PORT_USED and registration.port == _given_port(state):
-        registration = replace(registration, port=PORT_USED)
-    told = replace(state, replicas=_with(state.replicas, registration))
-    if _breaks(state, before, registration):
-        told = _break(told, failed=registration.phase is Phase.FAILED)
+    before = state.replicas.get(rank) or state.silent.get(rank)
+    if before is not None and before.instance == now.instance and _is_late(before, now):
+        return state
+    told = state
+    successor = state.replicas.get(rank)
+    if now.instance not in state.replaced or successor is None or successor.phase in GONE:
+        told = replace(
+            state,
+            replicas=_by_rank([*state.replicas.values(), now]),
+            silent=_by_rank(one for one in state.silent.values() if one.rank != rank),
+            replaced=_replaced(state, before, now),
+        )
+        if now.phase is Phase.FAILED:
+            told = _count_failure(told, now)
+    if _breaks(told, now):
+        told = _break(told, disrupted=now.phase is not Phase.FAILED, newest=now.generation)
     return _settle(told)
 
 
 def forget(state: Rendezvous, ranks: Iterable[int]) -> Rendezvous:
     """The state after the agents of `ranks` have not been heard of for too long."""
-    gone = {rank for rank in ranks if rank in state.replicas and not state.complete}
-    if not gone:
+    gone = {rank for rank in ranks if rank in state.replicas}
+    if not gone or state.complete:
         return state
-    rest = MappingProxyType({rank: told for rank, told in state.replicas.items() if rank not in gone})
-    left = replace(state, replicas=rest)
+    told = list(state.replicas.values())
+    left = replace(
+        state,
+        replicas=_by_rank(one for one in told if one.rank not in gone),
+        silent=_by_rank([*state.silent.values(), *(one for one in told if one.rank in gone)]),
+    )
     active = state.active
     if active is not None and not state.broken and any(rank < active.replicas for rank in gone):
-        left = _break(left, failed=False)
+        left = _break(left, disrupted=True)
     return _settle(left)
+
+
+def _by_rank(told: Iterable[Registration]) -> Mapping[int, Registration]:
+    return MappingProxyType({one.rank: one for one in told})
+
+
+def _replaced(state: Rendezvous, before: Registration | None, now: Registration) -> tuple[str, ...]:
+    if before is None or before.instance == now.instance:
+        return state.replaced
+    return (*(one for one in state.replaced if one != now.instance), before.instance)[-_MEMORY:]
 
 
 def _is_late(before: Registration, now: Registration) -> bool:
     """Whether `now` was overtaken on its way by `before`, from the same agent."""
-    return now.generation < before.generation or (
-        now.generation == before.generation and before.phase in LEFT and now.phase is Phase.RUNNING
+    return (now.generation, _ORDER[now.phase]) < (before.generation, _ORDER[before.phase])
+
+
+def _count_failure(state: Rendezvous, now: Registration) -> Rendezvous:
+    """Count the failure of a generation once, also where a peer that it took along was heard first."""
+    surplus = state.active is not None and now.rank >= state.active.replicas
+    if surplus or state.complete or now.generation <= state.failed:
+        return state
+    return replace(
+        state,
+        failures=state.failures + 1,
+        failed=now.generation,
+        disruptions=state.disruptions - (state.disrupted == now.generation),
     )
 
 
-def _given_port(state: Rendezvous) -> int | None:
-    return state.active.master_port if state.active else None
-
-
-def _with(replicas: Mapping[int, Registration], registration: Registration) -> Mapping[int, Registration]:
-    return MappingProxyType({**replicas, registration.rank: registration})
-
-
-def _breaks(state: Rendezvous, before: Registration | None, now: Registration) -> bool:
+def _breaks(state: Rendezvous, now: Registration) -> bool:
     """Whether the active generation is over because of this registration."""
     active = state.active
-    if active is None or state.broken or state.complete or now.rank >= active.replicas:
+    if active is None or state.broken or state.complete:
         return False
-    replaced = before is None or before.instance != now.instance
-    return replaced or (now.phase in LEFT and now.generation == active.generation)
+    ahead = now.generation > active.generation
+    if not active.has_place_for(now.rank, now.instance):
+        joins = now.rank < active.replicas and state.replicas[now.rank] == now
+        # One that runs all the same, in a generation it takes for current, was overlooked: the state was
+        # lost, and what was found again is not all there is.
+        overlooked = now.phase is Phase.RUNNING and now.generation >= active.generation
+        return joins or overlooked
+    # One that leaves for good will not come, from whichever generation it was on its way.
+    leaves = now.phase in {Phase.FAILED, Phase.TERMINATED}
+    return leaves or ahead or (now.phase in LEFT and now.generation == active.generation)
 
 
-def _break(state: Rendezvous, *, failed: bool) -> Rendezvous:
+def _break(state: Rendezvous, *, disrupted: bool, newest: int = 0) -> Rendezvous:
     """The active generation is over; its size, or less if less is wanted by now, is wanted anew."""
     assert state.active is not None
     assert state.wanted is not None
@@ -145,9 +249,9 @@ def _break(state: Rendezvous, *, failed: bool) -> Rendezvous:
     return replace(
         state,
         broken=True,
-        wanted=Allocation(state.wanted.generation + 1, replicas),
-        failures=state.failures + failed,
-        disruptions=state.disruptions + (not failed),
+        wanted=Allocation(max(state.wanted.generation, newest) + 1, replicas),
+        disruptions=state.disruptions + disrupted,
+        disrupted=state.active.generation if disrupted else state.disrupted,
     )
 
 
@@ -156,38 +260,44 @@ def _settle(state: Rendezvous) -> Rendezvous:
     wanted = state.wanted
     if wanted is None or state.complete or (state.active and state.active.generation >= wanted.generation):
         return state
-    first = state.replicas.get(0)
-    if first is None:
-        return state
-    if state.active is None and _all_run(state, wanted):
-        # The state was lost while training went on: what runs is what is active.
-        return replace(state, active=_activate(wanted, first))
-    if first.port == PORT_USED or not all(_is_there(state, rank) for rank in range(wanted.replicas)):
-        return state
-    return replace(
-        state,
-        active=_activate(wanted, first),
-        broken=False,
-        replicas=_with(state.replicas, replace(first, port=PORT_USED)),
-    )
-
-
-def _all_run(state: Rendezvous, wanted: Allocation) -> bool:
+    if wanted.replicas == 0:
+        return _activate(state, wanted, [], NO_PORT)
     told = [state.replicas.get(rank) for rank in range(wanted.replicas)]
-    return all(
-        one is not None and one.phase is Phase.RUNNING and one.generation == wanted.generation for one in told
-    )
+    members = [one for one in told if one is not None and _is_there(state, one)]
+    if len(members) < wanted.replicas:
+        return state
+    newest = max(one.generation for one in members)
+    if state.active is None and newest >= wanted.generation and _all_run(members, newest):
+        # The state was lost while training went on: what runs is what is active.
+        return _activate(state, replace(wanted, generation=newest), members, NO_PORT)
+    first = members[0]
+    if (first.instance, first.port) in state.given:
+        return state
+    # Nobody enters a generation again; numbers can be behind only where the state was lost.
+    wanted = replace(wanted, generation=max(wanted.generation, newest + 1))
+    given = (*state.given, (first.instance, first.port))[-_MEMORY:]
+    return _activate(replace(state, given=given), wanted, members, first.port)
 
 
-def _activate(wanted: Allocation, first: Registration) -> ActiveAllocation:
-    return ActiveAllocation(wanted.generation, wanted.replicas, first.address, first.port)
-
-
-def _is_there(state: Rendezvous, rank: int) -> bool:
-    told = state.replicas.get(rank)
-    if told is None:
-        return False
+def _is_there(state: Rendezvous, told: Registration) -> bool:
+    """Whether the replica is idle, or in a generation that is not over and so follows when it is."""
     if told.phase is Phase.RUNNING:
-        active = state.active
-        return active is not None and not state.broken and told.generation == active.generation
+        return not state.view(0).is_over(told.generation)
     return told.phase in IDLE
+
+
+def _all_run(members: Sequence[Registration], generation: int) -> bool:
+    return all(told.phase is Phase.RUNNING and told.generation == generation for told in members)
+
+
+def _activate(
+    state: Rendezvous, wanted: Allocation, members: Sequence[Registration], port: int
+) -> Rendezvous:
+    active = ActiveAllocation(
+        wanted.generation,
+        wanted.replicas,
+        members[0].address if members else "",
+        port,
+        tuple(told.instance for told in members),
+    )
+    return replace(state, wanted=wanted, active=active, broken=False)

@@ -5,6 +5,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import (
     ActiveAllocation,
@@ -17,8 +20,6 @@ from adascale_core.messages import (
     Registration,
     StepTime,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 sizes = st.integers(1, 10**7)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -26,7 +27,12 @@ words = st.text(max_size=20)
 
 allocations = st.builds(Allocation, generation=sizes, replicas=sizes)
 active_allocations = st.builds(
-    ActiveAllocation, generation=sizes, replicas=sizes, master_addr=words, master_port=st.integers(0, 65535)
+    ActiveAllocation,
+    generation=sizes,
+    replicas=sizes,
+    master_addr=words,
+    master_port=st.integers(0, 65535),
+    instances=st.lists(words, max_size=3).map(tuple),
 )
 views = st.builds(
     AllocationView,
@@ -35,6 +41,7 @@ views = st.builds(
     active=st.none() | active_allocations,
     broken=st.booleans(),
     complete=st.booleans(),
+    spent_port=st.integers(0, 65535),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(

@@ -4,11 +4,12 @@ import re
 import signal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from adascale_core import names
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.names import InvalidJobIdError, job_id, parse_job_id
-from hypothesis import given
-from hypothesis import strategies as st
 
 labels = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", fullmatch=True)
 

@@ -1,0 +1,739 @@
+"""Generations of replicas: the rules one by one, then whole jobs in a world full of mishaps."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from adascale_core.messages import Allocation, AllocationView, Phase, Registration
+from adascale_core.rendezvous import (
+    GONE,
+    IDLE,
+    NO_PORT,
+    Rendezvous,
+    StaleAllocationError,
+    allocate,
+    forget,
+    register,
+)
+
+WAITING, RUNNING, REENTERING, LOST = Phase.WAITING, Phase.RUNNING, Phase.REENTERING, Phase.LOST
+FAILED, TERMINATED, FINISHED = Phase.FAILED, Phase.TERMINATED, Phase.FINISHED
+
+
+def told(rank: int, phase: Phase, generation: int, *, port: int = 0, agent: str = "") -> Registration:
+    """What the agent `agent` of `rank` tells; one agent per rank and one port per generation unless said."""
+    agent = agent or f"agent-{rank}"
+    return Registration(rank, agent, phase, generation, f"host-{rank}", port or 1000 + generation)
+
+
+def after(state: Rendezvous, *events: Registration | Allocation) -> Rendezvous:
+    """The state after registrations and allocations, in order."""
+    for event in events:
+        state = allocate(state, event) if isinstance(event, Allocation) else register(state, event)
+    return state
+
+
+def running(generation: int, replicas: int) -> Rendezvous:
+    """A job whose trainers run in `generation`, the first there was."""
+    ranks = range(replicas)
+    return after(
+        Rendezvous(),
+        *(told(rank, WAITING, 0) for rank in ranks),
+        Allocation(generation, replicas),
+        *(told(rank, RUNNING, generation) for rank in ranks),
+    )
+
+
+def active(state: Rendezvous) -> tuple[int, int] | None:
+    """Generation and replicas of what is active and not broken."""
+    if state.active is None or state.broken:
+        return None
+    return state.active.generation, state.active.replicas
+
+
+def wanted(state: Rendezvous) -> tuple[int, int] | None:
+    """Generation and replicas of what is wanted."""
+    return (state.wanted.generation, state.wanted.replicas) if state.wanted else None
+
+
+# -- becoming active ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_active_before_something_is_wanted() -> None:
+    assert active(after(Rendezvous(), told(0, WAITING, 0))) is None
+
+
+def test_an_allocation_becomes_active_with_the_last_of_its_replicas() -> None:
+    state = after(Rendezvous(), Allocation(1, 2), told(1, WAITING, 0))
+    assert active(state) is None
+    state = register(state, told(0, WAITING, 0, port=4711))
+    assert active(state) == (1, 2)
+    assert state.active is not None
+    assert (state.active.master_addr, state.active.master_port) == ("host-0", 4711)
+    assert state.active.instances == ("agent-0", "agent-1")
+
+
+@pytest.mark.parametrize("phase", [WAITING, REENTERING, LOST, RUNNING])
+def test_a_replica_that_is_idle_or_runs_undisturbed_is_there(phase: Phase) -> None:
+    state = after(running(1, 1), told(1, phase, 0), Allocation(2, 2))
+    assert active(state) == ((2, 2) if phase in IDLE else (1, 1))
+    state = after(running(1, 2), Allocation(2, 1))
+    assert active(state) == (2, 1)
+
+
+@pytest.mark.parametrize("phase", sorted(GONE))
+def test_a_replica_that_has_left_is_not_there(phase: Phase) -> None:
+    state = after(running(1, 1), told(1, phase, 0), Allocation(2, 2))
+    assert active(state) == (1, 1)
+    assert active(after(state, told(1, WAITING, 0, agent="next"))) == (2, 2)
+
+
+def test_replicas_that_do_not_come_cost_nothing() -> None:
+    state = after(running(1, 1), Allocation(2, 4), told(1, WAITING, 0), told(3, WAITING, 0))
+    assert active(state) == (1, 1)
+    assert not state.view(1).is_over(1)
+    assert active(after(state, told(2, WAITING, 0))) == (2, 4)
+
+
+def test_surplus_replicas_learn_that_their_generation_is_over_and_have_no_place_in_the_next() -> None:
+    view = after(running(1, 2), Allocation(2, 1)).view(1)
+    following = view.next_after(1)
+    assert view.is_over(1)
+    assert following is not None
+    assert following.has_place_for(0, "agent-0")
+    assert not following.has_place_for(1, "agent-1")
+
+
+def test_no_replica_at_all_may_be_wanted_and_training_stops_at_once() -> None:
+    state = after(running(1, 2), Allocation(2, 0))
+    assert active(state) == (2, 0)
+    assert state.view(1).is_over(1)
+    state = after(state, told(0, REENTERING, 1), told(1, REENTERING, 1), Allocation(3, 2))
+    assert active(state) == (3, 2)
+
+
+def test_none_may_be_wanted_before_any_replica_is_known() -> None:
+    assert active(after(Rendezvous(), Allocation(1, 0))) == (1, 0)
+
+
+def test_the_next_generation_waits_until_replicas_on_their_way_have_arrived() -> None:
+    state = after(running(1, 2), Allocation(2, 1), Allocation(3, 2))
+    assert active(state) == (2, 1)
+    state = after(state, told(0, REENTERING, 1, port=1001), told(1, REENTERING, 1))
+    assert active(state) == (2, 1), "its port serves generation 2 already"
+    assert active(register(state, told(0, RUNNING, 2))) == (3, 2)
+
+
+# -- what is wanted -------------------------------------------------------------------------------------
+
+
+def test_the_same_allocation_may_be_written_again() -> None:
+    state = running(1, 2)
+    assert allocate(state, Allocation(1, 2)) == state
+
+
+@pytest.mark.parametrize("stale", [Allocation(3, 1), Allocation(2, 4), Allocation(0, 2)])
+def test_a_stale_allocation_is_refused_with_what_to_do(stale: Allocation) -> None:
+    with pytest.raises(StaleAllocationError, match=r"generation 3 \(2 replicas\).*write generation 4"):
+        allocate(running(3, 2), stale)
+
+
+# -- breaking -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [REENTERING, LOST, FAILED, TERMINATED])
+def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_wanted_anew(phase: Phase) -> None:
+    state = register(running(3, 2), told(1, phase, 3))
+    assert active(state) is None
+    assert wanted(state) == (4, 2)
+    assert state.view(1).is_over(3)
+
+
+def test_a_generation_breaks_once() -> None:
+    state = after(running(1, 3), told(1, LOST, 1), told(2, LOST, 1))
+    assert wanted(state) == (2, 3)
+    assert (state.failures, state.disruptions) == (0, 1)
+
+
+def test_after_a_break_all_meet_in_the_next_generation() -> None:
+    state = after(running(1, 2), told(1, LOST, 1, port=7))
+    assert active(state) is None, "rank 0 has not left yet"
+    assert active(register(state, told(0, LOST, 1))) == (2, 2)
+
+
+def test_after_a_break_less_is_wanted_if_less_was_wanted_already() -> None:
+    grows = after(running(1, 2), Allocation(2, 4), told(1, LOST, 1))
+    shrinks = after(running(1, 3), told(0, TERMINATED, 1), Allocation(3, 2), told(1, LOST, 1))
+    assert wanted(grows) == (3, 2)
+    assert wanted(shrinks) == (3, 2)
+
+
+@pytest.mark.parametrize("phase", [WAITING, RUNNING, LOST])
+def test_an_agent_that_replaces_another_breaks_its_generation(phase: Phase) -> None:
+    state = register(running(1, 2), told(1, phase, 0, agent="next"))
+    assert active(state) is None
+    assert wanted(state) == (2, 2)
+
+
+@pytest.mark.parametrize("phase", [LOST, FAILED, REENTERING, TERMINATED])
+def test_surplus_replicas_break_nothing_and_their_failures_do_not_count(phase: Phase) -> None:
+    state = after(running(1, 2), Allocation(2, 1), told(1, phase, 1))
+    assert active(state) == (2, 1)
+    assert (state.failures, state.disruptions) == (0, 0)
+
+
+@pytest.mark.parametrize(("phase", "counted"), [(FAILED, (1, 0)), (TERMINATED, (0, 1))])
+def test_a_replica_that_leaves_for_good_while_it_moves_breaks_the_generation_it_was_moving_to(
+    phase: Phase, counted: tuple[int, int]
+) -> None:
+    state = after(running(1, 2), told(2, WAITING, 0), Allocation(2, 3), told(1, phase, 1))
+    assert active(state) is None
+    assert wanted(state) == (3, 3)
+    assert (state.failures, state.disruptions) == counted
+
+
+@pytest.mark.parametrize("phase", [REENTERING, LOST])
+def test_replicas_that_move_break_nothing(phase: Phase) -> None:
+    state = after(running(1, 2), told(2, WAITING, 0), Allocation(2, 3), told(1, phase, 1), told(0, phase, 1))
+    assert active(state) == (2, 3)
+
+
+# -- counting -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "failures", "disruptions"),
+    [
+        ([FAILED], 1, 0),
+        ([FAILED, FAILED], 1, 0),  # the same defect on all replicas
+        ([FAILED, LOST], 1, 0),
+        ([LOST, FAILED], 1, 0),  # the peer that the failure took along was heard first
+        ([LOST, FAILED, FAILED], 1, 0),
+        ([LOST, LOST], 0, 1),
+        ([TERMINATED, REENTERING, REENTERING], 0, 1),
+    ],
+)
+def test_a_generation_counts_once_and_as_a_failure_if_the_program_failed(
+    ends: list[Phase], failures: int, disruptions: int
+) -> None:
+    state = after(running(1, 3), *(told(rank, phase, 1) for rank, phase in enumerate(ends)))
+    assert (state.failures, state.disruptions) == (failures, disruptions)
+
+
+def test_failures_of_successive_generations_add_up() -> None:
+    state = Rendezvous(wanted=Allocation(1, 2))
+    for generation in range(1, 5):
+        agents = [f"{generation}-{rank}" for rank in range(2)]
+        state = after(
+            state,
+            *(told(rank, WAITING, 0, agent=agents[rank]) for rank in range(2)),
+            *(told(rank, RUNNING, generation, agent=agents[rank]) for rank in range(2)),
+            told(0, LOST, generation, agent=agents[0]),
+            told(1, FAILED, generation, agent=agents[1]),
+        )
+    assert (state.failures, state.disruptions) == (4, 0)
+
+
+# -- silence --------------------------------------------------------------------------------------------
+
+
+def test_a_silent_replica_breaks_its_generation() -> None:
+    state = forget(running(1, 2), [1])
+    assert wanted(state) == (2, 2)
+    assert state.disruptions == 1
+    assert 1 not in state.replicas
+
+
+def test_a_silent_replica_is_not_there_until_it_is_heard_again() -> None:
+    state = forget(after(running(1, 1), told(1, WAITING, 0)), [1])
+    state = allocate(state, Allocation(2, 2))
+    assert active(state) == (1, 1)
+    assert active(register(state, told(1, WAITING, 0))) == (2, 2)
+
+
+def test_silence_of_the_surplus_or_of_the_unknown_breaks_nothing() -> None:
+    state = after(running(1, 1), told(1, WAITING, 0))
+    assert active(forget(state, [1, 5])) == (1, 1)
+    assert forget(state, [5]) == state
+
+
+def test_silence_is_noticed_once() -> None:
+    state = forget(running(1, 2), [1])
+    assert forget(state, [1]) == state
+
+
+def test_a_silent_replica_that_comes_back_leaves_and_meets_the_others() -> None:
+    state = forget(running(1, 2), [1])
+    state = after(state, told(0, LOST, 1), told(1, RUNNING, 1))
+    assert active(state) is None
+    assert active(register(state, told(1, LOST, 1))) == (2, 2)
+
+
+# -- messages that are late -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("newer", "late"),
+    [
+        (told(1, RUNNING, 1), told(1, WAITING, 0)),
+        (told(1, LOST, 1), told(1, RUNNING, 1)),
+        (told(1, REENTERING, 1), told(1, RUNNING, 1)),
+        (told(1, FAILED, 1), told(1, LOST, 1)),
+        (told(1, TERMINATED, 1), told(1, REENTERING, 1)),
+        (told(1, FINISHED, 1), told(1, RUNNING, 1)),
+        (told(0, FINISHED, 1), told(0, RUNNING, 1)),
+    ],
+)
+def test_what_an_agent_said_before_changes_nothing_when_it_is_late(
+    newer: Registration, late: Registration
+) -> None:
+    state = register(running(1, 2), newer)
+    assert register(state, late) == state
+    assert register(state, newer) == state
+
+
+def test_an_agent_that_was_replaced_is_not_listened_to() -> None:
+    state = after(running(1, 2), told(1, WAITING, 0, agent="next"), told(0, LOST, 1))
+    assert active(state) == (2, 2)
+    for phase in Phase:
+        assert register(state, told(1, phase, 1)) == state
+
+
+def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_silent() -> None:
+    state = after(running(1, 1), told(0, WAITING, 0, agent="next"))
+    state = forget(state, [0])
+    state = register(state, told(0, LOST, 1, port=7))
+    assert active(state) == (3, 1)
+    assert state.replaced == ("next",)
+    assert register(state, told(0, WAITING, 0, agent="next")) == state
+
+
+def test_an_agent_that_is_replaced_or_unheard_of_has_no_place() -> None:
+    following = running(1, 2).view(1).next_after(0)
+    assert following is not None
+    assert following.has_place_for(1, "agent-1")
+    assert not following.has_place_for(1, "next")
+    assert replace(following, instances=()).has_place_for(1, "next"), "agents may not be told"
+
+
+# -- the port of rank 0 ---------------------------------------------------------------------------------
+
+
+def test_a_port_is_given_to_one_generation_only() -> None:
+    state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0, port=7), Allocation(2, 1))
+    assert active(state) == (1, 1)
+    state = after(state, told(0, WAITING, 0, port=7))
+    assert active(state) == (1, 1)
+    assert active(register(state, told(0, RUNNING, 1, port=8))) == (2, 1)
+
+
+def test_a_port_given_in_vain_is_told_so_that_rank_0_opens_another() -> None:
+    state = after(Rendezvous(), Allocation(1, 2), told(0, WAITING, 0, port=7), told(1, WAITING, 0))
+    assert state.view(1).spent_port == 7
+    assert state.view(1).next_after(0), "where it is spent well"
+    state = register(state, told(1, LOST, 1))
+    assert active(state) is None, "rank 0 has not seen generation 1, and 7 is given already"
+    assert state.view(1).spent_port == 7
+    assert not state.view(1).next_after(0)
+    state = register(state, told(0, WAITING, 0, port=8))
+    assert active(state) == (2, 2)
+    state = after(state, told(1, TERMINATED, 2), told(1, WAITING, 0, agent="next"))
+    assert active(register(state, told(0, WAITING, 0, port=7))) is None, "a late message brings 7 back"
+
+
+def test_a_port_stays_given_where_its_agent_falls_silent_for_a_while() -> None:
+    state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0, port=7))
+    state = register(forget(state, [0]), told(0, WAITING, 0, port=7))
+    assert active(state) is None
+    assert active(register(state, told(0, WAITING, 0, port=8))) == (2, 1)
+
+
+def test_another_agent_may_have_a_port_of_the_same_number() -> None:
+    state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0, port=7))
+    assert active(register(state, told(0, WAITING, 0, port=7, agent="next"))) == (2, 1)
+
+
+# -- the end --------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_complete_when_rank_0_has_finished_and_stays_so() -> None:
+    done = register(running(1, 2), told(0, FINISHED, 1))
+    assert done.complete
+    for state in (
+        register(done, told(0, WAITING, 0, agent="next")),
+        register(done, told(0, FAILED, 1)),
+        register(done, told(1, FAILED, 1)),
+        register(done, told(1, LOST, 1)),
+        register(done, told(1, WAITING, 0, agent="next")),
+        forget(done, [0, 1]),
+        allocate(done, Allocation(2, 2)),
+    ):
+        assert state.complete
+        assert active(state) == (1, 2)
+        assert (state.failures, state.disruptions) == (0, 0)
+
+
+def test_another_rank_that_finishes_neither_completes_nor_breaks() -> None:
+    state = register(running(1, 2), told(1, FINISHED, 1))
+    assert not state.complete
+    assert active(state) == (1, 2)
+
+
+# -- a service that has lost its data -------------------------------------------------------------------
+
+
+def test_what_runs_is_what_is_active_once_it_is_published_again() -> None:
+    state = after(Rendezvous(), Allocation(5, 2), told(0, RUNNING, 5), told(1, RUNNING, 5))
+    assert active(state) == (5, 2)
+    assert state.active is not None
+    assert state.active.master_port == NO_PORT, "the port that rank 0 tells is for the next generation"
+    assert not state.view(1).is_over(5)
+    assert active(allocate(state, Allocation(6, 1))) == (6, 1)
+
+
+def test_what_runs_moves_on_where_more_is_published() -> None:
+    state = after(Rendezvous(), Allocation(6, 2), told(0, RUNNING, 5), told(1, WAITING, 0))
+    assert active(state) == (6, 2)
+    assert state.view(1).is_over(5)
+
+
+def test_what_runs_is_adopted_where_the_published_number_lags_behind() -> None:
+    state = after(Rendezvous(), Allocation(4, 2), told(0, RUNNING, 5), told(1, RUNNING, 5))
+    assert active(state) == wanted(state) == (5, 2)
+
+
+@pytest.mark.parametrize("phase", [LOST, REENTERING])
+def test_nobody_is_sent_into_a_generation_that_it_has_left(phase: Phase) -> None:
+    state = after(Rendezvous(), Allocation(5, 2), told(0, phase, 5), told(1, WAITING, 0))
+    assert active(state) == wanted(state) == (6, 2)
+
+
+def test_a_generation_that_turns_out_larger_than_published_is_left() -> None:
+    state = after(Rendezvous(), Allocation(4, 1), told(0, RUNNING, 5))
+    assert active(state) == (5, 1)
+    state = register(state, told(1, RUNNING, 5))
+    assert active(state) is None
+    assert wanted(state) == (6, 1)
+
+
+def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() -> None:
+    state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0), told(0, RUNNING, 5))
+    assert active(state) == wanted(state) == (6, 1)
+
+
+# -- at rest --------------------------------------------------------------------------------------------
+
+
+def test_the_state_survives_the_trip_through_json() -> None:
+    state = after(running(1, 3), told(2, WAITING, 0, agent="next"), told(0, FAILED, 1), told(1, LOST, 1))
+    state = forget(state, [1])
+    assert state.replaced
+    assert state.given
+    assert state.silent
+    assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+# -- a world full of mishaps ----------------------------------------------------------------------------
+
+T = TypeVar("T")
+RANKS = 4
+_unique = count(1)
+
+
+@dataclass(eq=False)
+class Agent:
+    """The agent of one replica, as the worker has it: it sees views, runs trainers and tells."""
+
+    rank: int
+    instance: str = field(default_factory=lambda: f"agent-{next(_unique)}")
+    phase: Phase = WAITING
+    generation: int = 0
+    port: int = field(default_factory=lambda: next(_unique))
+    seen: AllocationView | None = None
+    entered: tuple[int, str, int] | None = None
+    """Of its trainer while that runs: generation, address and port."""
+
+    @property
+    def registration(self) -> Registration:
+        return Registration(self.rank, self.instance, self.phase, self.generation, self.instance, self.port)
+
+    @property
+    def is_over(self) -> bool:
+        return self.entered is not None and self.seen is not None and self.seen.is_over(self.generation)
+
+    def see(self, view: AllocationView) -> bool:
+        """Act on a view; whether there is something new to tell."""
+        if self.seen is not None and view.version < self.seen.version:
+            return False
+        self.seen = view
+        if self.entered is not None:
+            return False
+        following = view.next_after(self.generation)
+        if following is None or not following.has_place_for(self.rank, self.instance):
+            missed = self.rank == 0 and view.spent_port == self.port
+            if missed:
+                self.port = next(_unique)
+            return missed
+        self.generation = following.generation
+        if self.rank == 0 and following.master_port != self.port:
+            self.port = next(_unique)
+            self.phase = LOST
+            return True
+        self.entered = (following.generation, following.master_addr, following.master_port)
+        self.phase = RUNNING
+        if self.rank == 0:
+            self.port = next(_unique)
+        return True
+
+    def end(self, phase: Phase) -> None:
+        self.entered = None
+        self.phase = phase
+
+
+class World(RuleBasedStateMachine):
+    """Agents, a controller and a service, with messages lost, late, repeated and out of order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Rendezvous()
+        self.version = 1
+        self.agents: list[Agent] = []
+        self.latest: dict[int, Agent] = {}
+        self.on_their_way: list[Registration] = []
+        self.published: Allocation | None = None
+        self.given: set[tuple[str, int]] = set()
+        self.failed: set[int] = set()
+        self.adrift: set[Agent] = set()
+
+    # -- the service
+
+    def change(self, state: Rendezvous) -> None:
+        before = self.state
+        if before == state:
+            return
+        self.state = state
+        self.version += 1
+        if state.wanted is None or before.wanted is None:
+            return
+        assert state.wanted.generation >= before.wanted.generation
+        assert not before.complete or state.complete
+        if state.active is None or state.active == before.active:
+            return
+        assert before.active is None or state.active.generation > before.active.generation
+        assert state.active.generation <= state.wanted.generation
+        if state.active.master_port != NO_PORT:
+            given = (state.active.master_addr, state.active.master_port)
+            assert given not in self.given, "a port was given twice"
+            self.given.add(given)
+
+    @property
+    def view(self) -> AllocationView:
+        return self.state.view(self.version)
+
+    # -- what happens in a healthy world
+
+    @initialize(replicas=st.integers(1, RANKS))
+    def submit(self, replicas: int) -> None:
+        for rank in range(replicas):
+            self.tell(self.begin(rank))
+        self.allocate(replicas)
+
+    @rule(replicas=st.integers(0, RANKS))
+    def allocate(self, replicas: int) -> None:
+        known = self.state.wanted or self.published
+        self.published = Allocation(known.generation + 1 if known else 1, replicas)
+        self.publish()
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def start(self, rank: int) -> None:
+        """An agent starts, which may be the second of its rank."""
+        self.tell(self.begin(rank))
+
+    @precondition(lambda self: self.agents)
+    @rule(data=st.data())
+    def heartbeat(self, data: st.DataObject) -> None:
+        self.tell(self.one_of(data, self.agents))
+
+    @precondition(lambda self: self.agents)
+    @rule(data=st.data())
+    def poll(self, data: st.DataObject) -> None:
+        self.look(self.one_of(data, self.agents))
+
+    @rule()
+    def calm_moment(self) -> None:
+        """Everybody tells and sees; trainers that are told to leave do."""
+        self.turn()
+
+    @precondition(lambda self: any(agent.is_over for agent in self.agents))
+    @rule(data=st.data(), phase=st.sampled_from([REENTERING, LOST]))
+    def leave(self, data: st.DataObject, phase: Phase) -> None:
+        agent = self.one_of(data, [agent for agent in self.agents if agent.is_over])
+        agent.end(phase)
+        self.tell(agent)
+
+    @precondition(lambda self: self.on_their_way)
+    @rule(data=st.data(), again=st.booleans())
+    def deliver(self, data: st.DataObject, again: bool) -> None:
+        registration = self.one_of(data, self.on_their_way)
+        if not again:
+            self.on_their_way.remove(registration)
+        self.change(register(self.state, registration))
+
+    # -- mishaps
+
+    @precondition(lambda self: self.on_their_way)
+    @rule(data=st.data())
+    def lose_a_message(self, data: st.DataObject) -> None:
+        self.on_their_way.remove(self.one_of(data, self.on_their_way))
+
+    @precondition(lambda self: any(agent.entered for agent in self.agents))
+    @rule(data=st.data(), phase=st.sampled_from([REENTERING, LOST, FAILED, TERMINATED, FINISHED]))
+    def end_a_trainer(self, data: st.DataObject, phase: Phase) -> None:
+        agent = self.one_of(data, [agent for agent in self.agents if agent.entered])
+        agent.end(phase)
+        if phase is FAILED:
+            self.failed.add(agent.generation)
+        self.tell(agent)
+        if phase in GONE:
+            self.agents.remove(agent)
+
+    @precondition(lambda self: self.agents)
+    @rule(data=st.data())
+    def kill_an_agent(self, data: st.DataObject) -> None:
+        self.agents.remove(self.one_of(data, self.agents))
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def take_for_silent(self, rank: int) -> None:
+        self.change(forget(self.state, [rank]))
+
+    @rule(republish=st.booleans())
+    def lose_the_data(self, republish: bool) -> None:
+        self.version += 1
+        self.state = Rendezvous()
+        self.given = set()
+        self.adrift = set(self.agents)
+        if republish:
+            self.publish()
+
+    @rule()
+    def publish(self) -> None:
+        try:
+            self.change(allocate(self.state, self.published or Allocation(1, 1)))
+        except StaleAllocationError:
+            self.published = self.state.wanted
+
+    # -- what always holds
+
+    @invariant()
+    def active_is_never_ahead_of_wanted(self) -> None:
+        if self.state.active is not None:
+            assert self.state.wanted is not None
+            assert self.state.active.generation <= self.state.wanted.generation
+
+    @invariant()
+    def no_two_trainers_have_the_same_place(self) -> None:
+        entered = [(agent.rank, agent.entered) for agent in self.agents if agent.entered]
+        assert len(set(entered)) == len(entered)
+
+    @invariant()
+    def one_generation_at_most_runs_undisturbed(self) -> None:
+        """Of those that the service has kept its data since."""
+        undisturbed = {
+            agent.entered
+            for agent in self.agents
+            if agent.entered and agent not in self.adrift and not self.view.is_over(agent.generation)
+        }
+        assert len(undisturbed) <= 1
+
+    @invariant()
+    def only_generations_that_failed_count_as_failures(self) -> None:
+        assert 0 <= self.state.failures <= len(self.failed)
+        assert self.state.disruptions >= 0
+
+    def teardown(self) -> None:
+        """Once nothing is amiss any more, what is wanted becomes active, and stays so."""
+        for registration in self.on_their_way:
+            self.change(register(self.state, registration))
+        self.on_their_way.clear()
+        for _ in range(12):
+            self.turn()
+        settled = self.state
+        for _ in range(3):
+            self.turn()
+        assert self.state == settled, "it never comes to rest"
+        if settled.complete:
+            return
+        assert settled.wanted is not None
+        assert active(settled) == wanted(settled), "deadlock"
+        assert settled.active is not None
+        members = [agent for agent in self.agents if agent.entered and not agent.is_over]
+        assert sorted(agent.rank for agent in members) == list(range(settled.active.replicas))
+        assert {agent.generation for agent in members} <= {settled.active.generation}
+
+    def turn(self) -> None:
+        """One round in which all works: the runner replaces what is gone, heartbeats arrive, views too."""
+        self.publish()
+        assert self.state.wanted is not None
+        for rank in range(self.state.wanted.replicas):
+            if self.latest.get(rank) not in self.agents:
+                self.begin(rank)
+        instances = {agent.instance for agent in self.agents}
+        self.change(
+            forget(
+                self.state,
+                [
+                    one.rank
+                    for one in self.state.replicas.values()
+                    if one.instance not in instances and one.phase not in GONE
+                ],
+            )
+        )
+        for agent in self.agents:
+            self.change(register(self.state, agent.registration))
+        for agent in self.agents:
+            self.look(agent, arrives=True)
+            if agent.is_over:
+                agent.end(REENTERING)
+
+    # -- helpers
+
+    def one_of(self, data: st.DataObject, options: Iterable[T]) -> T:
+        return data.draw(st.sampled_from(list(options)))
+
+    def begin(self, rank: int) -> Agent:
+        agent = self.latest[rank] = Agent(rank)
+        self.agents.append(agent)
+        return agent
+
+    def tell(self, agent: Agent) -> None:
+        self.on_their_way.append(agent.registration)
+
+    def look(self, agent: Agent, *, arrives: bool = False) -> None:
+        was = agent.entered
+        if agent.see(self.view):
+            if agent.entered != was:
+                self.adrift.discard(agent)
+            if arrives:
+                self.change(register(self.state, agent.registration))
+            else:
+                self.tell(agent)
+
+
+def test_generations_survive_a_world_full_of_mishaps() -> None:
+    run_state_machine_as_test(
+        World, settings=settings(max_examples=300, stateful_step_count=50, deadline=None)
+    )
