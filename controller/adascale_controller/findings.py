@@ -84,11 +84,11 @@ def _shape_finding(error: ErrorDetails) -> Finding:
         case "model_type" | "model_attributes_type" | "dict_type":
             return path, f"must hold fields, got {_show(got)}"
         case "greater_than_equal":
-            return path, f"must be at least {error['ctx']['ge']}, got {_show(got)}"
+            return path, f"must be at least {error['ctx']['ge']:g}, got {_show(got)}"
         case "greater_than":
-            return path, f"must be more than {error['ctx']['gt']}, got {_show(got)}"
+            return path, f"must be more than {error['ctx']['gt']:g}, got {_show(got)}"
         case "less_than_equal":
-            return path, f"must be at most {error['ctx']['le']}, got {_show(got)}"
+            return path, f"must be at most {error['ctx']['le']:g}, got {_show(got)}"
         case "too_short" | "string_too_short":
             return path, "must not be empty"
         case "told":

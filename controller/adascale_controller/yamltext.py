@@ -74,6 +74,8 @@ def read_document(text: str) -> YamlDocument:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = error.problem or error.context or "it can't be parsed"
+        if error.context_mark and mark and error.context_mark.line < mark.line:
+            problem += f", {error.context} that begins in line {error.context_mark.line + 1}"
         raise YamlTextError(f"is not valid YAML: {problem}", mark.line + 1 if mark else None) from None
     except (yaml.YAMLError, ValueError) as error:
         raise YamlTextError(f"is not valid YAML: {str(error).partition(chr(10))[0]}") from None

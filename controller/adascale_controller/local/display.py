@@ -69,6 +69,10 @@ class _Sentences:
 
     def note(self, text: str, style: str = "") -> None:
         """Tell something that has happened."""
+        if not self._console.is_terminal:
+            # Whoever reads lines from a pipe wants them whole.
+            self._console.print(f"{clock(self._elapsed()):>7}  {text}", soft_wrap=True, markup=False)
+            return
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(width=7, justify="right", style="dim", no_wrap=True)
         line.add_column(overflow="fold")

@@ -23,9 +23,14 @@ class Observation:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._since = 0
         self._last: GainReport | None = None
         self._downtimes: list[float] = []
         self._settled: tuple[int, float] | None = None
+
+    def begin(self, generation: int) -> None:
+        """Leave aside what was reported in generations before this one, which is a run's first."""
+        self._since = generation
 
     def see(self, view: JobView, now: float) -> GainReport | None:
         """Take in a view of the job, at `now` on a clock that never goes back.
@@ -36,6 +41,8 @@ class Observation:
         report = view.latest
         before = self._last
         if report is None or view.active is None or report.generation != view.active.generation:
+            return None
+        if report.generation < self._since:
             return None
         self._last = report
         if self._settled is not None and self._settled[0] == report.generation:

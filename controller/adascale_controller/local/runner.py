@@ -31,7 +31,7 @@ from adascale_core import names
 from adascale_core.batch import require_valid_replicas
 from adascale_core.errors import AdaScaleError
 
-HISTORY_POINTS = 100_000
+HISTORY_POINTS = 5_000
 """Reports that the table at the end is made of, at most."""
 
 

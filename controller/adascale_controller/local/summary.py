@@ -13,10 +13,16 @@ from adascale_controller.words import count, percent, plural, significant, trimm
 
 def generations_table(generations: Sequence[GenerationSummary]) -> Table:
     """A row for each generation."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
-    headers = ("gen.", "replicas", "local batch", "scale", "gain", "effic.", "steps", "seconds", "downtime")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
+    table.add_column("\ngen.", justify="right")
+    table.add_column("\nreplicas", justify="right")
+    table.add_column("local\nbatch", justify="right", no_wrap=True)
+    table.add_column("\nscale", justify="right", no_wrap=True)
+    table.add_column("\ngain", justify="right")
+    table.add_column("effi-\nciency", justify="right")
+    table.add_column("\nsteps", justify="right")
+    table.add_column("\nseconds", justify="right")
+    table.add_column("down-\ntime", justify="right", no_wrap=True)
     for one in generations:
         table.add_row(
             str(one.generation),

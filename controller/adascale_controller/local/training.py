@@ -107,7 +107,9 @@ class Training:
         view = self._client.job(self._job.id)
         state = self._observation.state(view, self.total)
         decision = decide([state], self._capacity, time.monotonic())[self._job.id]
-        self._client.allocate(self._job.id, Allocation(view.generation + 1, decision.replicas))
+        first = Allocation(view.generation + 1, decision.replicas)
+        self._client.allocate(self._job.id, first)
+        self._observation.begin(first.generation)
         self._display.update(Status(f"starting {plural(decision.replicas, 'replica')}", total=self.total))
 
     def run(self) -> Ending:

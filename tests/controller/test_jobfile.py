@@ -1,0 +1,320 @@
+"""Job files: what the right ones mean, and what is said of the wrong ones."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_controller.job import Checkpointing
+from adascale_controller.jobfile import JobFileError, load_job, parse_job
+from adascale_core.messages import JobSpec
+
+RIGHT: dict[str, Any] = {
+    "apiVersion": "adascale.dev/v1alpha1",
+    "kind": "AdaScaleJob",
+    "metadata": {"name": "digits"},
+    "spec": {
+        "batchSize": 32,
+        "maxReplicas": 8,
+        "template": {"spec": {"containers": [{"name": "worker", "command": ["python", "train.py"]}]}},
+    },
+}
+
+
+def job(*, without: str = "", **changes: Any) -> str:
+    """The right job as YAML, with changes to its spec."""
+    document = copy.deepcopy(RIGHT)
+    document["spec"].update(changes)
+    document["spec"].pop(without, None)
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def container(**fields: Any) -> str:
+    """The right job with fields of its container changed."""
+    return job(template={"spec": {"containers": [{"name": "worker", "command": ["python"], **fields}]}})
+
+
+def complaints(text: str) -> list[str]:
+    """What is said of a text, without the lines."""
+    with pytest.raises(JobFileError) as raised:
+        parse_job(text, "job.yaml")
+    assert raised.value.exit_code == 2
+    return [f"{one.field}: {one.message}" if one.field else one.message for one in raised.value.problems]
+
+
+def test_a_small_job_gets_the_defaults() -> None:
+    parsed = parse_job(job())
+    assert parsed.id == "default.digits"
+    assert parsed.short_id == "digits"
+    assert parsed.spec == JobSpec(batch_size=32, min_replicas=1, max_replicas=8, efficiency_target=0.5)
+    assert parsed.command == ("python", "train.py")
+    assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
+    assert parsed.active_deadline_seconds is None
+    assert parsed.checkpoint == Checkpointing(None, None, 30.0)
+
+
+def test_every_field_is_taken_over() -> None:
+    document = copy.deepcopy(RIGHT)
+    document["metadata"] = {"name": "digits", "namespace": "team", "labels": {"a": "b"}}
+    document["status"] = {"replicas": 2}
+    document["spec"].update(
+        maxBatchSize=512,
+        localBszBounds={"lower": 16, "upper": 128},
+        minReplicas=2,
+        scaleInvariantSteps=20000,
+        efficiencyTarget=1,
+        suspend=True,
+        backoffLimit=0,
+        activeDeadlineSeconds=60,
+        ttlSecondsAfterFinished=0,
+        checkpoint={"claimName": "state", "intervalSeconds": 5},
+        template={
+            "metadata": {"annotations": {"x": "y"}},
+            "spec": {
+                "restartPolicy": "Never",
+                "containers": [
+                    {"name": "sidecar", "command": ["sleep"]},
+                    {
+                        "name": "worker",
+                        "image": "ours",
+                        "command": ["python", "train.py"],
+                        "args": ["--lr", "0.1"],
+                        "workingDir": "/app",
+                        "env": [{"name": "A", "value": "1"}, {"name": "B"}],
+                        "resources": {"limits": {"nvidia.com/gpu": 1}},
+                    },
+                ],
+            },
+        },
+    )
+    parsed = parse_job(yaml.safe_dump(document))
+    assert parsed.id == "team.digits"
+    assert parsed.spec == JobSpec(32, 512, (16, 128), 2, 8, 20000, 1.0)
+    assert parsed.command == ("python", "train.py", "--lr", "0.1")
+    assert dict(parsed.env) == {"A": "1", "B": ""}
+    assert parsed.working_dir == "/app"
+    assert (parsed.suspend, parsed.backoff_limit, parsed.active_deadline_seconds) == (True, 0, 60)
+    assert parsed.ttl_seconds_after_finished == 0
+    assert parsed.checkpoint == Checkpointing("state", None, 5.0)
+
+
+def test_a_field_without_a_value_counts_as_left_out() -> None:
+    assert parse_job(job(maxBatchSize=None, suspend=None, activeDeadlineSeconds=None)) == parse_job(job())
+
+
+def test_without_a_container_of_that_name_the_first_one_trains() -> None:
+    text = job(template={"spec": {"containers": [{"name": "main", "command": ["a"]}, {"command": ["b"]}]}})
+    assert parse_job(text).command == ("a",)
+
+
+def test_arguments_without_a_command_are_the_images_business() -> None:
+    text = job(template={"spec": {"containers": [{"name": "worker", "args": ["--lr"]}]}})
+    assert parse_job(text).command == ()
+
+
+def test_what_only_a_cluster_can_give_is_told() -> None:
+    source = {"secretKeyRef": {"name": "s", "key": "k"}}
+    parsed = parse_job(
+        container(
+            env=[{"name": "PASSWORD", "valueFrom": source}, {"name": "A", "value": "x"}],
+            envFrom=[{"configMapRef": {"name": "c"}}],
+        )
+    )
+    assert dict(parsed.env) == {"A": "x"}
+    assert parsed.left_out == (
+        "environment variable PASSWORD: its valueFrom (secretKeyRef)",
+        "the environment variables of envFrom",
+    )
+
+
+NOT_A_JOB = [
+    ("", "holds nothing; it must hold one"),
+    ("# only a comment\n---\n", "holds nothing; it must hold one"),
+    (job() + "---\n" + job(), "holds 2 documents; it must hold one"),
+    ("a: [1, 2", "is not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("a: b: c", "is not valid YAML: mapping values are not allowed here"),
+    ("\tkey: 1", "is not valid YAML: found character '\\t' that cannot start any token"),
+    ("a: 1\na: 2", "is not valid YAML: the field 'a' is there twice"),
+    ("a: !!python/object:os.system 1", "is not valid YAML: could not determine a constructor for the tag"),
+    ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
+    ("a: \x07", "is not valid YAML: unacceptable character #x0007: special characters are not allowed"),
+    ("[" * 5000, "is not valid YAML: it is nested too deeply"),
+    ("just words", "is the text 'just words'; it must hold apiVersion, kind, metadata and spec"),
+    ("- a\n- b", "is a list of 2; it must hold apiVersion, kind, metadata and spec"),
+    (job().replace("AdaScaleJob", "Job"), "kind: must be AdaScaleJob, got the text 'Job'"),
+    (
+        job().replace("adascale.dev/v1alpha1", "batch/v1"),
+        "apiVersion: must be adascale.dev/v1alpha1, got the text 'batch/v1'",
+    ),
+    (
+        job().replace("apiVersion:", "apiversion:"),
+        "apiVersion is missing: it must be adascale.dev/v1alpha1; 'apiversion' is there instead",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), NOT_A_JOB)
+def test_what_is_not_a_job_is_refused(text: str, complaint: str) -> None:
+    (only,) = complaints(text)
+    assert only.startswith(complaint)
+
+
+WRONG_FIELDS = [
+    (job(max_batch_size=64), "spec.max_batch_size: there is no such field; did you mean maxBatchSize?"),
+    (job(maxBatchsize=64), "spec.maxBatchsize: there is no such field; did you mean maxBatchSize?"),
+    (job(batchsize=64), "spec.batchsize: there is no such field; did you mean batchSize?"),
+    (job(replicas=4), "spec.replicas: there is no such field; did you mean minReplicas?"),
+    (
+        job(localBszBounds={"lower": 1, "uper": 2, "upper": 2}),
+        "spec.localBszBounds.uper: there is no such field; did you mean upper?",
+    ),
+    (
+        job(checkpoint={"zebra": 1}),
+        "spec.checkpoint.zebra: there is no such field; those of spec.checkpoint are "
+        "claimName, path, intervalSeconds",
+    ),
+    (job(without="batchSize"), "spec: batchSize is missing"),
+    (job(without="maxReplicas"), "spec: maxReplicas is missing"),
+    (job(without="template"), "spec: template is missing"),
+    (job(batchSize=0), "spec.batchSize: must be at least 1, got 0"),
+    (job(batchSize="32"), "spec.batchSize: must be a whole number, got the text '32'"),
+    (job(batchSize=32.0), "spec.batchSize: must be a whole number, got 32.0"),
+    (job(batchSize=True), "spec.batchSize: must be a whole number, got true"),
+    (job(batchSize=[32]), "spec.batchSize: must be a whole number, got a list of 1"),
+    (job(maxReplicas=10**9), "spec.maxReplicas: must be at most 1024, got 1000000000"),
+    (job(suspend="yes"), "spec.suspend: must be true or false, got the text 'yes'"),
+    (job(efficiencyTarget=0), "spec.efficiencyTarget: must be more than 0, got 0"),
+    (job(efficiencyTarget=1.5), "spec.efficiencyTarget: must be at most 1, got 1.5"),
+    (job(efficiencyTarget=float("nan")), "spec.efficiencyTarget: must be a finite number, got nan"),
+    (job(localBszBounds=[16, 128]), "spec.localBszBounds: must hold fields, got a list of 2"),
+    (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
+    (
+        job(checkpoint={"claimName": "a", "path": "b"}),
+        "spec.checkpoint: has both claimName and path; state is saved at one place: give one of them",
+    ),
+    (job(template={"spec": {"containers": []}}), "spec.template.spec.containers: must not be empty"),
+    (
+        container(command="python train.py"),
+        "spec.template.spec.containers[0].command: must be a list, got the text 'python train.py'",
+    ),
+    (
+        container(args=["--lr", 0.1]),
+        'spec.template.spec.containers[0].args[1]: must be a text, got 0.1: write "0.1"',
+    ),
+    (
+        container(env=[{"name": "A", "value": 1}]),
+        'spec.template.spec.containers[0].env[0].value: must be a text, got 1: write "1"',
+    ),
+    (job().replace("name: digits", "name: Digits"), "metadata.name: job name 'Digits' is not valid"),
+    (
+        job().replace("name: digits", "name: digits\n  namespace: a.b"),
+        "metadata.namespace: job namespace 'a.b' is not valid",
+    ),
+    # The rules of the core, in the words of the file.
+    (
+        job(maxBatchSize=16),
+        "spec.maxBatchSize: 16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
+    ),
+    (
+        job(localBszBounds={"lower": 128, "upper": 16}),
+        "spec.localBszBounds: lower 128 is over upper 16: lower must be at most upper",
+    ),
+    (job(minReplicas=9), "spec.minReplicas: 9 is over maxReplicas 8: it must be at most that"),
+    (
+        job(minReplicas=6, maxReplicas=7),
+        "spec: no replica count between 6 and 7 is valid with batchSize 32: widen the bounds, or change "
+        "minReplicas and maxReplicas",
+    ),
+    (
+        job(minReplicas=11, maxReplicas=12, maxBatchSize=1000, localBszBounds={"lower": 100, "upper": 200}),
+        "spec: no replica count between 11 and 12 is valid with batchSize 32, maxBatchSize 1000, "
+        "localBszBounds 100 to 200",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), WRONG_FIELDS)
+def test_a_wrong_field_is_told_with_its_path_and_value(text: str, complaint: str) -> None:
+    (only,) = complaints(text)
+    assert only.startswith(complaint)
+
+
+def test_all_that_is_wrong_is_told_at_once_with_its_line() -> None:
+    text = """\
+apiVersion: adascale.dev/v1alpha1
+kind: AdaScaleJob
+metadata:
+  name: digits
+spec:
+  batchSize: 32
+  maxBatchSize: 16          # line 7
+  localBszBounds:
+    lower: 9                # over upper: line 8
+    upper: 8
+  maxReplicas: "8"          # line 11
+  bakoffLimit: 3            # line 12
+  template:
+    spec:
+      containers:
+        - name: worker
+          command: [1]      # line 17
+"""
+    with pytest.raises(JobFileError) as raised:
+        parse_job(text, "jobs/digits.yaml")
+    assert str(raised.value).splitlines() == [
+        "jobs/digits.yaml:7: spec.maxBatchSize: 16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
+        "jobs/digits.yaml:8: spec.localBszBounds: lower 9 is over upper 8: lower must be at most upper",
+        "jobs/digits.yaml:11: spec.maxReplicas: must be a whole number, got the text '8'",
+        "jobs/digits.yaml:12: spec.bakoffLimit: there is no such field; did you mean backoffLimit?",
+        'jobs/digits.yaml:17: spec.template.spec.containers[0].command[0]: must be a text, got 1: write "1"',
+    ]
+
+
+def test_the_line_of_broken_yaml_is_told() -> None:
+    with pytest.raises(JobFileError) as raised:
+        parse_job("a: 1\nb: [\nc: 2\n", "job.yaml")
+    assert str(raised.value) == (
+        "job.yaml:4: is not valid YAML: expected ',' or ']', but got '<stream end>', "
+        "while parsing a flow sequence that begins in line 2"
+    )
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match=r"absent\.yaml: there is no such file"):
+        load_job(tmp_path / "absent.yaml")
+    with pytest.raises(JobFileError, match=r"can't be read: Is a directory"):
+        load_job(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(JobFileError, match=r"is not a text in UTF-8"):
+        load_job(binary)
+
+
+def test_the_job_that_we_ship_is_right() -> None:
+    shipped = load_job(Path(__file__).parents[2] / "deploy" / "adascalejob.yaml")
+    assert shipped.id == "default.digits"
+    assert shipped.command == ("python", "examples/digits.py")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.text() | st.sampled_from(list(RIGHT["spec"])), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+)
+def test_whatever_the_spec_holds_it_is_a_job_or_told_to_be_none(spec: Any) -> None:
+    document = {**RIGHT, "spec": {**RIGHT["spec"], **spec} if isinstance(spec, dict) else spec}
+    try:
+        parse_job(yaml.safe_dump(document))
+    except JobFileError as error:
+        assert error.problems
