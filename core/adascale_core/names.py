@@ -29,11 +29,13 @@ ENV_REPLICA = "ADASCALE_REPLICA"
 """This agent's replica index, from 0."""
 ENV_ADDRESS = "ADASCALE_ADDRESS"
 """The address at which other replicas reach this one."""
+ENV_SERVICE_PATIENCE = "ADASCALE_SERVICE_PATIENCE"
+"""Seconds within which the service must answer an agent for the first time."""
 ENV_GENERATION = "ADASCALE_GENERATION"
 ENV_LISTEN_FD = "ADASCALE_LISTEN_FD"
 """On rank 0: the descriptor of the socket, already listening, that serves the generation's rendezvous."""
 ENV_AGENT_FD = "ADASCALE_AGENT_FD"
-"""The descriptor on which a trainer started ahead of its generation says that it is ready and learns its place."""
+"""The descriptor on which a trainer, started ahead of time, says that it is ready and learns its place."""
 ENV_BATCH_SIZE = "ADASCALE_BATCH_SIZE"
 ENV_MAX_BATCH_SIZE = "ADASCALE_MAX_BATCH_SIZE"
 ENV_LOCAL_BSZ_BOUNDS = "ADASCALE_LOCAL_BSZ_BOUNDS"
@@ -58,6 +60,7 @@ DEFAULT_EFFICIENCY_TARGET = 0.5
 DEFAULT_BACKOFF_LIMIT = 3
 DEFAULT_CHECKPOINT_INTERVAL = 30.0
 DEFAULT_API_PORT = 8265
+DEFAULT_SERVICE_PATIENCE = 60.0
 
 REPORT_INTERVAL = 0.25
 """Seconds between two reports of a trainer."""

@@ -168,6 +168,11 @@ def read_replica(environ: Mapping[str, str]) -> int:
     return _read(environ, names.ENV_REPLICA, _natural, 0)
 
 
+def read_service_patience(environ: Mapping[str, str]) -> float:
+    """Seconds within which the service must answer an agent for the first time."""
+    return _read(environ, names.ENV_SERVICE_PATIENCE, _seconds, names.DEFAULT_SERVICE_PATIENCE)
+
+
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], default: T) -> T:
     text = environ.get(name)
     if text is None or text == "":

@@ -30,8 +30,13 @@ def patch_optimizer(
         step: called in place of the optimizer's.
         at_first_micro_batch: whether the next backward pass is the first of its step.
     """
-    # functools.wraps keeps the mark that a scheduler left on the method it wrapped.
-    optimizer.step = functools.wraps(optimizer.step)(step)  # type: ignore[method-assign]
+
+    # wraps() keeps the mark that a scheduler left on the method it wrapped.
+    @functools.wraps(optimizer.step)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    optimizer.step = patched  # type: ignore[method-assign]
     for owner in (optimizer, model):
         _guard_zero_grad(owner, at_first_micro_batch)
 

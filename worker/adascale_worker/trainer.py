@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +118,7 @@ class ElasticTrainer:
         self,
         batch_size: int | None = None,
         max_batch_size: int | None = None,
-        local_bsz_bounds: tuple[int, int] | None = None,
+        local_bsz_bounds: Sequence[int] | None = None,
         *,
         scale_invariant_steps: int | None = None,
         efficiency_target: float | None = None,
@@ -130,7 +130,7 @@ class ElasticTrainer:
         asked = environment.JobEnvironment(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
-            local_bsz_bounds=local_bsz_bounds,
+            local_bsz_bounds=_pair(local_bsz_bounds),
             scale_invariant_steps=scale_invariant_steps,
             efficiency_target=efficiency_target,
             checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
@@ -278,9 +278,7 @@ class ElasticTrainer:
             self._restore_model(loaded[0]["model"])
         if self.replicas > 1:
             self._ddp = replicate(model, self.device, find_unused_parameters=find_unused_parameters)
-        self._adascale = AdaScale(
-            optimizer, world_size=self.replicas, is_scaled_loss=False, model=self._ddp
-        )
+        self._adascale = AdaScale(optimizer, world_size=self.replicas, is_scaled_loss=False, model=self._ddp)
         if loaded is not None:
             self._restore(*loaded)
         self._apply_plan()
@@ -751,6 +749,11 @@ def _device(asked: torch.device | str | None, local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _pair(bounds: Sequence[int] | None) -> tuple[int, int] | None:
+    """The bounds as `BatchBounds` takes them, which also says what is wrong with them."""
+    return None if bounds is None else tuple(bounds)  # type: ignore[return-value]
 
 
 def _finite(value: float) -> float | None:

@@ -29,14 +29,14 @@ RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to save and leave a generation whose replicas are all well."""
 TERMINATION_GRACE = 25.0
 """Seconds that a trainer may take when the agent itself is asked to leave (a pod has 30 by default)."""
-FIRST_ANSWER = 60.0
-"""Seconds within which the service must answer for the first time."""
 LAST_WORDS = 3.0
 """Seconds spent on telling the service why the agent leaves."""
 PREPARATION = 60.0
 """Seconds after which a new replica counts as there even if its program has not said that it is ready."""
 STANDBY_PATIENCE = 120.0
 """Seconds that a trainer is kept ready for a generation that does not come."""
+COMMAND_NOT_FOUND = 127
+"""What shells leave with when a program cannot be started."""
 TICK = 0.5
 
 DISRUPTIONS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -58,6 +58,7 @@ class Agent:
         environ: the environment that trainers get, besides their place.
         rank: index of the replica.
         address: where other replicas reach it.
+        patience: seconds within which the service must answer for the first time.
     """
 
     def __init__(
@@ -65,9 +66,12 @@ class Agent:
         client: ServiceClient,
         command: Sequence[str],
         environ: Mapping[str, str],
+        *,
         rank: int,
         address: str,
+        patience: float,
     ) -> None:
+        self._patience = patience
         self._command = list(command)
         self._environ = dict(environ)
         self._rank = rank
@@ -114,12 +118,12 @@ class Agent:
         self._events.put(_Event.TERMINATE)
 
     def _await_first_answer(self) -> None:
-        deadline = time.monotonic() + FIRST_ANSWER
+        deadline = time.monotonic() + self._patience
         while self._link.view is None and not self._terminating:
             if time.monotonic() > deadline:
                 raise ServiceError(
                     f"{self._link.complaint or 'the metrics service does not answer'}. Nothing was heard for "
-                    f"{FIRST_ANSWER:.0f} s: is the address right, and the service up?"
+                    f"{self._patience:.0f} s: is the address right, and the service up?"
                 )
             self._next_event()
 
@@ -209,8 +213,10 @@ class Agent:
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
-            self._end(Phase.FAILED, 127, reason)
-            raise WorkerError(f"{reason}. Check the command of the job") from error
+            self._end(Phase.FAILED, COMMAND_NOT_FOUND, reason)
+            refusal = WorkerError(f"{reason}. Check the command of the job")
+            refusal.exit_code = COMMAND_NOT_FOUND
+            raise refusal from error
 
     def _enter(self, allocation: ActiveAllocation) -> TrainerProcess | None:
         """Give a trainer its place; none if this generation cannot be served, and another is needed."""

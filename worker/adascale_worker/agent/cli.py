@@ -10,7 +10,7 @@ from typing import NoReturn
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_worker.agent.agent import Agent
-from adascale_worker.environment import read_replica, read_service
+from adascale_worker.environment import read_replica, read_service, read_service_patience
 from adascale_worker.errors import EnvironmentVariableError
 from adascale_worker.service import ServiceClient
 
@@ -27,6 +27,7 @@ environment:
   {names.ENV_JOB_ID}    the job, <namespace>.<name>
   {names.ENV_REPLICA}   index of this replica, from 0
   {names.ENV_ADDRESS}   where other replicas reach it (default: 127.0.0.1)
+  {names.ENV_SERVICE_PATIENCE}   seconds to wait for the service's first answer
   {names.ENV_TOKEN}, {names.ENV_TOKEN_FILE}   the bearer token, or a file with it
 """
 
@@ -51,8 +52,9 @@ def main() -> NoReturn:
             ServiceClient(service),
             arguments.command,
             os.environ,
-            read_replica(os.environ),
-            os.environ.get(names.ENV_ADDRESS, "127.0.0.1"),
+            rank=read_replica(os.environ),
+            address=os.environ.get(names.ENV_ADDRESS, "127.0.0.1"),
+            patience=read_service_patience(os.environ),
         )
         code = agent.run()
     except AdaScaleError as error:

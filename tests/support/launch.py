@@ -1,0 +1,188 @@
+"""Runs `programs/journal.py` as real processes, and reads what it wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).parent / "programs" / "journal.py"
+PATIENCE = 60.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
+    """The first true value of `condition`."""
+    deadline = time.monotonic() + patience
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what} did not happen within {patience:.0f} s"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one replica wrote down of one step."""
+
+    step: int
+    epoch: int
+    indices: list[int]
+    progress: float
+    lr: float
+    local_bsz: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one trainer process wrote down."""
+
+    header: dict[str, Any]
+    steps: list[Step]
+
+
+class Journal:
+    """The folder that a job writes into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def attempts(self, rank: int = 0) -> list[Attempt]:
+        """The attempts of a rank, in order; a last line cut off by a kill is left out."""
+        read = []
+        for path in sorted(self.folder.glob(f"rank{rank}-*.jsonl")):
+            lines = [
+                json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
+            ]
+            if lines:
+                read.append(Attempt(lines[0], [Step(**line) for line in lines[1:]]))
+        return read
+
+    def last_step(self, rank: int = 0) -> int:
+        """The newest step that a rank wrote down in its newest attempt; 0 if none."""
+        attempts = self.attempts(rank)
+        if not attempts:
+            return 0
+        return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
+
+    def effective(self) -> dict[int, list[Step]]:
+        """The steps that count, by number, from all ranks: those undone by a restart are left out."""
+        rounds: dict[int, list[Attempt]] = {}
+        for rank in {
+            path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")
+        }:
+            for attempt in self.attempts(int(rank)):
+                rounds.setdefault(attempt.header["round"], []).append(attempt)
+        counted: dict[int, list[Step]] = {}
+        for number in sorted(rounds):
+            begin = rounds[number][0].header["step"]
+            counted = {step: told for step, told in counted.items() if step <= begin}
+            for attempt in rounds[number]:
+                for step in attempt.steps:
+                    counted.setdefault(step.step, []).append(step)
+        return counted
+
+    def weights(self, rank: int = 0) -> str:
+        """The digest of the weights at the end."""
+        return (self.folder / f"weights-rank{rank}").read_text()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Replicas:
+    """The trainers of one round, started without an agent, as torchrun would."""
+
+    def __init__(self, count: int, folder: Path, **options: object) -> None:
+        port = str(free_port())
+        rounds = len(list(folder.glob("round-*")))
+        (folder / f"round-{rounds}").touch()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(PROGRAM)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(count),
+                    "LOCAL_RANK": str(rank),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "ROUND": str(rounds),
+                    "JOURNAL": str(folder / "journal"),
+                    "ADASCALE_CHECKPOINT_DIR": str(folder / "checkpoints"),
+                    **{name: str(value) for name, value in options.items()},
+                },
+            )
+            for rank in range(count)
+        ]
+
+    def reach(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition while all of them run."""
+        wait_until(lambda: condition() or any(one.poll() is not None for one in self.processes), what)
+        if not condition():
+            self.kill()
+            raise AssertionError(f"{what} was not reached:\n{self.wait()[1]}")
+
+    def signal(self, number: int, rank: int = 0) -> None:
+        """Send one replica a signal."""
+        self.processes[rank].send_signal(number)
+
+    def kill(self) -> None:
+        """Kill all replicas at once."""
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+
+    def wait(self) -> tuple[list[int], str]:
+        """Their exit codes and all output."""
+        outputs = [process.communicate(timeout=PATIENCE)[0] for process in self.processes]
+        return [process.returncode for process in self.processes], "".join(outputs)
+
+
+class AgentProcess:
+    """An agent, and the trainers that it starts."""
+
+    def __init__(self, rank: int, folder: Path, service: Mapping[str, str], **options: object) -> None:
+        self.rank = rank
+        self.log = folder / f"agent-{rank}-{len(list(folder.glob(f'agent-{rank}-*.log')))}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, str(PROGRAM)],
+                stdout=log,
+                stderr=log,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "ADASCALE_REPLICA": str(rank),
+                    "JOURNAL": str(folder / "journal"),
+                    "ADASCALE_CHECKPOINT_DIR": str(folder / "checkpoints"),
+                    **service,
+                    **{name: str(value) for name, value in options.items()},
+                },
+            )
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self.process.wait(PATIENCE)
+
+    def end(self) -> None:
+        """Kill it if it still runs; its trainer goes with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

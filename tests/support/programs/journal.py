@@ -1,0 +1,87 @@
+"""A training program that writes down which samples it trains on, and its weights at the end.
+
+Environment: JOURNAL, a folder; EPOCHS; BOUNDS, the trainer's arguments as JSON; STEP_SECONDS, how long a
+step takes at least; FAIL_AT, a step at which rank FAIL_RANK raises an error (once, unless FAIL_ALWAYS).
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from adascale_worker import ElasticTrainer
+
+folder = Path(os.environ["JOURNAL"])
+trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 8}')))
+
+torch.manual_seed(1)
+samples = int(os.environ.get("SAMPLES", "48"))
+features = torch.randn(samples, 6)
+targets = (features.sum(1) > 0).long()
+dataset = [(index, features[index], targets[index]) for index in range(samples)]
+
+torch.manual_seed(2 + trainer.rank)
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2)).to(trainer.device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+
+state = trainer.program_reentry(model, optimizer, scheduler)
+folder.mkdir(parents=True, exist_ok=True)
+attempt = len(list(folder.glob(f"rank{trainer.rank}-*.jsonl")))
+with (folder / f"rank{trainer.rank}-{attempt:03d}.jsonl").open("w", buffering=1) as journal:
+    step = state.step
+    journal.write(
+        json.dumps(
+            {
+                "step": step,
+                "epoch": state.epoch,
+                "restored": state.restored,
+                "replicas": trainer.replicas,
+                "generation": trainer.generation,
+                "round": int(os.environ.get("ROUND", trainer.generation)),
+                "pid": os.getpid(),
+            }
+        )
+        + "\n"
+    )
+    for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "2"))):
+        indices: list[int] = []
+        for micro_batches, (index, x, y) in enumerate(trainer.dataloader(dataset), start=1):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.to(trainer.device)), y.to(trainer.device))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            trainer.log(loss=loss)
+            indices += index.tolist()
+            if micro_batches % trainer.accumulation == 0:
+                step += 1
+                entry = {
+                    "step": step,
+                    "epoch": epoch,
+                    "indices": indices,
+                    "progress": trainer.progress,
+                    "lr": optimizer.param_groups[0]["lr"],
+                    "local_bsz": trainer.get_local_bsz(),
+                    "loss": loss.item(),
+                }
+                journal.write(json.dumps(entry) + "\n")
+                indices = []
+                once = folder / f"failed-rank{trainer.rank}"
+                due = step == int(os.environ.get("FAIL_AT", "-1")) and trainer.rank == int(
+                    os.environ.get("FAIL_RANK", "0")
+                )
+                if due and (os.environ.get("FAIL_ALWAYS") or not once.exists()):
+                    once.touch()
+                    raise ArithmeticError(f"made to fail at step {step}")
+                time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        trainer.step(epoch)
+
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
+trainer.report_result(weights=digest)
+(folder / f"weights-rank{trainer.rank}").write_text(digest)

@@ -1,0 +1,251 @@
+"""Agents, with a real metrics service and real trainers, killed for real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from support.launch import AgentProcess, Journal, free_port, wait_until
+from support.service import Service
+
+BOUNDS = json.dumps({"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]})
+LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10_000, "STEP_SECONDS": 0.02, "ADASCALE_CHECKPOINT_INTERVAL": 0}
+
+
+class Job:
+    """A job's service, its agents and what its trainers wrote down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.service = Service(folder)
+        self.journal = Journal(folder / "journal")
+        self.agents: list[AgentProcess] = []
+
+    def start(self, *ranks: int, **options: object) -> list[AgentProcess]:
+        started = [AgentProcess(rank, self.folder, self.service.environ, **options) for rank in ranks]
+        self.agents += started
+        return started
+
+    def trains_in(self, generation: int, replicas: int = 1, steps: int = 2) -> None:
+        """Wait until all ranks of a generation have made some steps in it."""
+
+        def trained(rank: int) -> bool:
+            attempts = self.journal.attempts(rank)
+            return any(one.header["generation"] == generation and len(one.steps) >= steps for one in attempts)
+
+        wait_until(
+            lambda: all(trained(rank) for rank in range(replicas)) or self.died(),
+            f"training in generation {generation}",
+        )
+        assert not self.died(), self.logs()
+
+    def died(self) -> bool:
+        return any(agent.process.poll() not in (None, 0, 75) for agent in self.agents)
+
+    def logs(self) -> str:
+        return "\n".join(agent.log.read_text() for agent in self.agents)
+
+    def generation(self) -> int:
+        active = self.service.job()["active"]
+        return active["generation"] if active else 0
+
+    def trainer_pid(self, rank: int) -> int:
+        return int(self.journal.attempts(rank)[-1].header["pid"])
+
+    def end(self) -> None:
+        for agent in self.agents:
+            agent.end()
+        self.service.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    running = Job(tmp_path)
+    yield running
+    running.end()
+
+
+def gone(pid: int) -> Callable[[], bool]:
+    def check() -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    return check
+
+
+def test_replicas_come_and_go_and_the_job_comes_to_its_end(job: Job) -> None:
+    """1 -> 2 -> 1, then the end, with one agent per replica that stays."""
+    job.service.allocate(1, 1)
+    (first,) = job.start(0, **{**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 400})
+    job.trains_in(1)
+    job.service.allocate(2, 2)
+    job.trains_in(1, steps=len(job.journal.attempts()[-1].steps) + 3)  # nobody there yet: it goes on
+    assert job.generation() == 1
+    (second,) = job.start(1, **{**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 400})
+    job.trains_in(2, replicas=2)
+    job.service.allocate(3, 1)
+    job.trains_in(3)
+    second.process.terminate()
+    assert second.wait() == 75
+    assert first.wait() == 0
+    assert job.service.job()["complete"]
+    attempts = job.journal.attempts(0)
+    assert [(one.header["generation"], one.header["replicas"]) for one in attempts] == [
+        (1, 1),
+        (2, 2),
+        (3, 1),
+    ]
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    assert [len(one.steps) for one in attempts] == [
+        later.header["step"] - one.header["step"] for one, later in pairwise(attempts)
+    ] + [len(attempts[-1].steps)], "a change of replicas undoes no step"
+    told = job.service.job()
+    assert (told["failures"], told["disruptions"]) == (0, 0)
+    assert told["latest"]["progress"] >= 400
+
+
+def test_a_killed_trainer_costs_the_steps_since_the_last_checkpoint(job: Job) -> None:
+    job.service.allocate(1, 2)
+    job.start(0, 1, **LONG)
+    job.trains_in(1, replicas=2, steps=5)
+    os.kill(job.trainer_pid(1), signal.SIGKILL)
+    job.trains_in(2, replicas=2)
+    before, after = job.journal.attempts(0)
+    assert before.steps[-1].step - after.header["step"] <= 2
+    told = job.service.job()
+    assert (told["failures"], told["disruptions"]) == (0, 1)
+    assert all(agent.process.poll() is None for agent in job.agents)
+
+
+def test_a_killed_agent_takes_its_trainer_with_it_and_its_place_can_be_filled(job: Job) -> None:
+    job.service.allocate(1, 2)
+    _, second = job.start(0, 1, **LONG)
+    job.trains_in(1, replicas=2)
+    trainer = job.trainer_pid(1)
+    second.process.kill()
+    second.wait()
+    job.agents.remove(second)
+    wait_until(gone(trainer), "the end of the orphan")
+    job.start(1, **LONG)
+    job.trains_in(2, replicas=2)
+    assert job.service.job()["failures"] == 0
+
+
+def test_sigterm_saves_and_leaves_and_the_others_go_on_without_it(job: Job) -> None:
+    job.service.allocate(1, 2)
+    _, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
+    job.trains_in(1, replicas=2, steps=3)
+    second.process.terminate()
+    assert second.wait() == 75
+    job.service.allocate(job.service.job()["wanted"]["generation"] + 1, 1)
+    job.trains_in(job.service.job()["wanted"]["generation"])
+    before, after = job.journal.attempts(0)
+    assert before.steps[-1].step == after.header["step"], "saved at the very step it left at"
+
+
+def test_a_failing_program_ends_its_agent_with_its_code_and_last_lines(job: Job) -> None:
+    job.service.allocate(1, 2)
+    first, second = job.start(0, 1, **LONG, FAIL_AT=4, FAIL_RANK=1)
+    assert second.wait() == 1
+    told = {one["rank"]: one for one in wait_until(lambda: job.service.job()["replicas"], "the report")}
+    assert told[1]["phase"] == "failed"
+    assert told[1]["exit_code"] == 1
+    assert "ArithmeticError: made to fail at step 4" in told[1]["log"]
+    assert first.process.poll() is None, "only the failure itself counts, not its peers"
+    job.agents.remove(second)
+    job.start(1, **LONG, FAIL_AT=4, FAIL_RANK=1)
+    job.trains_in(2, replicas=2)
+    counts = job.service.job()
+    assert (counts["failures"], counts["disruptions"]) == (1, 0)
+
+
+def test_training_goes_on_while_the_service_is_away_and_reports_arrive_afterwards(job: Job) -> None:
+    job.service.allocate(1, 1)
+    job.start(0, **LONG)
+    job.trains_in(1, steps=3)
+    job.service.stop(signal.SIGKILL)
+    step = job.journal.last_step()
+    wait_until(lambda: job.journal.last_step() > step + 30, "training without the service")
+    job.service.start()
+    reached = job.journal.last_step()
+    wait_until(lambda: job.service.job()["latest"]["step"] >= reached, "reports")
+    history = job.service.call("GET", "/gain/history?points=5000")["points"]
+    assert any(step < point["step"] < reached for point in history), "what was measured meanwhile is there"
+    assert len(job.journal.attempts()) == 1, "the trainer has not been restarted"
+
+
+def test_a_program_that_makes_no_trainer_is_told(job: Job, tmp_path: Path) -> None:
+    job.service.allocate(1, 1)
+    run = subprocess.run(
+        [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, "-c", "print('hello')"],
+        env={**os.environ, **job.service.environ},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "came to its end without making an ElasticTrainer" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "environ", "code", "message"),
+    [
+        (["no-such-program"], {}, 127, "'no-such-program' cannot be started: No such file or directory"),
+        ([sys.executable], {"ADASCALE_REPLICA": "x"}, 2, "ADASCALE_REPLICA is 'x'"),
+        ([sys.executable], {"ADASCALE_JOB_ID": "Not_A_Name"}, 2, "'Not_A_Name' is not valid"),
+        (
+            [sys.executable],
+            {"ADASCALE_JOB_ID": "", "ADASCALE_API_URL": ""},
+            2,
+            "an agent needs a metrics service",
+        ),
+    ],
+)
+def test_what_an_agent_cannot_work_with_is_told(
+    job: Job, command: list[str], environ: dict[str, str], code: int, message: str
+) -> None:
+    job.service.allocate(1, 1)
+    run = subprocess.run(
+        [sys.executable, "-m", "adascale_worker.agent", "--", *command],
+        env={**os.environ, **job.service.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (run.returncode, message in run.stderr) == (code, True), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
+    began = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable],
+        env={
+            **os.environ,
+            "ADASCALE_API_URL": f"http://127.0.0.1:{free_port()}",
+            "ADASCALE_JOB_ID": "digits",
+            "ADASCALE_SERVICE_PATIENCE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert run.returncode == 69
+    assert "does not answer" in run.stderr
+    assert "is the address right" in run.stderr
+    assert time.monotonic() - began > 1
