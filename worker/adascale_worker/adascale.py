@@ -33,6 +33,7 @@ from adascale_core.gain import (
 )
 from adascale_worker.statistics.backward import BackwardWatch, Reading
 from adascale_worker.statistics.exchange import Exchange, Statistics
+from adascale_worker.statistics.fingerprint import Fingerprint
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
 from adascale_worker.statistics.norms import sqr_norms, widest_type
 from adascale_worker.statistics.previous import Label, PreviousGradient
@@ -405,7 +406,7 @@ class AdaScale(torch.optim.Optimizer):
         """Connect to the inner optimizer, whose `step` may be replaced later by one that calls ours."""
         self._inner_step: Callable[[], float | None] = self.optimizer.step
         self._exchange: Exchange | None = None
-        self._fingerprint: list[tuple[int, int]] = []
+        self._fingerprint: Fingerprint | None = None
         self._pass_loss_scale: float | None = None
         self._before: Label | None = None
         self._divided = False
@@ -498,7 +499,7 @@ class AdaScale(torch.optim.Optimizer):
         else:
             first = self._compare(device)
             complete = True
-        self._fingerprint = _fingerprint(gradients)
+        self._fingerprint = Fingerprint(gradients) if device.type == "cpu" else None
         self._pass_loss_scale = self._loss_scale.ask()
         if self._exchange is not None:
             self._exchange.finish()
@@ -529,11 +530,13 @@ class AdaScale(torch.optim.Optimizer):
             return
         if self._exchange is None:
             self._measure()
-        if self._exchange is None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
             return
-        statistics = self._exchange.statistics()
-        self._exchange = None
-        self._flags_sum = statistics.flags or None
+        now = self._gradients_now()
+        statistics = exchange.statistics(now)
+        if self._world_size > 1:
+            self._flags_sum = statistics.flags or None
         statistics, loss_scale = self._as_of_backward(statistics)
         samples = self._samples(statistics, loss_scale)
         self._previous.label = None
@@ -542,26 +545,28 @@ class AdaScale(torch.optim.Optimizer):
         if samples is not None:
             self._estimates = self._updated(samples)
 
-    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, float | None]:
-        """Return the statistics of averaged gradients, and the loss scale that they are in units of.
+    def _gradients_now(self) -> Tensor | None:
+        """Return the squared norms of what will be stepped with, (groups,); None if surely unchanged.
 
-        Between backward and step gradients may have been unscaled, clipped, or, in a loop without
-        DistributedDataParallel, averaged by hand.
+        Between backward and step gradients may have been unscaled, clipped, or averaged by hand. On the
+        CPU a look at the smallest ones saves the reading of all; elsewhere the look would cost more.
         """
-        gradients = self._gradients()
-        changed = _fingerprint(gradients) != self._fingerprint
-        if not statistics.agreed and changed:
-            now = sqr_norms(gradients, self._device()).tolist()
-            return replace(statistics, second=tuple(now), agreed=True), self._pass_loss_scale or 1.0
+        gradients, device = self._gradients(), self._device()
+        if device.type == "cpu" and self._fingerprint is not None and self._fingerprint.matches(gradients):
+            return None
+        norms = sqr_norms(gradients, device)
+        return norms * self._accumulation**2 if self._divided else norms
+
+    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, float | None]:
+        """Return the statistics of averaged gradients, and the loss scale that they are in units of."""
+        now = statistics.now
+        if not statistics.agreed and now is not None:
+            # Averaged by hand after backward: what is stepped with is the mean.
+            return replace(statistics, second=now, agreed=True), self._pass_loss_scale or 1.0
         if self._pass_loss_scale is not None:
             return statistics, self._pass_loss_scale
-        if not changed:
-            self._loss_scale.seen = 1.0
-            return statistics, 1.0
-        after: float = sqr_norms(gradients, self._device()).sum().item()
-        if self._divided:
-            after *= self._accumulation**2
-        return statistics, self._loss_scale.infer(sum(statistics.second), after)
+        after = statistics.second if now is None else now
+        return statistics, self._loss_scale.infer(sum(statistics.second), sum(after))
 
     def _samples(
         self, statistics: Statistics, loss_scale: float | None
@@ -690,8 +695,3 @@ def _world_size(process_group: dist.ProcessGroup | None) -> int:
 
 def _finite(statistics: Statistics) -> bool:
     return all(math.isfinite(value) for value in (*statistics.first, *statistics.second))
-
-
-def _fingerprint(gradients: list[list[Tensor]]) -> list[tuple[int, int]]:
-    """Return what changes when a gradient is replaced or written to."""
-    return [(gradient.data_ptr(), gradient._version) for group in gradients for gradient in group]

@@ -6,7 +6,7 @@ between. All ranks read the same sums, to the bit, and so compute the same gain.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ class Statistics:
         flags: sums over ranks.
         complete: whether all ranks took part with all their gradients.
         agreed: whether the second numbers were the same on all ranks.
+        now: what was read along with them, if anything.
     """
 
     first: tuple[float, ...]
@@ -35,6 +36,7 @@ class Statistics:
     flags: tuple[float, ...]
     complete: bool
     agreed: bool
+    now: tuple[float, ...] | None = None
 
 
 class Exchange:
@@ -72,24 +74,31 @@ class Exchange:
         if ranks > 1:
             self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
 
-    def statistics(self) -> Statistics:
-        """Wait for the sums: on a GPU the one synchronisation of a measured step."""
-        if self._statistics is None:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
-            sums = self._vector.tolist()
-            middle, end = HEADER + self._groups, HEADER + 2 * self._groups
-            second = tuple(value / self._ranks for value in sums[middle:end])
-            mean_of_sqr, sqr_of_mean = sums[0] / self._ranks, sum(second) ** 2
-            self._statistics = Statistics(
-                first=tuple(sums[HEADER:middle]),
-                second=second,
-                flags=tuple(sums[end:]),
-                complete=sums[1] == self._ranks,
-                agreed=abs(mean_of_sqr - sqr_of_mean) <= AGREEMENT * sqr_of_mean,
-            )
+    def statistics(self, now: Tensor | None = None) -> Statistics:
+        """Wait for the sums: on a GPU the one synchronisation of a measured step.
+
+        Args:
+            now: local numbers of the moment, to be read in the same transfer.
+        """
+        if self._statistics is None or now is not None:
+            self.finish()
+            numbers = (self._vector if now is None else torch.cat([self._vector, now])).tolist()
+            self._statistics = self._interpret(numbers[: self._vector.numel()])
+            if now is not None:
+                return replace(self._statistics, now=tuple(numbers[self._vector.numel() :]))
         return self._statistics
+
+    def _interpret(self, sums: list[float]) -> Statistics:
+        middle, end = HEADER + self._groups, HEADER + 2 * self._groups
+        second = tuple(value / self._ranks for value in sums[middle:end])
+        mean_of_sqr, sqr_of_mean = sums[0] / self._ranks, sum(second) ** 2
+        return Statistics(
+            first=tuple(sums[HEADER:middle]),
+            second=second,
+            flags=tuple(sums[end:]),
+            complete=sums[1] == self._ranks,
+            agreed=abs(mean_of_sqr - sqr_of_mean) <= AGREEMENT * sqr_of_mean,
+        )
 
     def finish(self) -> None:
         """Wait without reading, so that the buffer outlives the collective."""

@@ -53,10 +53,7 @@ class LossScale:
         change = math.sqrt(after / before)
         power = math.log2(change)
         if abs(power - round(power)) < TOLERANCE:
-            if round(power) != 0:
-                self.seen = 2.0 ** -round(power)
-            elif self.seen != 1.0:
-                self.seen = 1.0
+            self.seen = 2.0 ** -round(power)
             return self.seen
         if self.seen == 1.0 and change < IMPLAUSIBLE_CLIPPING:
             self._warn(change)

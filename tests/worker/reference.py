@@ -1,0 +1,156 @@
+"""AdaScale, to be read: plain functions on lists of gradients, slow and in float64.
+
+A gradient is a list of numbers. A step has n micro-gradients per parameter group. The fast optimizer is
+tested to equal this one. Formulas as in AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Gradient = list[float]
+Sample = tuple[float, float]
+"""(grad_sqr, grad_var) as one step says them."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+def squared_norm(gradient: Gradient) -> float:
+    return sum(x * x for x in gradient)
+
+
+def mean(gradients: Sequence[Gradient]) -> Gradient:
+    return [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
+
+
+def sample(micro_gradients: Sequence[Gradient], scale: float) -> Sample:
+    """What the n >= 2 micro-gradients of a step at `scale` say; unbiased."""
+    n = len(micro_gradients)
+    mean_of_sqr = sum(squared_norm(g) for g in micro_gradients) / n
+    sqr_of_mean = squared_norm(mean(micro_gradients))
+    grad_sqr = (n * sqr_of_mean - mean_of_sqr) / (n - 1)
+    grad_var = (mean_of_sqr - sqr_of_mean) * scale / (n - 1)
+    return grad_sqr, grad_var
+
+
+def difference_sample(before: Gradient, now: Gradient, scale_before: float, scale: float) -> Sample:
+    """What two consecutive gradients of a single replica say; biased by the movement between them."""
+    product = sum(a * b for a, b in zip(before, now, strict=True))
+    difference = sum((a - b) ** 2 for a, b in zip(before, now, strict=True))
+    return product, difference / (1 / scale_before + 1 / scale)
+
+
+def average(samples: Sequence[Sample], smoothings: Sequence[float]) -> Sample:
+    """The mean weighted by (1 - theta_i) times the product of all later theta."""
+    weights = []
+    later = 1.0
+    for theta in reversed(smoothings):
+        weights.append((1 - theta) * later)
+        later *= theta
+    weights.reverse()
+    total = sum(weights)
+    return (
+        sum(w * sqr for w, (sqr, _) in zip(weights, samples, strict=True)) / total,
+        sum(w * var for w, (_, var) in zip(weights, samples, strict=True)) / total,
+    )
+
+
+def gain(estimate: Sample, scale: float) -> float:
+    sqr, var = max(estimate[0], 0.0), max(estimate[1], 0.0)
+    return 1.0 if sqr + var == 0.0 else (var + sqr) / (var / scale + sqr)
+
+
+def smoothing(scale: float) -> float:
+    return max(1 - scale / 1000, 0.0)
+
+
+Groups = list[list[torch.nn.Parameter]]
+Loss = Callable[[torch.nn.Module, Batch], Tensor]
+
+
+@dataclass
+class Reference:
+    """A training program by the book: every micro-gradient on its own, then one plain SGD step.
+
+    Attributes:
+        model: a copy of the one that the fast optimizer trains.
+        sgd: a plain optimizer over it, with the same groups and options.
+        loss: of one micro-batch, not divided.
+    """
+
+    model: torch.nn.Module
+    sgd: torch.optim.Optimizer
+    loss: Loss
+    scale: float
+    smoothing: float | None = None
+    clip: float | None = None
+    samples: list[list[Sample]] = field(default_factory=list)
+    smoothings: list[float] = field(default_factory=list)
+    previous: tuple[list[Gradient], float] | None = None
+
+    def groups(self) -> Groups:
+        return [list(group["params"]) for group in self.sgd.param_groups]
+
+    def micro_gradients(self, batch: Batch) -> list[list[Tensor | None]]:
+        """One gradient per group and parameter."""
+        parameters = [p for group in self.groups() for p in group if p.requires_grad]
+        found = torch.autograd.grad(self.loss(self.model, batch), parameters, allow_unused=True)
+        by_parameter = dict(zip(map(id, parameters), found, strict=True))
+        return [[by_parameter.get(id(p)) for p in group] for group in self.groups()]
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        groups = self.groups()
+        gradients = [self.micro_gradients(batch) for batch in batches]
+        self.measure([[_flat(group, own) for group, own in zip(g, groups, strict=True)] for g in gradients])
+        for number, parameters in enumerate(groups):
+            for index, parameter in enumerate(parameters):
+                parts = [g[number][index] for g in gradients]
+                present = [part for part in parts if part is not None]
+                parameter.grad = sum(present, torch.zeros_like(parameter)) / len(parts) if present else None
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        rates = [group["lr"] for group in self.sgd.param_groups]
+        for number, group in enumerate(self.sgd.param_groups):
+            group["lr"] = group["lr"] * self.gain(number)
+        self.sgd.step()
+        for group, rate in zip(self.sgd.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def measure(self, micro_gradients: Sequence[Sequence[Gradient]]) -> None:
+        """Take in a step's gradients, by micro-batch and group."""
+        theta = smoothing(self.scale) if self.smoothing is None else self.smoothing
+        groups = len(micro_gradients[0])
+        if len(micro_gradients) > 1:
+            self.samples.append([sample([g[i] for g in micro_gradients], self.scale) for i in range(groups)])
+            self.smoothings.append(theta)
+            return
+        if self.previous is not None:
+            before, scale_before = self.previous
+            self.samples.append(
+                [
+                    difference_sample(before[i], micro_gradients[0][i], scale_before, self.scale)
+                    for i in range(groups)
+                ]
+            )
+            self.smoothings.append(theta)
+        self.previous = (list(micro_gradients[0]), self.scale)
+
+    def estimate(self, group: int | None = None) -> Sample:
+        if group is None:
+            known = [self.estimate(i) for i in range(len(self.sgd.param_groups))]
+            return sum(sqr for sqr, _ in known), sum(var for _, var in known)
+        return average([step[group] for step in self.samples], self.smoothings)
+
+    def gain(self, group: int | None = None) -> float:
+        return gain(self.estimate(group), self.scale) if self.samples else 1.0
+
+
+def _flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Gradient:
+    """All of a group's gradients as one list; zeros for a parameter that was not used."""
+    whole: Gradient = []
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        present = torch.zeros_like(parameter) if gradient is None else gradient
+        whole += present.detach().double().flatten().tolist()
+    return whole

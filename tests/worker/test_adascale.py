@@ -1,0 +1,849 @@
+"""The optimizer in one process: by the reference twin, by public values, and in ordinary loops."""
+
+import copy
+import functools
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from adascale_core.gain import GradientEstimate
+from adascale_worker.adascale import AdaScale, UnsupportedOptimizerError
+from adascale_worker.statistics.backward import SparseGradientError
+from worker.adascale_problem import (
+    PUBLIC_VALUES,
+    Net,
+    backward,
+    batches,
+    network,
+    one_group,
+    squared_error,
+    two_groups,
+)
+from worker.reference import Batch, Reference
+
+Loop = Callable[[AdaScale, nn.Module, list[Batch]], None]
+
+
+def scaled_loss(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+    for batch in step:
+        backward(squared_error(model, batch) / len(step))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compare(
+    loop: Loop,
+    *,
+    micro: int,
+    steps: int = 12,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] = one_group,
+    scale: float | None = None,
+    clip: float | None = None,
+    options: dict[str, Any] | None = None,
+    model: nn.Module | None = None,
+    **arguments: Any,
+) -> AdaScale:
+    """Train by `loop` and by the reference, and require the same weights and gains after every step."""
+    sgd = {"lr": 0.05, **(options or {})}
+    model = network() if model is None else model
+    twin_model = copy.deepcopy(model)
+    optimizer = AdaScale(
+        torch.optim.SGD(groups(model), **sgd), num_gradients_to_accumulate=micro, scale=scale, **arguments
+    )
+    twin = Reference(
+        twin_model,
+        torch.optim.SGD(groups(twin_model), **copy.deepcopy(sgd)),
+        squared_error,
+        optimizer.scale,
+        clip=clip,
+    )
+    data = iter(batches(micro * steps))
+    for _ in range(steps):
+        step = [next(data) for _ in range(micro)]
+        loop(optimizer, model, step)
+        twin.step(step)
+        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+        for number in range(len(optimizer.param_groups)):
+            assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=1e-9)
+        for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert optimizer.grad_sqr == pytest.approx(twin.estimate()[0], rel=1e-9)
+    assert optimizer.grad_var == pytest.approx(twin.estimate()[1], rel=1e-9)
+    assert optimizer.gain() != 1.0 or optimizer.scale == 1.0
+    return optimizer
+
+
+# -- values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "other", "gain"), PUBLIC_VALUES)
+def test_public_values_by_accumulation(one: list[float], other: list[float], gain: float) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    for x in (one, other):
+        backward(model(torch.tensor(x)).sum() / 2)
+    assert optimizer.gain() == pytest.approx(gain, abs=1e-6)
+    optimizer.step()
+    assert optimizer.gain() == pytest.approx(gain, abs=1e-6)
+
+
+def test_no_information_is_a_gain_of_one() -> None:
+    optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), scale=8.0)
+    assert optimizer.gain() == 1.0
+    assert optimizer.estimate is None
+    assert optimizer.grad_sqr == 0.0
+    assert optimizer.grad_var == 0.0
+    assert optimizer.predict_gain(64.0) == 1.0
+
+
+def test_predictions_come_from_the_estimate_of_all_groups() -> None:
+    optimizer = compare(scaled_loss, micro=2, groups=two_groups)
+    estimate = optimizer.estimate
+    assert estimate is not None
+    assert not estimate.biased
+    assert estimate == GradientEstimate(optimizer.grad_sqr, optimizer.grad_var)
+    assert optimizer.predict_gain(16.0) == estimate.gain(16.0)
+
+
+# -- loops -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [2, 5])
+@pytest.mark.parametrize("groups", [one_group, two_groups])
+def test_accumulation_with_a_scaled_loss(
+    micro: int, groups: Callable[[nn.Module], list[dict[str, Any]]]
+) -> None:
+    compare(scaled_loss, micro=micro, groups=groups)
+
+
+def test_accumulation_with_a_summed_loss_divides_the_gradients() -> None:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(squared_error(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compare(loop, micro=3, is_scaled_loss=False)
+
+
+def test_gradients_of_a_summed_loss_may_be_divided_before_the_step() -> None:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(squared_error(model, batch))
+        optimizer.scale_grad_by_num_grads_to_accum()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compare(loop, micro=3, is_scaled_loss=False)
+
+
+def test_dividing_the_gradients_of_a_scaled_loss_is_refused() -> None:
+    optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    with pytest.raises(RuntimeError, match=r"divided already \(is_scaled_loss=True\)"):
+        optimizer.scale_grad_by_num_grads_to_accum()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_zero_grad_both_ways(*, set_to_none: bool, micro: int) -> None:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for batch in step:
+            backward(squared_error(model, batch) / len(step))
+        optimizer.step()
+
+    compare(loop, micro=micro, scale=4.0)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_models_own_zero_grad(*, set_to_none: bool) -> None:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(squared_error(model, batch) / len(step))
+        optimizer.step()
+        model.zero_grad(set_to_none=set_to_none)
+
+    compare(loop, micro=2)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_closure_is_called_once_and_its_loss_returned(micro: int) -> None:
+    calls = []
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        def closure() -> float:
+            calls.append(len(step))
+            optimizer.zero_grad()
+            value = 0.0
+            for batch in step:
+                loss = squared_error(model, batch) / len(step)
+                backward(loss)
+                value += loss.item()
+            return value
+
+        returned = optimizer.step(closure)
+        assert isinstance(returned, float)
+
+    compare(loop, micro=micro, scale=4.0)
+    assert calls == [micro] * 12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+        {"maximize": True, "lr": 0.001},
+        {"foreach": True, "momentum": 0.9},
+        {"foreach": False, "momentum": 0.9},
+        {"fused": True, "momentum": 0.9},
+        {"lr": torch.tensor(0.05, dtype=torch.float64)},
+        {"lr": torch.tensor(0.05, dtype=torch.float64), "momentum": 0.9, "foreach": False},
+    ],
+    ids=str,
+)
+def test_options_of_sgd(options: dict[str, Any]) -> None:
+    compare(scaled_loss, micro=2, options=options)
+
+
+def test_one_replica_measures_the_difference_of_consecutive_gradients() -> None:
+    optimizer = compare(scaled_loss, micro=1, scale=8.0, groups=two_groups)
+    assert optimizer.estimate is not None
+    assert optimizer.estimate.biased
+
+
+def test_real_estimates_replace_biased_ones() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=2.0)
+    data = batches(8)
+    for batch in data[:6]:
+        scaled_loss(optimizer, model, [batch])
+    assert optimizer.estimate is not None
+    assert optimizer.estimate.biased
+
+    optimizer.set_num_gradients_to_accumulate(2)
+    optimizer.set_scale(4.0)
+    twin_model = copy.deepcopy(model)
+    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.01), squared_error, 4.0)
+    scaled_loss(optimizer, model, data[6:])
+    twin.step(data[6:])
+
+    assert not optimizer.estimate.biased
+    assert (optimizer.grad_sqr, optimizer.grad_var) == pytest.approx(twin.estimate(), rel=1e-9)
+
+
+# -- parameters of all kinds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_frozen_parameters_take_no_part_until_they_are_unfrozen(micro: int) -> None:
+    model = network()
+    model.first.weight.requires_grad_(False)
+    steps = iter(range(100))
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        scaled_loss(optimizer, model, step)
+        assert model.first.weight.grad is None  # type: ignore[union-attr]
+        next(steps)
+
+    optimizer = compare(loop, micro=micro, model=model, scale=4.0)
+    known = optimizer.estimate
+
+    model.first.weight.requires_grad_(True)
+    scaled_loss(optimizer, model, batches(micro, seed=5))
+    if micro > 1:
+        assert optimizer.estimate == known, "the step in which it was unfrozen is left out"
+    scaled_loss(optimizer, model, batches(micro, seed=6))
+    assert optimizer.estimate != known
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_parameters_used_by_some_batches_only(micro: int) -> None:
+    class Sometimes(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            out: Tensor = self.second(hidden) if float(x[0, 0]) > 0 else hidden[:, :2]
+            return out
+
+    torch.manual_seed(0)
+    compare(scaled_loss, micro=micro, model=Sometimes().double(), scale=4.0)
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(3, 3)
+            self.out = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(torch.tanh(self.inside(torch.tanh(self.inside(x)))))
+            return out
+
+    torch.manual_seed(0)
+    compare(scaled_loss, micro=2, model=Tied().double())
+
+
+def test_a_group_added_later_is_measured_from_then_on() -> None:
+    model = network()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.first.parameters(), lr=0.05, momentum=0.9), num_gradients_to_accumulate=2
+    )
+    data = batches(8)
+    scaled_loss(optimizer, model, data[:2])
+    optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.01})
+    assert optimizer.gain(1) == 1.0
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert optimizer.param_groups[1]["momentum"] == 0.9
+    before = optimizer.gain(0)
+    model.zero_grad()
+    scaled_loss(optimizer, model, data[2:4])
+    assert optimizer.gain(1) > 1.0
+    assert optimizer.gain(0) != before
+    with pytest.raises(IndexError, match="pg_idx=2; there are 2"):
+        optimizer.gain(2)
+
+
+def test_sparse_gradients_are_refused_clearly() -> None:
+    embedding = nn.Embedding(10, 3, sparse=True)
+    optimizer = AdaScale(torch.optim.SGD(embedding.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    with pytest.raises(SparseGradientError, match=r"sparse_coo.*shape \(10, 3\).*sparse=False"):
+        backward(embedding(torch.tensor([1, 2])).sum())
+    optimizer.unhook()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_activation_checkpointing_counts_backward_once(*, reentrant: bool, micro: int, whole: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            hidden = checkpoint(lambda v: torch.tanh(self.first(v)), x, use_reentrant=reentrant)
+            if whole:
+                last: Tensor = checkpoint(self.second, hidden, use_reentrant=reentrant)
+                return last
+            out: Tensor = self.second(hidden)
+            return out
+
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
+    )
+    plain = network()
+    twin = Reference(plain, torch.optim.SGD(plain.parameters(), lr=0.05), squared_error, 4.0)
+    data = iter(batches(6 * micro))
+    for _ in range(6):
+        step = [next(data) for _ in range(micro)]
+        scaled_loss(optimizer, model, [(x.clone(), y) for x, y in step])
+        twin.step(step)
+        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+
+
+# -- numbers of all kinds ----------------------------------------------------------------------------------
+
+
+def test_gradients_of_ten_thousand_in_float16_do_not_overflow() -> None:
+    weight = nn.Parameter(torch.zeros(50, dtype=torch.float16))
+    optimizer = AdaScale(torch.optim.SGD([weight], lr=1e-8), num_gradients_to_accumulate=2)
+    for sign in (1.0, -0.5):
+        backward((weight * (sign * 1e4) / 2).sum())
+    # L = 50 * 6.25e7, M = 50 * 6.25e6: grad_sqr < 0, so the gain is S
+    assert optimizer.gain() == pytest.approx(2.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_any_type_of_gradient(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = AdaScale(torch.optim.SGD([weight], lr=0.1), num_gradients_to_accumulate=2)
+    for x in ([1.0, 2.0, 2.0], [2.0, 2.0, 1.0]):
+        product = (weight * torch.tensor(x, dtype=dtype) / 2).sum()
+        backward(product.real if dtype.is_complex else product)
+    optimizer.step()
+    # L = 9 and M = |(3/2, 2, 3/2)|^2 = 8.5
+    assert optimizer.grad_sqr == pytest.approx(2 * 8.5 - 9, rel=1e-5)
+    assert optimizer.grad_var == pytest.approx((9 - 8.5) * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_change_no_estimate(*, micro: int, bad: float) -> None:
+    model = network()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
+    )
+    data = batches(10 * micro)
+    for i in range(4):
+        scaled_loss(optimizer, model, data[i * micro : (i + 1) * micro])
+    known = optimizer.estimate
+    assert known is not None
+    weights = copy.deepcopy(model.state_dict())
+    x, y = data[0]
+    scaled_loss(optimizer, model, [(x * bad, y)] * micro)
+    assert optimizer.estimate == known
+    model.load_state_dict(weights)
+    for i in range(4, 6):
+        scaled_loss(optimizer, model, data[i * micro : (i + 1) * micro])
+    assert optimizer.estimate is not None
+    assert optimizer.estimate != known
+    assert math.isfinite(optimizer.gain())
+
+
+class Scaler(torch.amp.GradScaler):
+    """A GradScaler on the CPU that starts at a given scale."""
+
+    def __init__(self, scale: float, interval: int = 3) -> None:
+        super().__init__("cpu", init_scale=scale, growth_interval=interval)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_grad_scaler_leaves_no_trace_in_the_statistics(*, micro: int, told: bool) -> None:
+    """Also while the loss scale grows on the way."""
+    scaler = Scaler(2.0**10)
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(scaler.scale(squared_error(model, batch) / len(step)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    compare(loop, micro=micro, scale=4.0, grad_scaler=scaler if told else None)
+    assert scaler.get_scale() > 2.0**10
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_step_that_a_grad_scaler_skips_changes_nothing(*, micro: int, ours: bool) -> None:
+    scaler = Scaler(2.0**10, interval=1000)
+    model = network()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        num_gradients_to_accumulate=micro,
+        scale=4.0,
+    )
+    plain = network()
+    twin = Reference(
+        plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), squared_error, optimizer.scale
+    )
+
+    def train(step: list[Batch]) -> None:
+        for batch in step:
+            backward(scaler.scale(squared_error(model, batch) / len(step)))
+        scaler.step(optimizer)
+        scaler.update()
+        (optimizer if ours else model).zero_grad()
+
+    data = iter(batches(20 * micro))
+    for number in range(10):
+        step = [next(data) for _ in range(micro)]
+        if number == 5:
+            weights, known = copy.deepcopy(model.state_dict()), optimizer.estimate
+            train([(x * math.nan, y) for x, y in step])
+            torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+            assert optimizer.estimate == known
+            if micro == 1:  # the next difference is to a step that was not made
+                twin.previous = None
+            continue
+        train(step)
+        twin.step(step)
+        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+
+
+def test_clipping_between_backward_and_step_comes_after_the_statistics() -> None:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(squared_error(model, batch) / len(step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for micro in (1, 2):
+        compare(loop, micro=micro, scale=4.0, clip=0.3)
+
+
+def clipped_and_scaled(scaler: Scaler) -> Loop:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(scaler.scale(squared_error(model, batch) / len(step)))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return loop
+
+
+def test_clipping_with_a_grad_scaler_that_is_told() -> None:
+    scaler = Scaler(2.0**16)
+    compare(clipped_and_scaled(scaler), micro=2, clip=0.3, grad_scaler=scaler)
+
+
+def test_clipping_with_a_grad_scaler_that_is_not_told_is_left_out_with_a_warning() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    loop = clipped_and_scaled(Scaler(2.0**16))
+    with pytest.warns(RuntimeWarning, match=r"GradScaler and by clipping.*grad_scaler=scaler"):
+        loop(optimizer, model, batches(2))
+    loop(optimizer, model, batches(2))
+    assert optimizer.estimate is None
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_autocast_with_bfloat16(micro: int) -> None:
+    def mixed(model: nn.Module, batch: Batch) -> Tensor:
+        x, y = batch
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return squared_error(model, (x.float(), y))
+
+    model = network().float()
+    twin_model = copy.deepcopy(model)
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
+    )
+    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.05), mixed, 4.0)
+    data = iter(batches(8 * micro))
+    for _ in range(8):
+        step = [next(data) for _ in range(micro)]
+        for batch in step:
+            backward(mixed(model, batch) / micro)
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.step(step)
+        assert optimizer.gain() == pytest.approx(twin.gain(), rel=0.02)
+
+
+# -- what is the user's stays the user's ---------------------------------------------------------------------
+
+
+def test_gradients_after_backward_are_what_they_would_be_without() -> None:
+    for micro in (1, 3):
+        model, plain = network(), network()
+        optimizer = AdaScale(
+            torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
+        )
+        for _ in range(3):
+            for batch in batches(micro):
+                backward(squared_error(model, batch))
+                backward(squared_error(plain, batch))
+                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert ours.grad is not None
+                    assert theirs.grad is not None
+                    assert torch.equal(ours.grad, theirs.grad)
+            optimizer.zero_grad()
+            plain.zero_grad()
+
+
+@pytest.mark.parametrize("tensor", [True, False])
+def test_the_lr_is_put_back_even_if_the_step_raises(*, tensor: bool) -> None:
+    model = network()
+    lr = torch.tensor(0.05, dtype=torch.float64) if tensor else 0.05
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    seen = []
+
+    def broken_step() -> None:
+        seen.append(float(sgd.param_groups[0]["lr"]))
+        raise OSError("no step today")
+
+    sgd.step = broken_step  # type: ignore[method-assign, assignment]
+    optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
+    for batch in batches(2):
+        backward(squared_error(model, batch) / 2)
+    with pytest.raises(OSError, match="no step today"):
+        optimizer.step()
+    assert seen == [pytest.approx(0.05 * optimizer.gain())]
+    assert seen[0] > 0.05
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+def test_gradients_taken_by_hand_do_not_count() -> None:
+    """A gradient penalty calls torch.autograd.grad on the parameters between the passes that count."""
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            torch.autograd.grad(squared_error(model, batch), list(model.parameters()))
+            backward(squared_error(model, batch) / len(step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for micro in (1, 2):
+        compare(loop, micro=micro, scale=4.0)
+
+
+def test_a_wrong_number_of_backward_passes_is_left_out_with_a_warning() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    with pytest.warns(RuntimeWarning, match="got 3 backward passes .* num_gradients_to_accumulate is 2"):
+        scaled_loss(optimizer, model, batches(3))
+    assert optimizer.estimate is None
+    scaled_loss(optimizer, model, batches(2))
+    assert optimizer.estimate is not None
+
+
+def test_the_inner_step_may_be_replaced_by_ours() -> None:
+    """As the elastic trainer does with the program's own optimizer."""
+    model, other = network(), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 3, 0.5)
+    optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
+    sgd.step = functools.wraps(sgd.step)(lambda: optimizer.step())  # type: ignore[method-assign, assignment]
+    twin = Reference(other, torch.optim.SGD(other.parameters(), lr=0.05), squared_error, 2.0)
+    data = iter(batches(16))
+    for _ in range(8):
+        step = [next(data), next(data)]
+        for batch in step:
+            backward(squared_error(model, batch) / 2)
+        sgd.step()
+        sgd.zero_grad()
+        twin.sgd.param_groups[0]["lr"] = sgd.param_groups[0]["lr"]
+        twin.step(step)
+        scheduler.step()
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_an_optimizer_that_is_dropped_takes_its_hooks_along() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    assert model.first.weight._backward_hooks
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert not model.first.weight._backward_hooks
+    assert not model.first.weight._post_accumulate_grad_hooks
+
+
+def test_unhook_leaves_the_gain_as_it_is() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    data = batches(4)
+    scaled_loss(optimizer, model, data[:2])
+    gain = optimizer.gain()
+    optimizer.unhook()
+    scaled_loss(optimizer, model, data[2:])
+    assert optimizer.gain() == gain
+    assert not model.first.weight._backward_hooks
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------
+
+
+def test_only_sgd_is_taken() -> None:
+    model = network()
+    with pytest.raises(UnsupportedOptimizerError, match=r"got AdamW; .*torch\.optim\.SGD.*use SGD"):
+        AdaScale(torch.optim.AdamW(model.parameters()))
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="got an AdaScale optimizer"):
+        AdaScale(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size=0; it must be an integer, at least 1"),
+        ({"num_gradients_to_accumulate": 0}, "num_gradients_to_accumulate=0"),
+        ({"scale": -1.0}, "scale -1.0; it must be positive"),
+        ({"smoothing": 1.0}, "smoothing 1.0; it must be at least 0 and below 1"),
+        ({"sample_every": 0}, "sample_every=0; it must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), **arguments)
+
+
+def test_settings_are_checked_too() -> None:
+    optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="got scale 0"):
+        optimizer.set_scale(0.0)
+    with pytest.raises(ValueError, match="got replicas=0"):
+        optimizer.update_scale(2.0, 0)
+    with pytest.raises(ValueError, match="got num_gradients_to_accumulate=0"):
+        optimizer.set_num_gradients_to_accumulate(0)
+    with pytest.raises(ValueError, match="got scale nan"):
+        optimizer.predict_gain(math.nan)
+
+
+# -- state -------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("at", [1, 5, 117])
+def test_training_goes_on_bit_for_bit_after_save_and_load(*, micro: int, at: int) -> None:
+    """Also where only some steps are measured, and between the two steps of a difference."""
+
+    def program() -> tuple[Net, AdaScale]:
+        model = network()
+        sgd = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
+        return model, AdaScale(sgd, num_gradients_to_accumulate=micro, scale=4.0)
+
+    data = batches((at + 12) * micro)
+    steps = [data[i * micro : (i + 1) * micro] for i in range(at + 12)]
+    model, optimizer = program()
+    for step in steps[:at]:
+        scaled_loss(optimizer, model, step)
+    state = saved_and_loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    for step in steps[at:]:
+        scaled_loss(optimizer, model, step)
+
+    other, again = program()
+    other.load_state_dict(state["model"])
+    again.load_state_dict(state["optimizer"])
+    for step in steps[at:]:
+        scaled_loss(again, other, step)
+
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert again.estimate == optimizer.estimate
+    assert again.state_dict()["adascale"]["groups"] == optimizer.state_dict()["adascale"]["groups"]
+
+
+def test_state_loads_at_another_scale_and_accumulation() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    for i in range(4):
+        scaled_loss(optimizer, model, batches(2, seed=i))
+    other = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=8, scale=16.0)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert other.estimate == optimizer.estimate
+    assert other.scale == 16.0
+    assert other.gain() == optimizer.predict_gain(16.0)
+
+
+def test_after_loading_the_inner_optimizer_groups_and_state_are_shared_still() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
+    scaled_loss(optimizer, model, batches(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups is sgd.param_groups
+    assert optimizer.state is sgd.state
+    sgd.load_state_dict(sgd.state_dict())
+    assert optimizer.param_groups is sgd.param_groups
+    assert optimizer.state is sgd.state
+    assert set(optimizer.state) == set(model.parameters())
+
+
+def test_the_state_of_a_plain_sgd_loads_with_a_warning() -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.07)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    scaled_loss(optimizer, model, batches(2))
+    with pytest.warns(UserWarning, match="no AdaScale part"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.gain() == 1.0
+    assert optimizer.param_groups[0]["lr"] == 0.07
+
+
+def test_state_of_a_newer_version_is_refused() -> None:
+    optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.05))
+    state = optimizer.state_dict()
+    state["adascale"]["version"] = 99
+    with pytest.raises(ValueError, match="version 99; this program knows up to 1"):
+        optimizer.load_state_dict(state)
+
+
+def pickled(thing: tuple[Net, AdaScale]) -> tuple[Net, AdaScale]:
+    copied: tuple[Net, AdaScale] = pickle.loads(pickle.dumps(thing))
+    return copied
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_copy_trains_on_its_own(
+    micro: int, copier: Callable[[tuple[Net, AdaScale]], tuple[Net, AdaScale]]
+) -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = AdaScale(sgd, num_gradients_to_accumulate=micro, scale=4.0)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    data = batches(10 * micro)
+    for i in range(5):
+        scaled_loss(optimizer, model, data[i * micro : (i + 1) * micro])
+    other, again = copier((model, optimizer))
+    assert again.param_groups[0]["params"][0] is other.first.weight
+    for i in range(5, 10):
+        step = data[i * micro : (i + 1) * micro]
+        scaled_loss(optimizer, model, step)
+        scaled_loss(again, other, step)
+    assert again.estimate == optimizer.estimate
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours is not theirs
+
+
+# -- settings that change on the way -------------------------------------------------------------------------
+
+
+def test_a_change_of_scale_needs_no_new_settling() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    for i in range(20):
+        scaled_loss(optimizer, model, batches(2, seed=i))
+    known, predicted = optimizer.estimate, optimizer.predict_gain(32.0)
+    optimizer.set_scale(32.0)
+    assert optimizer.estimate == known
+    assert optimizer.gain() == predicted
+    optimizer.update_scale(2.0, 1)
+    optimizer.set_num_gradients_to_accumulate(2)
+    assert optimizer.estimate == known
+
+
+def test_smoothing_follows_the_scale_unless_chosen() -> None:
+    sgd = torch.optim.SGD(network().parameters(), lr=0.05)
+    optimizer = AdaScale(sgd, scale=100.0)
+    assert optimizer.smoothing == pytest.approx(0.9)
+    optimizer.set_scale(500.0)
+    assert optimizer.smoothing == pytest.approx(0.5)
+    chosen = AdaScale(sgd, scale=100.0, smoothing=0.3)
+    chosen.set_scale(500.0)
+    assert chosen.smoothing == 0.3
+    chosen.set_num_gradients_to_accumulate(4, update_smoothing=False)
+    assert chosen.smoothing == 0.3
+    chosen.set_num_gradients_to_accumulate(4)
+    assert chosen.smoothing == pytest.approx(0.5)
+
+
+def test_flags_of_a_single_replica_come_back_on_every_step() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
+    for number in range(4):
+        backward(squared_error(model, batches(1)[0]))
+        optimizer.flags = [float(number), 1.0]
+        optimizer.step()
+        assert optimizer.flags_sum == (float(number), 1.0)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_between_samples_have_no_hooks(every: int) -> None:
+    model = network()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, sample_every=every
+    )
+    hooked = []
+    for i in range(6):
+        hooked.append(bool(model.first.weight._backward_hooks))
+        scaled_loss(optimizer, model, batches(2, seed=i))
+    assert hooked == [number % every == 0 for number in range(6)]
