@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,8 @@ spec:
     with pytest.raises(JobFileError) as raised:
         parse_job(text, "jobs/digits.yaml")
     assert str(raised.value).splitlines() == [
-        "jobs/digits.yaml:7: spec.maxBatchSize: 16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
+        "jobs/digits.yaml:7: spec.maxBatchSize: 16 is below batchSize 32: "
+        "raise maxBatchSize, or lower batchSize",
         "jobs/digits.yaml:8: spec.localBszBounds: lower 9 is over upper 8: lower must be at most upper",
         "jobs/digits.yaml:11: spec.maxReplicas: must be a whole number, got the text '8'",
         "jobs/digits.yaml:12: spec.bakoffLimit: there is no such field; did you mean backoffLimit?",
@@ -314,7 +316,5 @@ def test_the_job_that_we_ship_is_right() -> None:
 )
 def test_whatever_the_spec_holds_it_is_a_job_or_told_to_be_none(spec: Any) -> None:
     document = {**RIGHT, "spec": {**RIGHT["spec"], **spec} if isinstance(spec, dict) else spec}
-    try:
+    with contextlib.suppress(JobFileError):
         parse_job(yaml.safe_dump(document))
-    except JobFileError as error:
-        assert error.problems

@@ -126,7 +126,8 @@ class StateDir:
                 f"{self.path} holds the state of job {other}, not of {job_id}: give another with --state-dir"
             )
         with self.runs_file.open("a") as file:
-            file.write(json.dumps({"job": job_id, "began": now}) + "\n")
+            # On a line of its own, even where a crash has cut off the last one.
+            file.write("\n" + json.dumps({"job": job_id, "began": now}))
         return [*(run["began"] for run in runs), now]
 
     def announce(self, url: str, job_id: str) -> None:
