@@ -14,7 +14,7 @@ $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; \`$(PYTHON)\` is `$(PYTHON) --version`. Say which one to use: make PYTHON=/path/to/python3" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV)
-	$(BIN)/uv pip install --quiet --require-hashes --requirement requirements.lock
+	$(BIN)/uv pip install --quiet --compile-bytecode --require-hashes --requirement requirements.lock
 	$(BIN)/uv pip install --quiet --no-deps --editable .
 	@touch $@
 
