@@ -6,7 +6,7 @@ take turns per job. A change of a job's state raises its version by one; nothing
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter
 from statistics import median
@@ -278,6 +278,7 @@ _next_plan = (
 _overdue = select(heartbeats.c.job_key, heartbeats.c.rank).where(heartbeats.c.due_at < bindparam("now"))
 
 
+@cache  # building a statement takes longer than running it
 def _insert_report(dialect: str) -> Any:
     return (
         _upserts[dialect](reports)
@@ -292,6 +293,7 @@ def _insert_report(dialect: str) -> Any:
     )
 
 
+@cache
 def _upsert_heartbeat(dialect: str) -> Any:
     statement = _upserts[dialect](heartbeats)
     return statement.on_conflict_do_update(

@@ -12,7 +12,7 @@ from adascale_core.names import parse_job_id
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
@@ -20,7 +20,7 @@ def _service(request: Request) -> Service:
 ServiceOf = Annotated[Service, Depends(_service)]
 
 
-def _job_id(
+async def _job_id(
     job: Annotated[
         str,
         Path(
