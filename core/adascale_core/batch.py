@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 
 from adascale_core.errors import InvalidJobError
 from adascale_core.gain import GradientEstimate
@@ -50,10 +51,7 @@ class BatchBounds:
                     "raise max_batch_size, or lower batch_size"
                 )
         if self.local_bsz_bounds is not None:
-            if not isinstance(self.local_bsz_bounds, tuple) or len(self.local_bsz_bounds) != 2:
-                raise InvalidBoundsError(
-                    f"local_bsz_bounds must be a pair (lower, upper), got {self.local_bsz_bounds!r}"
-                )
+            _require_pair("local_bsz_bounds", self.local_bsz_bounds)
             lower, upper = self.local_bsz_bounds
             _require_positive_integer("local_bsz_bounds lower", lower)
             _require_positive_integer("local_bsz_bounds upper", upper)
@@ -76,6 +74,11 @@ class BatchBounds:
     def upper(self) -> int | None:
         """The largest local batch size allowed, if bounded."""
         return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
+
+
+def _require_pair(name: str, value: object) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise InvalidBoundsError(f"{name} must be a pair (lower, upper), got {value!r}")
 
 
 def _require_positive_integer(name: str, value: object) -> None:
@@ -118,7 +121,7 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
     so its range holds at most one size. The same goes for a job without bounds, whose batch is shared out.
     """
     nothing = range(0)
-    if not isinstance(replicas, int) or replicas < 1:
+    if replicas < 1:
         return nothing
     if not bounds.elastic:
         whole, rest = divmod(bounds.batch_size, replicas)
@@ -137,11 +140,15 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
 
 def _default_local_bsz(bounds: BatchBounds) -> int | None:
     """The local batch size at which one replica makes `batch_size`, in as few micro-batches as may be."""
-    fewest = 1 if bounds.upper is None else -(-bounds.batch_size // bounds.upper)
-    for accumulation in range(fewest, bounds.batch_size // bounds.lower + 1):
-        if bounds.batch_size % accumulation == 0:
-            return bounds.batch_size // accumulation
-    return None
+    if bounds.upper is None:
+        return bounds.batch_size
+    fitting = [size for size in _divisors(bounds.batch_size) if bounds.lower <= size <= bounds.upper]
+    return fitting[-1] if fitting else None
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def is_valid_replicas(bounds: BatchBounds, replicas: int) -> bool:
@@ -151,24 +158,35 @@ def is_valid_replicas(bounds: BatchBounds, replicas: int) -> bool:
 
 def valid_replicas(bounds: BatchBounds, limit: int) -> list[int]:
     """All valid replica counts from 1 to `limit`, ascending."""
-    return [replicas for replicas in range(1, limit + 1) if is_valid_replicas(bounds, replicas)]
+    if not bounds.elastic:
+        return [count for count in _divisors(bounds.batch_size) if count <= limit]
+    most = _most_replicas(bounds)
+    limit = limit if most is None else min(limit, most)
+    return [count for count in range(1, limit + 1) if is_valid_replicas(bounds, count)]
+
+
+def _most_replicas(bounds: BatchBounds) -> int | None:
+    """A count beyond which none is valid; none if there is no such count."""
+    if not bounds.elastic:
+        return bounds.batch_size
+    return None if bounds.max_batch_size is None else bounds.max_batch_size // bounds.lower
 
 
 def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> list[int]:
     """The valid replica counts from `minimum` to `maximum`, ascending.
 
     Raises:
-        InvalidJobError: there are none; the message names the bounds.
+        InvalidJobError: there are none; the message names the bounds, and the counts that are valid.
     """
+    if minimum > maximum:
+        raise InvalidJobError(
+            f"minReplicas {minimum} is over maxReplicas {maximum}: minReplicas must be at most maxReplicas"
+        )
     counts = [count for count in valid_replicas(bounds, maximum) if count >= minimum]
     if not counts:
         raise InvalidJobError(
             f"no replica count between {minimum} and {maximum} is valid with {_describe(bounds)}: "
-            + (
-                f"{minimum} replicas of at least {bounds.lower} samples exceed it; widen the bounds or the counts"
-                if bounds.max_batch_size is not None and minimum * bounds.lower > bounds.max_batch_size
-                else "widen the bounds, or change minReplicas and maxReplicas"
-            )
+            f"{_describe_valid(bounds)}; widen the bounds, or change minReplicas and maxReplicas"
         )
     return counts
 
@@ -180,6 +198,19 @@ def _describe(bounds: BatchBounds) -> str:
     if bounds.local_bsz_bounds is not None:
         parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.upper}")
     return ", ".join(parts)
+
+
+def _describe_valid(bounds: BatchBounds) -> str:
+    if not bounds.elastic:
+        counts = _divisors(bounds.batch_size)
+        listed = ", ".join(str(count) for count in counts[:8])
+        return f"valid are the divisors of batch_size, {listed}{', ...' if len(counts) > 8 else ''}"
+    first, last = 1 if is_valid_replicas(bounds, 1) else 2, _most_replicas(bounds)
+    if last is None:
+        return f"valid are {first} and more"
+    if last < first:
+        return "no count is valid"
+    return f"valid are {first} to {last}" if last > first else f"valid is {first}"
 
 
 @dataclass(frozen=True)
@@ -203,13 +234,13 @@ class BatchChoice:
         return BatchPlan(self.replicas, self.local_bsz[index], self.accumulation)
 
     def spread(self, most: int = 64) -> list[BatchPlan]:
-        """At most about `most` of the plans, both ends and evenly by ratio between them."""
+        """At most `most` of the plans (two at least): both ends, and evenly by ratio between them."""
         last = len(self) - 1
         if last < most:
             return [self[index] for index in range(len(self))]
         first_bsz, last_bsz = self.local_bsz[0], self.local_bsz[last]
         ratio = (last_bsz / first_bsz) ** (1 / (most - 1))
-        sizes = {min(round(first_bsz * ratio**i), last_bsz) for i in range(most)} | {last_bsz}
+        sizes = {first_bsz, *(round(first_bsz * ratio**i) for i in range(1, most - 1)), last_bsz}
         return [BatchPlan(self.replicas, size, self.accumulation) for size in sorted(sizes)]
 
 
@@ -226,17 +257,30 @@ def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
     if replicas == 1:
         return BatchChoice(1, local, bounds.batch_size // local[0])
     smallest, largest = local[0], local[-1]
-    fewest = -(-bounds.batch_size // (replicas * largest))
-    most = -(-bounds.batch_size // (replicas * smallest))
-    for accumulation in range(fewest, most + 1):
-        micro_batches = replicas * accumulation
-        least = max(smallest, -(-bounds.batch_size // micro_batches))
-        ceiling = largest
-        if bounds.max_batch_size is not None:
-            ceiling = min(largest, bounds.max_batch_size // micro_batches)
-        if least <= ceiling:
-            return BatchChoice(replicas, range(least, ceiling + 1), accumulation)
-    return BatchChoice(replicas, range(largest, largest + 1))
+    # What a replica adds up, b*a samples, has to be from `least` to `most`.
+    least = -(-bounds.batch_size // replicas)
+    most = None if bounds.max_batch_size is None else bounds.max_batch_size // replicas
+    accumulation = _fewest_micro_batches(smallest, largest, least, most)
+    if accumulation is None:
+        return BatchChoice(replicas, range(largest, largest + 1))
+    first = max(smallest, -(-least // accumulation))
+    last = largest if most is None else min(largest, most // accumulation)
+    return BatchChoice(replicas, range(first, last + 1), accumulation)
+
+
+def _fewest_micro_batches(smallest: int, largest: int, least: int, most: int | None) -> int | None:
+    """The smallest a for which some b from `smallest` to `largest` has b*a from `least` to `most`."""
+    accumulation = -(-least // largest)
+    if most is None:
+        return accumulation
+    while accumulation * smallest <= most:
+        # A larger b is over `most` with this a. With this b, the first a that comes into question is the
+        # one that reaches `least`; where b is too large for it, the first one with a smaller b.
+        local_bsz = min(largest, most // accumulation)
+        if local_bsz * accumulation >= least:
+            return accumulation
+        accumulation = min(-(-least // local_bsz), most // local_bsz + 1)
+    return None
 
 
 def plan_batch(
@@ -266,8 +310,7 @@ def plan_batch(
     choice = batch_choice(bounds, replicas)
     if not choice:
         raise InvalidJobError(
-            f"{replicas} replicas are not valid with {_describe(bounds)}: "
-            f"valid up to {max(replicas, 16)} are {valid_replicas(bounds, max(replicas, 16)) or 'none'}"
+            f"{replicas} replicas are not valid with {_describe(bounds)}: {_describe_valid(bounds)}"
         )
     if estimate is None:
         return choice[0]

@@ -735,5 +735,5 @@ class World(RuleBasedStateMachine):
 
 def test_generations_survive_a_world_full_of_mishaps() -> None:
     run_state_machine_as_test(
-        World, settings=settings(max_examples=300, stateful_step_count=50, deadline=None)
+        World, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
     )

@@ -1,0 +1,493 @@
+"""Batch sizes and valid replica counts: a table for each rule, and a brute-force search for all of them."""
+
+import re
+from itertools import count
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from adascale_core.batch import (
+    BatchBounds,
+    BatchPlan,
+    InvalidBoundsError,
+    batch_choice,
+    is_valid_replicas,
+    local_bsz_range,
+    plan_batch,
+    require_valid_replicas,
+    valid_replicas,
+)
+from adascale_core.errors import InvalidJobError
+from adascale_core.gain import GradientEstimate
+from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+
+NOISY = GradientEstimate(grad_sqr=1.0, grad_var=100.0)
+"""A gradient for which large batches are worth much: the efficiency at scale S is 101 / (100 + S)."""
+CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.0)
+"""A gradient without noise: a larger batch is worth nothing."""
+
+
+# -- the rules as DESIGN has them, by trying everything -------------------------------------------------
+
+
+def tried_local_bszs(bounds: BatchBounds, replicas: int) -> list[int]:
+    """Every local batch size that `replicas` replicas may use."""
+    size, most = bounds.batch_size, bounds.max_batch_size
+    lower, upper = bounds.local_bsz_bounds or (1, 10**9)
+    if bounds.max_batch_size is None and bounds.local_bsz_bounds is None:
+        return [size // replicas] if size % replicas == 0 else []
+    if replicas == 1:
+        for accumulation in range(1, size + 1):
+            if size % accumulation == 0 and lower <= size // accumulation <= upper:
+                return [size // accumulation]
+        return []
+    largest = max(size, most or 0, lower, upper if upper < 10**9 else 0)
+    return [
+        b for b in range(1, largest + 1) if lower <= b <= upper and (most is None or replicas * b <= most)
+    ]
+
+
+def tried_plans(bounds: BatchBounds, replicas: int) -> list[BatchPlan]:
+    """Every plan to choose from: as few micro-batches as make up `batch_size`, else the largest batch."""
+    allowed = tried_local_bszs(bounds, replicas)
+    if not allowed:
+        return []
+    most = bounds.max_batch_size or 10**9
+    for accumulation in range(1, bounds.batch_size + 1):
+        plans = [BatchPlan(replicas, b, accumulation) for b in allowed]
+        plans = [plan for plan in plans if bounds.batch_size <= plan.global_bsz <= most]
+        if plans:
+            return plans
+    return [BatchPlan(replicas, max(allowed), 1)]
+
+
+@st.composite
+def all_bounds(draw: st.DrawFn, largest: int = 60) -> BatchBounds:
+    sizes = st.integers(1, largest)
+    size = draw(sizes)
+    most = draw(st.none() | st.integers(size, 2 * largest))
+    pair = draw(st.none() | st.tuples(sizes, sizes).map(sorted))
+    return BatchBounds(size, most, (pair[0], pair[1]) if pair else None)
+
+
+replica_counts = st.integers(1, 70)
+estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st.floats(-1, 1e3))
+
+
+# -- validity -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bounds", "valid"),
+    [
+        # neither bound: the batch is shared out, so the count divides it
+        (BatchBounds(12), [1, 2, 3, 4, 6, 12]),
+        (BatchBounds(7), [1, 7]),
+        (BatchBounds(1), [1]),
+        # lower 100 and max 1000: eleven replicas are too many
+        (BatchBounds(200, 1000, (100, 200)), [*range(1, 11)]),
+        (BatchBounds(1000, 1000, (100, 1000)), [*range(1, 11)]),
+        # rounding is down: 7 * 15 = 105 would be over 100, and 7 * 14 = 98 is not
+        (BatchBounds(100, 100, (15, 100)), [*range(1, 7)]),
+        (BatchBounds(100, 100, (14, 100)), [*range(1, 8)]),
+        # only a maximum: one sample each is the least
+        (BatchBounds(4, 16), [*range(1, 17)]),
+        # only local bounds: any number of replicas
+        (BatchBounds(8, None, (4, 8)), [*range(1, 21)]),
+        # one replica accumulates where a divisor of the batch size is within bounds...
+        (BatchBounds(100, 400, (10, 30)), [*range(1, 21)]),
+        # ...and is not valid where none is: 7 = 7 * 1
+        (BatchBounds(7, None, (2, 6)), [*range(2, 21)]),
+        (BatchBounds(100, None, (30, 49)), [*range(2, 21)]),
+        # the local batch is over what the job may use at all
+        (BatchBounds(8, 15, (8, 32)), [1]),
+        (BatchBounds(8, 16, (9, 32)), []),
+    ],
+)
+def test_a_count_is_valid_where_some_local_batch_size_is(bounds: BatchBounds, valid: list[int]) -> None:
+    assert valid_replicas(bounds, 20) == valid
+    assert [replicas for replicas in range(-1, 21) if is_valid_replicas(bounds, replicas)] == valid
+
+
+def test_one_replica_is_not_valid_below_the_lower_bound_since_no_plan_may_leave_the_local_bounds() -> None:
+    """The default batch of one replica could be used all the same; the bounds are kept instead."""
+    bounds = BatchBounds(8, 64, (16, 32))
+    assert valid_replicas(bounds, 8) == [2, 3, 4]
+    assert plan_batch(bounds, 2) == BatchPlan(2, 16)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "replicas", "sizes"),
+    [
+        (BatchBounds(200, 1000, (100, 300)), 2, range(100, 301)),
+        (BatchBounds(200, 1000, (100, 300)), 4, range(100, 251)),
+        (BatchBounds(200, 1000, (100, 300)), 10, range(100, 101)),
+        (BatchBounds(200, 1000, (100, 300)), 11, range(0)),
+        (BatchBounds(200, 1000, (100, 300)), 1, range(200, 201)),
+        (BatchBounds(200, 1000, (30, 99)), 1, range(50, 51)),
+        (BatchBounds(200, 1000), 3, range(1, 334)),
+        (BatchBounds(200, None, (30, 99)), 1000, range(30, 100)),
+        (BatchBounds(200), 8, range(25, 26)),
+        (BatchBounds(200), 3, range(0)),
+        (BatchBounds(200, 1000), 0, range(0)),
+        (BatchBounds(200, 1000), -2, range(0)),
+        (BatchBounds(200), 0, range(0)),
+    ],
+)
+def test_local_batch_sizes_reach_from_the_lower_bound_to_what_the_maximum_leaves(
+    bounds: BatchBounds, replicas: int, sizes: range
+) -> None:
+    assert local_bsz_range(bounds, replicas) == sizes
+
+
+@given(all_bounds(), replica_counts)
+def test_validity_and_local_sizes_are_those_of_a_brute_force_search(
+    bounds: BatchBounds, replicas: int
+) -> None:
+    allowed = tried_local_bszs(bounds, replicas)
+    assert list(local_bsz_range(bounds, replicas)) == allowed
+    assert is_valid_replicas(bounds, replicas) == bool(allowed)
+
+
+@given(all_bounds(), st.integers(-1, 70))
+def test_valid_counts_are_those_that_are_valid_one_by_one(bounds: BatchBounds, limit: int) -> None:
+    assert valid_replicas(bounds, limit) == [
+        count for count in range(1, limit + 1) if is_valid_replicas(bounds, count)
+    ]
+
+
+# -- what there is to choose from -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bounds", "replicas", "sizes", "accumulation"),
+    [
+        # one replica: the default batch, in the fewest micro-batches that fit
+        (BatchBounds(64, 512, (16, 64)), 1, [64], 1),
+        (BatchBounds(64, 512, (16, 63)), 1, [32], 2),
+        (BatchBounds(60, 512, (4, 25)), 1, [20], 3),
+        (BatchBounds(49, 512, (4, 25)), 1, [7], 7),
+        # more: at least the default batch where the bounds let it
+        (BatchBounds(64, 128, (16, 40)), 2, [*range(32, 41)], 1),
+        (BatchBounds(64, 128, (16, 40)), 4, [*range(16, 33)], 1),
+        # accumulation makes up what the largest local batch leaves below it
+        (BatchBounds(64, 128, (4, 10)), 2, [*range(8, 11)], 4),
+        (BatchBounds(64, None, (4, 10)), 3, [*range(8, 11)], 3),
+        # but not beyond the maximum: 2 * 4 * 7 = 56, 2 * 5 * 6 = 60, and 2 * 5 * 7 is 70
+        (BatchBounds(61, 63, (6, 7)), 2, [7], 1),
+        # with fewer micro-batches where they divide better: 3 * 3 * 7 = 63, 3 * 4 * 5 = 60
+        (BatchBounds(61, 63, (1, 10)), 3, [7], 3),
+        # without bounds: shared out
+        (BatchBounds(64), 4, [16], 1),
+        # not valid: nothing
+        (BatchBounds(64), 3, [], 1),
+        (BatchBounds(64, 128, (16, 40)), 9, [], 1),
+    ],
+)
+def test_the_choice_keeps_the_default_batch_in_as_few_micro_batches_as_may_be(
+    bounds: BatchBounds, replicas: int, sizes: list[int], accumulation: int
+) -> None:
+    choice = batch_choice(bounds, replicas)
+    assert list(choice.local_bsz) == sizes
+    assert choice.accumulation == accumulation
+    assert len(choice) == len(sizes)
+
+
+def test_where_nothing_makes_up_the_default_batch_the_largest_local_batch_is_used_once() -> None:
+    """Accumulation might come nearer to it; "may make it up" is read as all or nothing."""
+    assert plan_batch(BatchBounds(101, 101, (1, 10)), 3) == BatchPlan(3, 10)
+
+
+@given(all_bounds(), replica_counts)
+@example(BatchBounds(59, 59), 2)
+@example(BatchBounds(59, 60, (1, 4)), 2)
+def test_the_choice_is_that_of_a_brute_force_search(bounds: BatchBounds, replicas: int) -> None:
+    choice = batch_choice(bounds, replicas)
+    plans = [choice[index] for index in range(len(choice))]
+    assert plans == tried_plans(bounds, replicas)
+    assert [plan.local_bsz for plan in plans] == list(choice.local_bsz)
+    assert {plan.accumulation for plan in plans} <= {choice.accumulation}
+
+
+@given(all_bounds(largest=10**7), replica_counts, st.integers(2, 100))
+def test_the_spread_has_both_ends_and_not_more_plans_than_asked(
+    bounds: BatchBounds, replicas: int, most: int
+) -> None:
+    choice = batch_choice(bounds, replicas)
+    spread = choice.spread(most)
+    if not choice:
+        assert spread == []
+        return
+    assert spread[0] == choice[0]
+    assert spread[-1] == choice[len(choice) - 1]
+    assert len(spread) <= most
+    assert len(choice) > most or len(spread) == len(choice)
+    sizes = [plan.local_bsz for plan in spread]
+    assert sizes == sorted(set(sizes))
+    assert all(size in choice.local_bsz for size in sizes)
+    assert all(plan == BatchPlan(replicas, plan.local_bsz, choice.accumulation) for plan in spread)
+
+
+def test_the_spread_is_even_by_ratio() -> None:
+    sizes = [plan.local_bsz for plan in batch_choice(BatchBounds(1, 2048), 2).spread(11)]
+    assert sizes == [2**power for power in range(11)]
+
+
+# -- which plan -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bounds", "replicas", "plan"),
+    [
+        (BatchBounds(64, 512, (16, 128)), 1, BatchPlan(1, 64)),
+        (BatchBounds(64, 512, (16, 128)), 2, BatchPlan(2, 32)),
+        (BatchBounds(64, 512, (16, 128)), 3, BatchPlan(3, 22)),
+        (BatchBounds(64, 512, (16, 128)), 8, BatchPlan(8, 16)),
+        (BatchBounds(64, 512, (4, 8)), 3, BatchPlan(3, 8, 3)),
+        (BatchBounds(64), 4, BatchPlan(4, 16)),
+    ],
+)
+def test_before_the_gain_is_known_the_smallest_batch_from_the_default_up_is_used(
+    bounds: BatchBounds, replicas: int, plan: BatchPlan
+) -> None:
+    assert plan_batch(bounds, replicas) == plan
+    assert plan_batch(bounds, replicas, throughput=lambda _: 1.0) == plan
+
+
+@pytest.mark.parametrize(
+    ("estimate", "target", "local_bsz"),
+    [
+        (NOISY, 0.5, 128),  # 101 / (100 + S) is at least 0.5 up to S = 102: all of them
+        (NOISY, 0.935, 32),  # up to S = 8.02
+        (NOISY, 0.99, 8),  # up to S = 2.02
+        (NOISY, 1.0, 4),
+        (CLEAR, 0.5, 8),  # 1 / S
+        (CLEAR, 0.25, 16),
+        (CLEAR, 1.0, 4),
+        (CLEAR, 2.0, 4),  # nothing is that good: the smallest
+        (CLEAR, 0.0, 128),
+        (GradientEstimate(-1.0, 1.0), 1.0, 128),  # all noise: every batch is fully worth it
+        (GradientEstimate(0.0, 0.0), 0.5, 8),  # nothing known counts as no noise
+    ],
+)
+def test_while_throughput_is_unknown_the_largest_batch_that_is_efficient_enough_is_used(
+    estimate: GradientEstimate, target: float, local_bsz: int
+) -> None:
+    bounds = BatchBounds(16, 512, (2, 128))
+    plan = plan_batch(bounds, 4, estimate=estimate, efficiency_target=target)
+    assert plan == BatchPlan(4, local_bsz)
+
+
+def test_the_efficiency_target_has_a_default() -> None:
+    bounds = BatchBounds(16, 512, (2, 128))
+    assert plan_batch(bounds, 4, estimate=CLEAR) == plan_batch(
+        bounds, 4, estimate=CLEAR, efficiency_target=DEFAULT_EFFICIENCY_TARGET
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimate", "seconds_fixed", "seconds_per_sample", "local_bsz"),
+    [
+        (NOISY, 1.0, 0.0, 64),  # a step takes the same time whatever its size: the largest gain
+        (CLEAR, 1.0, 0.0, 4),  # gains are the same too: the smallest batch
+        (CLEAR, 0.0, 1.0, 4),
+        (NOISY, 0.0, 1.0, 4),  # time grows with the batch: the most efficient one
+        (GradientEstimate(0.0, 1.0), 0.0, 1.0, 4),  # every batch progresses alike: the smallest
+        (GradientEstimate(1.0, 10.0), 0.1, 0.01, 20),  # in between, at b = sqrt(10 * 4 * 10)
+    ],
+)
+def test_the_plan_with_the_highest_goodput_is_used(
+    estimate: GradientEstimate, seconds_fixed: float, seconds_per_sample: float, local_bsz: int
+) -> None:
+    def throughput(plan: BatchPlan) -> float:
+        return 1 / (seconds_fixed + seconds_per_sample * plan.local_bsz)
+
+    bounds = BatchBounds(16, 256, (1, 64))
+    assert plan_batch(bounds, 4, estimate=estimate, throughput=throughput).local_bsz == local_bsz
+
+
+@given(all_bounds(), replica_counts, estimates, st.floats(0, 10), st.floats(1e-3, 10))
+def test_no_other_plan_has_a_higher_goodput(
+    bounds: BatchBounds, replicas: int, estimate: GradientEstimate, fixed: float, per_sample: float
+) -> None:
+    def throughput(plan: BatchPlan) -> float:
+        return 1 / (plan.accumulation * (fixed + per_sample * plan.local_bsz))
+
+    plans = tried_plans(bounds, replicas)
+    if plans and len(plans) <= 64:
+        chosen = plan_batch(bounds, replicas, estimate=estimate, throughput=throughput)
+        best = max(throughput(plan) * estimate.gain(plan.scale(bounds)) for plan in plans)
+        assert throughput(chosen) * estimate.gain(chosen.scale(bounds)) == best
+
+
+@given(all_bounds(), replica_counts, estimates, st.floats(0, 1))
+def test_no_larger_plan_is_efficient_enough(
+    bounds: BatchBounds, replicas: int, estimate: GradientEstimate, target: float
+) -> None:
+    plans = tried_plans(bounds, replicas)
+    if plans:
+        chosen = plan_batch(bounds, replicas, estimate=estimate, efficiency_target=target)
+        enough = [plan for plan in plans if estimate.efficiency(plan.scale(bounds)) >= target]
+        assert chosen == (max(enough, key=lambda plan: plan.local_bsz) if enough else plans[0])
+
+
+@given(
+    all_bounds(),
+    replica_counts,
+    st.none() | estimates,
+    st.none() | st.floats(1e-6, 1e6),
+    st.floats(0, 1),
+)
+def test_no_plan_leaves_the_bounds_and_the_same_question_has_the_same_answer(
+    bounds: BatchBounds,
+    replicas: int,
+    estimate: GradientEstimate | None,
+    speed: float | None,
+    target: float,
+) -> None:
+    def ask() -> BatchPlan:
+        throughput = None if speed is None else (lambda plan: speed / plan.local_bsz)
+        return plan_batch(
+            bounds, replicas, estimate=estimate, throughput=throughput, efficiency_target=target
+        )
+
+    if not is_valid_replicas(bounds, replicas):
+        with pytest.raises(InvalidJobError):
+            ask()
+        return
+    plan = ask()
+    assert plan == ask()
+    assert plan.replicas == replicas
+    assert plan.accumulation >= 1
+    assert plan.local_bsz >= bounds.lower
+    assert bounds.upper is None or plan.local_bsz <= bounds.upper
+    assert bounds.max_batch_size is None or plan.global_bsz <= bounds.max_batch_size
+    if replicas == 1 or not bounds.elastic:
+        assert plan.global_bsz == bounds.batch_size
+        assert plan.scale(bounds) == 1.0
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "batch_size must be a positive integer, got 0"),
+        ((-8,), "batch_size must be a positive integer, got -8"),
+        ((8.0,), "batch_size must be a positive integer, got 8.0"),
+        (("8",), "batch_size must be a positive integer, got '8'"),
+        ((True,), "batch_size must be a positive integer, got True"),
+        ((None,), "batch_size must be a positive integer, got None"),
+        ((8, 0), "max_batch_size must be a positive integer, got 0"),
+        ((8, 16.5), "max_batch_size must be a positive integer, got 16.5"),
+        ((8, 7), "max_batch_size 7 is below batch_size 8"),
+        ((8, None, (0, 4)), "local_bsz_bounds lower must be a positive integer, got 0"),
+        ((8, None, (1, -4)), "local_bsz_bounds upper must be a positive integer, got -4"),
+        ((8, None, (1, 4.5)), "local_bsz_bounds upper must be a positive integer, got 4.5"),
+        ((8, None, (5, 4)), "local_bsz_bounds lower 5 is over upper 4"),
+        ((8, None, (4,)), "local_bsz_bounds must be a pair (lower, upper), got (4,)"),
+        ((8, None, [4, 8]), "local_bsz_bounds must be a pair (lower, upper), got [4, 8]"),
+        ((8, None, 4), "local_bsz_bounds must be a pair (lower, upper), got 4"),
+    ],
+)
+def test_bounds_that_contradict_themselves_are_refused_with_the_offending_values(
+    arguments: tuple[int, int | None, tuple[int, int] | None], message: str
+) -> None:
+    with pytest.raises(InvalidBoundsError, match=re.escape(message)):
+        BatchBounds(*arguments)
+
+
+def test_bounds_may_be_as_tight_as_a_single_size() -> None:
+    assert valid_replicas(BatchBounds(8, 8, (4, 4)), 9) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "minimum", "maximum", "parts"),
+    [
+        (BatchBounds(200, 1000, (100, 200)), 11, 16, ["11 and 16", "100 to 200", "1000", "1 to 10"]),
+        (BatchBounds(7), 2, 6, ["2 and 6", "batch_size 7"]),
+        (BatchBounds(7, None, (2, 6)), 1, 1, ["1 and 1", "batch_size 7", "2 to 6"]),
+        (BatchBounds(8, 16, (9, 32)), 1, 4, ["1 and 4", "max_batch_size 16", "9 to 32"]),
+        (BatchBounds(8, 16), 4, 2, ["minReplicas 4 is over maxReplicas 2"]),
+    ],
+)
+def test_a_job_without_a_valid_count_is_refused_with_its_bounds(
+    bounds: BatchBounds, minimum: int, maximum: int, parts: list[str]
+) -> None:
+    with pytest.raises(InvalidJobError) as refused:
+        require_valid_replicas(bounds, minimum, maximum)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_valid_counts_between_the_limits_are_those_required() -> None:
+    assert require_valid_replicas(BatchBounds(12), 2, 6) == [2, 3, 4, 6]
+
+
+@given(all_bounds(), st.integers(1, 70), st.integers(1, 70))
+def test_required_counts_are_the_valid_ones_between_the_limits(
+    bounds: BatchBounds, minimum: int, maximum: int
+) -> None:
+    expected = [count for count in range(minimum, maximum + 1) if is_valid_replicas(bounds, count)]
+    try:
+        assert require_valid_replicas(bounds, minimum, maximum) == expected
+    except InvalidJobError:
+        assert expected == []
+
+
+@pytest.mark.parametrize(
+    ("bounds", "replicas", "message"),
+    [
+        (BatchBounds(200, 1000, (100, 200)), 11, "11 replicas are not valid with batch_size 200"),
+        (BatchBounds(200, 1000, (100, 200)), 11, "valid are 1 to 10"),
+        (BatchBounds(12), 5, "valid are the divisors of batch_size, 1, 2, 3, 4, 6, 12"),
+        (BatchBounds(5040), 11, "1, 2, 3, 4, 5, 6, 7, 8, ..."),
+        (BatchBounds(8, 16, (9, 32)), 1, "no count is valid"),
+        (BatchBounds(8, 15, (8, 32)), 2, "valid is 1"),
+        (BatchBounds(8, 10**7), 10**7 + 1, "valid are 1 to 10000000"),
+        (BatchBounds(7, None, (2, 6)), 1, "valid are 2 and more"),
+        (BatchBounds(7, None, (2, 6)), 0, "valid are 2 and more"),
+    ],
+)
+def test_a_plan_for_a_count_that_is_not_valid_is_refused_with_those_that_are(
+    bounds: BatchBounds, replicas: int, message: str
+) -> None:
+    with pytest.raises(InvalidJobError, match=re.escape(message)) as refused:
+        plan_batch(bounds, replicas)
+    assert len(str(refused.value)) < 300
+
+
+# -- large numbers --------------------------------------------------------------------------------------
+
+PRIME = 9_999_991
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        BatchBounds(10**7, 10**7, (1, 10**7)),
+        BatchBounds(10**7, None, (1, 1)),
+        BatchBounds(PRIME),
+        BatchBounds(PRIME, PRIME),
+        BatchBounds(PRIME, PRIME + 1, (1, 3)),
+        BatchBounds(PRIME, PRIME, (2, 5000)),
+        BatchBounds(PRIME, None, (2, PRIME - 1)),
+    ],
+)
+def test_large_numbers_are_planned_without_trying_them_all(bounds: BatchBounds) -> None:
+    """A hundred plans take a fraction of a second; trying all sizes for them would take minutes."""
+    for replicas in [*range(1, 100), 10**6, 10**7]:
+        if is_valid_replicas(bounds, replicas):
+            plan = plan_batch(bounds, replicas, estimate=NOISY, throughput=lambda plan: 1 / plan.local_bsz)
+            assert plan.global_bsz <= (bounds.max_batch_size or 10**9)
+
+
+@pytest.mark.timeout(10)
+def test_a_large_limit_of_replicas_is_not_tried_out_where_the_bounds_are_tighter() -> None:
+    assert valid_replicas(BatchBounds(PRIME), 10**12) == [1, PRIME]
+    assert valid_replicas(BatchBounds(200, 1000, (100, 200)), 10**12) == [*range(1, 11)]
+    assert require_valid_replicas(BatchBounds(200, 1000, (100, 200)), 4, 10**12) == [*range(4, 11)]
+    assert next(size for size in count(1) if len(valid_replicas(BatchBounds(size), size)) > 9) == 48
