@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from adascale_api.state import state_from_json, state_to_json
+from adascale_api.state import state_from_text, state_to_text
 from adascale_api.tables import former_jobs, heartbeats, jobs, measured, reports
 from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
@@ -49,10 +49,16 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Changed:
-    """A job's view after a change of its state, and whether there was one."""
+    """A job's state after it was asked to change, and whether it did."""
 
-    allocation: AllocationView
+    state: Rendezvous
+    version: int
     changed: bool
+
+    @property
+    def allocation(self) -> AllocationView:
+        """What others are told of the job's generations."""
+        return self.state.view(self.version)
 
 
 @dataclass(frozen=True)
@@ -195,11 +201,14 @@ def register(connection: Connection, job_id: str, registration: Registration, no
     """Keep what an agent does, and that it was heard of. An unknown job comes into being."""
     job = _lock_job(connection, job_id, now)
     changed = _change(connection, job, partial(rendezvous.register, registration=registration))
-    due_at = None if registration.phase in rendezvous.GONE else now + HEARTBEAT_TIMEOUT
-    connection.execute(
-        _upsert_heartbeat(connection.dialect.name),
-        {"job_key": job.key, "rank": registration.rank, "seen_at": now, "due_at": due_at},
-    )
+    kept = changed.state.replicas.get(registration.rank)
+    # One that has been replaced may still talk; it is no sign of life of the one that took its place.
+    if kept is not None and kept.instance == registration.instance:
+        due_at = None if kept.phase in rendezvous.GONE else now + HEARTBEAT_TIMEOUT
+        connection.execute(
+            _upsert_heartbeat(connection.dialect.name),
+            {"job_key": job.key, "rank": kept.rank, "seen_at": now, "due_at": due_at},
+        )
     return changed
 
 
@@ -304,7 +313,7 @@ def _upsert_heartbeat(dialect: str) -> Any:
 
 def _job(row: Row[Any]) -> Job:
     spec = JobSpec.from_json(row.spec) if row.spec else None
-    return Job(row.key, row.id, row.created_at, row.version, spec, state_from_json(row.state))
+    return Job(row.key, row.id, row.created_at, row.version, spec, state_from_text(row.state))
 
 
 def _report(row: Row[Any]) -> GainReport:
@@ -322,7 +331,7 @@ def _lock_job(connection: Connection, job_id: str, now: float) -> Job:
                 id=job_id,
                 created_at=now,
                 version=1 if former is None else former + 1,
-                state=state_to_json(Rendezvous()),
+                state=state_to_text(Rendezvous()),
             )
             .on_conflict_do_nothing(index_elements=["id"])
         )
@@ -333,12 +342,12 @@ def _lock_job(connection: Connection, job_id: str, now: float) -> Job:
 def _change(connection: Connection, job: Job, to_next: Callable[[Rendezvous], Rendezvous]) -> Changed:
     after = to_next(job.state)
     if after == job.state:
-        return Changed(job.allocation, changed=False)
+        return Changed(job.state, job.version, changed=False)
     version = job.version + 1
     connection.execute(
-        update(jobs).where(jobs.c.key == job.key).values(version=version, state=state_to_json(after))
+        update(jobs).where(jobs.c.key == job.key).values(version=version, state=state_to_text(after))
     )
-    return Changed(after.view(version), changed=True)
+    return Changed(after, version, changed=True)
 
 
 def _spread(total: int, points: int) -> set[int]:

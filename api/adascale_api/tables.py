@@ -15,6 +15,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Text,
     UniqueConstraint,
 )
 
@@ -46,7 +47,7 @@ jobs = Table(
     Column("created_at", Double, nullable=False),
     Column("version", BigInteger, nullable=False),
     Column("spec", JSON(none_as_null=True)),
-    Column("state", JSON, nullable=False),
+    Column("state", Text, nullable=False),
     sqlite_autoincrement=True,
 )
 
@@ -92,7 +93,8 @@ reports = Table(
     sqlite_with_rowid=False,
 )
 
-measured = reports.c.step_time > 0
+# No step is faster; a smaller number is no measurement, and its inverse might be beyond all numbers.
+measured = reports.c.step_time >= 1e-9
 Index(
     "reports_by_plan",
     reports.c.job_key,
