@@ -17,6 +17,8 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.errors import AdaScaleError
@@ -32,7 +34,7 @@ from adascale_core.gain import (
     total,
 )
 from adascale_worker.statistics.backward import BackwardWatch, Reading
-from adascale_worker.statistics.exchange import Exchange, Statistics
+from adascale_worker.statistics.exchange import Exchange, Statistics, sqr_norms_of_mean
 from adascale_worker.statistics.fingerprint import Fingerprint
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
 from adascale_worker.statistics.norms import sqr_norms, widest_type
@@ -44,6 +46,13 @@ STATE_KEY = "adascale"
 
 STATE_VERSION = 1
 
+AVERAGING_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+"""DDP communication hooks after which `.grad` is the mean of the ranks' gradients, up to rounding."""
+
 
 class UnsupportedOptimizerError(AdaScaleError, TypeError):
     """The optimizer is none whose learning rate AdaScale may scale."""
@@ -51,7 +60,7 @@ class UnsupportedOptimizerError(AdaScaleError, TypeError):
     exit_code = 2
 
 
-class AdaScale(torch.optim.Optimizer):
+class AdaScale(torch.optim.Optimizer, Joinable):
     """Scales the learning rate of an SGD by the gain of its batch size.
 
     A step at scale S (a batch of S times the initial one) makes as much progress as `gain()` steps of the
@@ -105,6 +114,7 @@ class AdaScale(torch.optim.Optimizer):
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)
         )
+        Joinable.__init__(self)
         self._optimizer = optimizer
         self._model = model if isinstance(model, DistributedDataParallel) else None
         self._process_group = None if self._model is None else self._model.process_group
@@ -305,7 +315,8 @@ class AdaScale(torch.optim.Optimizer):
             self._divide_gradients()
         with self._scaled_lr():
             returned = self._inner_step()
-        self._steps += 1
+        if not self._joined_without_us():
+            self._steps += 1
         self._prepare_step()
         return loss if closure is not None else returned
 
@@ -412,6 +423,8 @@ class AdaScale(torch.optim.Optimizer):
         self._divided = False
         self._unhooked = False
         self._warned_of_passes = False
+        self._warned_of_join = False
+        self._compressed = False
         itself = weakref.ref(self)
         self._watch: BackwardWatch = BackwardWatch(
             lambda: None if (one := itself()) is None else one._on_pass_start(),
@@ -434,6 +447,10 @@ class AdaScale(torch.optim.Optimizer):
 
     def _parameters(self) -> list[list[Tensor]]:
         return [group["params"] for group in self.param_groups]
+
+    def _trained(self) -> list[bool]:
+        """Whether each group has a parameter that is not frozen."""
+        return [any(parameter.requires_grad for parameter in group) for group in self._parameters()]
 
     def _device(self) -> torch.device:
         return self._parameters()[0][0].device
@@ -480,19 +497,79 @@ class AdaScale(torch.optim.Optimizer):
         self._divided = False
         self._watch.begin_step()
 
+    # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
+        """Return what a rank without data does in each step of its peers, in `Join([model, optimizer])`."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the all-reduce of statistics is."""
+        return self._device()
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that the statistics are of."""
+        return dist.group.WORLD if self._process_group is None else self._process_group
+
+    def _shadow_step(self) -> None:
+        """Match the all-reduce of peers that still have data. They leave the step out of the estimates."""
+        if self._measuring and self._world_size > 1:
+            device = self._device()
+            nothing = torch.zeros(len(self.param_groups), dtype=widest_type(device), device=device)
+            self._exchange = Exchange(
+                nothing,
+                nothing,
+                self.flags,
+                ranks=self._world_size,
+                complete=False,
+                process_group=self._process_group,
+            )
+        self._steps += 1
+        self._prepare_step()
+
+    def _joined_without_us(self) -> bool:
+        """Whether the model takes part in a `Join` that AdaScale does not: peers may be without data."""
+        if self._model is None or not self._model._join_config.enable or self._join_config.enable:
+            return False
+        if not self._warned_of_join:
+            self._warned_of_join = True
+            warnings.warn(
+                "the model takes uneven inputs and AdaScale is not told: it measures nothing, for its "
+                "all-reduce would wait for ranks without data. Use `with Join([model, optimizer]):` of "
+                "torch.distributed.algorithms.join instead of `with model.join():`",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return True
+
+    # -- measuring --------------------------------------------------------------------------------------
+
     def _on_pass_start(self) -> None:
+        self._watch.keep = self._compresses()
         # A GradScaler leaves out the step after gradients that are not finite: then a new one begins here.
         if self._exchange is not None and not _finite(self._exchange.statistics()):
             self._abandon()
 
     def _on_pass_end(self) -> None:
-        if self._watch.passes == self._accumulation:
+        if self._watch.passes == self._accumulation and not self._joined_without_us():
             self._measure()
+
+    def _compresses(self) -> bool:
+        """Whether gradients are averaged by a communication hook that may lose some of them."""
+        hooks = () if self._model is None else getattr(self._model, "_comm_hooks", ())
+        return any(hook not in AVERAGING_HOOKS for hook, _ in hooks)
 
     def _measure(self) -> None:
         """Read the averaged gradients, and start the all-reduce."""
         gradients, device = self._gradients(), self._device()
         averaged = sqr_norms(gradients, device)
+        self._compressed = self._watch.keep and self._world_size > 1
+        if self._compressed:
+            averaged = sqr_norms_of_mean(
+                self._watch.kept(), device, ranks=self._world_size, process_group=self._process_group
+            )
         if self._micro_gradients > 1:
             first = self._watch.local_sqr(len(gradients), device)
             complete = self._watch.saw_any and self._watch.sees_all()
@@ -526,7 +603,7 @@ class AdaScale(torch.optim.Optimizer):
     def _take_in(self) -> None:
         """Average what this step's passes have measured into the estimates."""
         self._flags_sum = tuple(self.flags) if self._world_size == 1 else None
-        if not self._measuring:
+        if not self._measuring or self._joined_without_us():
             return
         if self._exchange is None:
             self._measure()
@@ -563,15 +640,15 @@ class AdaScale(torch.optim.Optimizer):
         if not statistics.agreed and now is not None:
             # Averaged by hand after backward: what is stepped with is the mean.
             return replace(statistics, second=now, agreed=True), self._pass_loss_scale or 1.0
-        if self._pass_loss_scale is not None:
-            return statistics, self._pass_loss_scale
+        if self._pass_loss_scale is not None or self._compressed:
+            return statistics, self._pass_loss_scale or 1.0
         after = statistics.second if now is None else now
         return statistics, self._loss_scale.infer(sum(statistics.second), sum(after))
 
     def _samples(
         self, statistics: Statistics, loss_scale: float | None
     ) -> list[GradientEstimate | None] | None:
-        """Return what the step says of each group, None for a group without gradients; None if unusable."""
+        """Return what the step says of each group, None for a frozen group; None if unusable."""
         if loss_scale is None or not statistics.complete or not statistics.agreed or not _finite(statistics):
             return None
         if self._micro_gradients == 1:
@@ -584,9 +661,9 @@ class AdaScale(torch.optim.Optimizer):
         mean_unit = unit if self._is_scaled_loss else unit * self._accumulation**2
         return [
             from_micro_gradients(count, local / local_unit / count, mean / mean_unit, self._scale)
-            if local > 0.0
+            if trained
             else None
-            for local, mean in zip(statistics.first, statistics.second, strict=True)
+            for local, mean, trained in zip(statistics.first, statistics.second, self._trained(), strict=True)
         ]
 
     def _difference_samples(
@@ -596,13 +673,15 @@ class AdaScale(torch.optim.Optimizer):
             return None
         samples: list[GradientEstimate | None] = []
         before = self._before
-        for product, now, then in zip(statistics.first, statistics.second, before.sqr, strict=True):
+        numbers = zip(statistics.first, statistics.second, before.sqr, self._trained(), strict=True)
+        for product, now, then, trained in numbers:
             product /= loss_scale * before.loss_scale
             now, then = now / loss_scale**2, then / before.loss_scale**2
             difference = max(now + then - 2.0 * product, 0.0)
-            known = now > 0.0 or then > 0.0
             samples.append(
-                from_consecutive_gradients(product, difference, before.scale, self._scale) if known else None
+                from_consecutive_gradients(product, difference, before.scale, self._scale)
+                if trained
+                else None
             )
         return samples
 
@@ -664,6 +743,16 @@ class AdaScale(torch.optim.Optimizer):
         finally:
             for group, lr in zip(self.param_groups, originals, strict=True):
                 group["lr"] = lr
+
+
+class _Shadow(JoinHook):
+    """What a rank that is out of data does for AdaScale."""
+
+    def __init__(self, adascale: AdaScale) -> None:
+        self._adascale = adascale
+
+    def main_hook(self) -> None:
+        self._adascale._shadow_step()
 
 
 def _require_sgd(optimizer: object) -> None:

@@ -55,6 +55,9 @@ class BackwardWatch:
         self._incoming: dict[int, Tensor] = {}
         self._norms: list[dict[int, Tensor]] = []
         self._added: list[list[Tensor]] = []
+        self._kept: dict[int, Tensor] = {}
+        self.keep = False
+        """Whether to keep copies of the local gradients, see `kept`."""
         self.passes = 0
         """Backward passes since `begin_step`."""
 
@@ -105,6 +108,7 @@ class BackwardWatch:
         self._fired.clear()
         self._norms = [{}]
         self._added = []
+        self._kept.clear()
 
     def local_sqr(self, groups: int, device: torch.device) -> Tensor:
         """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
@@ -115,6 +119,18 @@ class BackwardWatch:
         for group, values in enumerate(self._added):
             found[group].extend(values)
         return torch.stack([sum_of_squares(values, device) for values in found])
+
+    def kept(self) -> list[list[Tensor]]:
+        """Return copies of the local gradients as they were before averaging, zeros where there was none.
+
+        For all parameters that are not frozen, by group.
+        """
+        groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
+        for index, (parameter, group) in enumerate(zip(self._parameters, self._group_of, strict=True)):
+            if parameter.requires_grad:
+                gradient = self._kept.get(index)
+                groups[group].append(torch.zeros_like(parameter) if gradient is None else gradient)
+        return groups
 
     # -- hooks ------------------------------------------------------------------------------------------
 
@@ -146,6 +162,8 @@ class BackwardWatch:
                 self._on_pass_start()
             self._tasks.add(task)
             _queue(self._before_averaging)
+        if self.keep:
+            self._kept[index] = gradient.detach().clone()
         if self._reading is Reading.AFTER_PASS:
             self._fired.append(index)
         elif self._reading is Reading.IN_GRAD:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adascale_worker.statistics.norms import Gradients, sqr_norms
+
 AGREEMENT = 1e-8
 """Relative variance up to which ranks hold the same averaged gradients; kernels differ by less."""
 
@@ -105,3 +107,25 @@ class Exchange:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def sqr_norms_of_mean(
+    gradients: Gradients,
+    device: torch.device,
+    *,
+    ranks: int,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the squared norm of the mean over ranks of local gradients, per group: shape (groups,).
+
+    An all-reduce of copies of all gradients: for a model whose own all-reduce loses some of them.
+    """
+    means: list[list[Tensor]] = []
+    for group in gradients:
+        if not group:
+            means.append([])
+            continue
+        whole = torch.cat([gradient.reshape(-1) for gradient in group])
+        dist.all_reduce(whole, group=process_group)
+        means.append([whole])
+    return sqr_norms(means, device) / ranks**2

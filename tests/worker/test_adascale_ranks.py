@@ -1,0 +1,16 @@
+"""The optimizer on two ranks. The cases are in `adascale_cases`; all run in one pair of processes."""
+
+import pytest
+
+from worker.adascale_cases import CASES
+from worker.adascale_ranks import run_cases
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_cases(CASES, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_ranks(name: str, failures: dict[str, list[str]]) -> None:
+    assert not failures[name], "\n".join(failures[name])
