@@ -19,6 +19,9 @@ BOUNDS = json.dumps({"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": 
 LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10_000, "STEP_SECONDS": 0.02, "ADASCALE_CHECKPOINT_INTERVAL": 0}
 
 
+SHORT = {**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 300, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+
+
 class Job:
     """A job's service, its agents and what its trainers wrote down."""
 
@@ -86,12 +89,12 @@ def gone(pid: int) -> Callable[[], bool]:
 def test_replicas_come_and_go_and_the_job_comes_to_its_end(job: Job) -> None:
     """1 -> 2 -> 1, then the end, with one agent per replica that stays."""
     job.service.allocate(1, 1)
-    (first,) = job.start(0, **{**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 400})
+    (first,) = job.start(0, **SHORT)
     job.trains_in(1)
     job.service.allocate(2, 2)
     job.trains_in(1, steps=len(job.journal.attempts()[-1].steps) + 3)  # nobody there yet: it goes on
     assert job.generation() == 1
-    (second,) = job.start(1, **{**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 400})
+    (second,) = job.start(1, **SHORT)
     job.trains_in(2, replicas=2)
     job.service.allocate(3, 1)
     job.trains_in(3)
@@ -112,7 +115,7 @@ def test_replicas_come_and_go_and_the_job_comes_to_its_end(job: Job) -> None:
     ] + [len(attempts[-1].steps)], "a change of replicas undoes no step"
     told = job.service.job()
     assert (told["failures"], told["disruptions"]) == (0, 0)
-    assert told["latest"]["progress"] >= 400
+    assert told["latest"]["progress"] >= 300
 
 
 def test_a_killed_trainer_costs_the_steps_since_the_last_checkpoint(job: Job) -> None:

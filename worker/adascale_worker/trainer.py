@@ -169,6 +169,7 @@ class ElasticTrainer:
             CheckpointFolder(self._settings.checkpoint_dir) if self._settings.checkpoint_dir else None
         )
         self._manifest: Manifest | None = None
+        self._end_is_saved = False
         self._saved_at = time.monotonic()
         self._random_state: dict[str, Any] | None = None
         self._result: dict[str, float | str] = {}
@@ -505,8 +506,10 @@ class ElasticTrainer:
             )
         self._position.epoch += 1
         if self.finished:
-            self._report(now=True)
-            self._save(finished=True)
+            if not self._end_is_saved:
+                self._report(now=True)
+                self._save(finished=True)
+                self._end_is_saved = True
             return
         if self._flags.plan:
             self._flags.plan = False
