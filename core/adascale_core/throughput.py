@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Self
 
 from adascale_core.batch import BatchPlan
 from adascale_core.messages import StepTime
 
-_RIDGE = 1e-4
-_ROUNDS = 500
+SHORTEST, LONGEST = 1e-9, 1e9
+"""Seconds between which a measured step time is taken for one."""
+LEAST_COMPUTE = 1e-3
+"""A micro-batch takes at least this share of the time of the smallest one measured."""
+
+_RIDGE = 1e-6
+_SINGULAR = 1e-12
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,18 @@ class StepTimeModel:
     def fit(cls, measured: Sequence[StepTime]) -> Self | None:
         """The model of least relative error, all its terms non-negative; none without a measurement.
 
-        Ridge regression towards the guess, by coordinate descent: four unknowns, few measurements.
+        Ridge regression towards the guess: four unknowns, few measurements.
         """
-        usable = [one for one in measured if one.step_time > 0]
+        usable = [one for one in measured if SHORTEST <= one.step_time <= LONGEST]
         if not usable:
             return None
-        reference = min(usable, key=lambda one: (one.replicas, one.local_bsz, one.accumulation))
+        reference = min(
+            usable, key=lambda one: (one.replicas, one.local_bsz, one.accumulation, one.step_time)
+        )
         micro_batch = reference.step_time / reference.accumulation
-        # In units of the reference, all four unknowns are of the order of one.
-        unit = (micro_batch, micro_batch / reference.local_bsz, micro_batch, micro_batch)
+        longest = max(one.step_time for one in usable)
+        # In these units all four unknowns are of the order of one.
+        unit = (micro_batch, micro_batch / reference.local_bsz, longest, longest)
         guess = (0.5, 0.5, 0.0, 0.0)
         rows = [
             [value * u / one.step_time for value, u in zip(_row(one.plan), unit, strict=True)]
@@ -69,6 +78,8 @@ class StepTimeModel:
         ]
         solution = _ridge(rows, guess)
         fixed, per_sample, sync, sync_per_replica = (x * u for x, u in zip(solution, unit, strict=True))
+        if fixed + per_sample * reference.local_bsz < LEAST_COMPUTE * micro_batch:
+            fixed = LEAST_COMPUTE * micro_batch
         known = len({one.local_bsz for one in usable}) > 1
         return cls(fixed, per_sample, sync, sync_per_replica, known)
 
@@ -84,14 +95,42 @@ def _row(plan: BatchPlan) -> tuple[float, float, float, float]:
 
 
 def _ridge(rows: Sequence[Sequence[float]], guess: Sequence[float]) -> list[float]:
-    """Non-negative x that minimises sum((row . x - 1)^2) + ridge * |x - guess|^2."""
-    x = list(guess)
-    for _ in range(_ROUNDS):
-        for i in range(len(x)):
-            rest = [1 - sum(row[j] * x[j] for j in range(len(x)) if j != i) for row in rows]
-            numerator = sum(row[i] * r for row, r in zip(rows, rest, strict=True)) + _RIDGE * guess[i]
-            denominator = sum(row[i] ** 2 for row in rows) + _RIDGE
-            x[i] = max(numerator / denominator, 0.0)
-    if not any(x):
-        return list(guess)
+    """Non-negative x that minimises sum((row . x - 1)^2) + ridge * |x - guess|^2.
+
+    The minimum is the one without bounds over those unknowns that are not zero. There are so few that
+    each choice of them can be tried.
+    """
+    size = len(guess)
+    gram = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
+    column = [sum(row[i] for row in rows) for i in range(size)]
+
+    def error(x: Sequence[float]) -> float:
+        misses = sum((sum(a * b for a, b in zip(row, x, strict=True)) - 1) ** 2 for row in rows)
+        return misses + _RIDGE * sum((a - b) ** 2 for a, b in zip(x, guess, strict=True))
+
+    candidates = []
+    for free in (free for count in range(1, size + 1) for free in combinations(range(size), count)):
+        solved = _solve(
+            [[gram[i][j] + _RIDGE * (i == j) for j in free] for i in free],
+            [column[i] + _RIDGE * guess[i] for i in free],
+        )
+        if solved is not None and min(solved) >= 0:
+            x = dict(zip(free, solved, strict=True))
+            candidates.append([x.get(i, 0.0) for i in range(size)])
+    return min(candidates, key=error)
+
+
+def _solve(matrix: list[list[float]], column: list[float]) -> list[float] | None:
+    """x with matrix x = column, for a positive definite matrix; none if it is as good as singular."""
+    rows = [[*row, value] for row, value in zip(matrix, column, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        if rows[i][i] <= _SINGULAR * matrix[i][i]:
+            return None
+        for k in range(i + 1, size):
+            factor = rows[k][i] / rows[i][i]
+            rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+    x = [0.0] * size
+    for i in reversed(range(size)):
+        x[i] = (rows[i][size] - sum(rows[i][j] * x[j] for j in range(i + 1, size))) / rows[i][i]
     return x

@@ -1,0 +1,182 @@
+"""Step times are recovered where they were measured enough, and guessed with care where not."""
+
+import math
+from itertools import product
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_core.batch import BatchPlan
+from adascale_core.messages import StepTime
+from adascale_core.throughput import StepTimeModel
+
+plans = st.builds(BatchPlan, st.integers(1, 64), st.integers(1, 4096), st.integers(1, 16))
+
+
+def measured(model: StepTimeModel, *plans: tuple[int, int, int]) -> list[StepTime]:
+    return [StepTime(*plan, model.step_time(BatchPlan(*plan))) for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("plan", "seconds"),
+    [
+        (BatchPlan(1, 8), 0.1 + 8 * 0.01),
+        (BatchPlan(1, 8, 3), 3 * (0.1 + 8 * 0.01)),
+        (BatchPlan(2, 8), 0.1 + 8 * 0.01 + 0.05),
+        (BatchPlan(5, 8, 2), 2 * (0.1 + 8 * 0.01) + 0.05 + 3 * 0.002),
+    ],
+)
+def test_a_step_takes_its_micro_batches_and_one_synchronisation(plan: BatchPlan, seconds: float) -> None:
+    model = StepTimeModel(fixed=0.1, per_sample=0.01, sync=0.05, sync_per_replica=0.002)
+    assert model.step_time(plan) == pytest.approx(seconds)
+    assert model.throughput(plan) == pytest.approx(1 / seconds)
+
+
+def test_nothing_measured_means_no_model() -> None:
+    assert StepTimeModel.fit([]) is None
+    assert StepTimeModel.fit([StepTime(1, 8, 1, 0.0)]) is None, "a step time of 0 is not measured yet"
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-3, 1.0, 1e3, 1e9])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_one_measurement_is_met_and_the_rest_is_guessed(seconds: float, accumulation: int) -> None:
+    model = StepTimeModel.fit([StepTime(1, 8, accumulation, seconds)])
+    assert model is not None
+    assert not model.known
+    assert model.step_time(BatchPlan(1, 8, accumulation)) == pytest.approx(seconds)
+    assert model.step_time(BatchPlan(1, 16, accumulation)) == pytest.approx(1.5 * seconds)
+    assert model.step_time(BatchPlan(1, 8, 2 * accumulation)) == pytest.approx(2 * seconds)
+    assert model.step_time(BatchPlan(4, 8, accumulation)) == pytest.approx(seconds), "so that it tries it"
+
+
+def test_a_first_measurement_on_two_replicas_is_met_as_well() -> None:
+    model = StepTimeModel.fit([StepTime(2, 8, 1, 0.3)])
+    assert model is not None
+    assert model.step_time(BatchPlan(2, 8)) == pytest.approx(0.3)
+
+
+def test_a_second_count_of_replicas_tells_the_synchronisation() -> None:
+    model = StepTimeModel.fit([StepTime(1, 8, 1, 0.1), StepTime(2, 8, 1, 0.16)])
+    assert model is not None
+    assert not model.known
+    assert model.sync == pytest.approx(0.06, rel=0.01)
+    assert model.step_time(BatchPlan(4, 8)) == pytest.approx(0.16, rel=0.01)
+
+
+@given(
+    fixed=st.floats(0, 1),
+    per_sample=st.floats(1e-4, 1e-2),
+    sync=st.floats(0, 1),
+    sync_per_replica=st.floats(0, 0.1),
+    unit=st.sampled_from([1e-6, 1.0, 1e6]),
+)
+def test_what_was_measured_enough_is_recovered(
+    fixed: float, per_sample: float, sync: float, sync_per_replica: float, unit: float
+) -> None:
+    truth = StepTimeModel(fixed * unit, per_sample * unit, sync * unit, sync_per_replica * unit)
+    table = list(product((1, 2, 3, 8), (8, 32, 128), (1, 2)))
+    model = StepTimeModel.fit(measured(truth, *table))
+    assert model is not None
+    assert model.known
+    for plan in (BatchPlan(*plan) for plan in [*table, (4, 64, 1), (16, 256, 2), (6, 16, 4)]):
+        assert model.step_time(plan) == pytest.approx(truth.step_time(plan), rel=0.02)
+
+
+def test_the_parameters_themselves_are_recovered() -> None:
+    truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
+    model = StepTimeModel.fit(measured(truth, *product((1, 2, 4, 8), (8, 32, 128), (1, 2))))
+    assert model is not None
+    assert model.fixed == pytest.approx(truth.fixed, rel=0.01)
+    assert model.per_sample == pytest.approx(truth.per_sample, rel=0.01)
+    assert model.sync == pytest.approx(truth.sync, rel=0.01)
+    assert model.sync_per_replica == pytest.approx(truth.sync_per_replica, rel=0.01)
+
+
+def test_what_contradicts_the_shape_is_met_in_between() -> None:
+    """More samples that take less time can't be; the model then takes time as the same for both."""
+    model = StepTimeModel.fit([StepTime(1, 8, 1, 0.4), StepTime(1, 16, 1, 0.2)])
+    assert model is not None
+    assert 0.2 <= model.step_time(BatchPlan(1, 8)) <= model.step_time(BatchPlan(1, 16)) <= 0.4
+
+
+def test_the_fit_is_nearer_than_any_neighbour() -> None:
+    noisy = [
+        StepTime(1, 8, 1, 0.11),
+        StepTime(1, 32, 1, 0.29),
+        StepTime(2, 8, 1, 0.15),
+        StepTime(2, 32, 2, 0.71),
+        StepTime(4, 16, 1, 0.17),
+        StepTime(8, 16, 1, 0.31),
+    ]
+    model = StepTimeModel.fit(noisy)
+    assert model is not None
+
+    def error(fixed: float, per_sample: float, sync: float, sync_per_replica: float) -> float:
+        other = StepTimeModel(fixed, per_sample, sync, sync_per_replica)
+        return mean((other.step_time(one.plan) / one.step_time - 1) ** 2 for one in noisy)
+
+    best = (model.fixed, model.per_sample, model.sync, model.sync_per_replica)
+    for index, sign in product(range(4), (-1, 1)):
+        moved = [value * (1 + sign * 0.05 * (i == index)) for i, value in enumerate(best)]
+        assert error(*best) <= error(*moved) + 1e-4
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-10, 1e10])
+def test_what_cannot_be_the_time_of_a_step_is_left_out(bad: float) -> None:
+    good = [StepTime(1, 8, 1, 0.1), StepTime(2, 8, 1, 0.2)]
+    assert StepTimeModel.fit([*good, StepTime(4, 16, 1, bad)]) == StepTimeModel.fit(good)
+
+
+@given(
+    st.lists(
+        st.builds(
+            StepTime,
+            st.integers(1, 64),
+            st.integers(1, 10**6),
+            st.integers(1, 64),
+            st.sampled_from([1e-300, 1e-12, 1e-6, 1e-3, 1.0, 1e3, 1e12, 1e300]) | st.floats(1e-6, 1e3),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    plans,
+)
+def test_whatever_was_measured_times_are_positive_and_finite_and_always_the_same(
+    told: list[StepTime], plan: BatchPlan
+) -> None:
+    model = StepTimeModel.fit(told)
+    assert model == StepTimeModel.fit(told)
+    assert (model is None) == all(not 1e-9 <= one.step_time <= 1e9 for one in told)
+    if model is None:
+        return
+    parameters = (model.fixed, model.per_sample, model.sync, model.sync_per_replica)
+    assert all(value >= 0 and math.isfinite(value) for value in parameters)
+    assert 0 < model.step_time(plan) < math.inf
+    assert 0 < model.throughput(plan) < math.inf
+
+
+def test_accumulation_that_seems_to_cost_nothing_leaves_one_replica_a_time_above_zero() -> None:
+    model = StepTimeModel.fit([StepTime(2, 8, 1, 1.0), StepTime(2, 8, 64, 0.5)])
+    assert model is not None
+    assert model.throughput(BatchPlan(1, 8)) <= 1e3
+
+
+def test_time_never_falls_with_more_of_anything() -> None:
+    model = StepTimeModel.fit([StepTime(2, 8, 1, 0.1), StepTime(1, 8, 1, 0.4), StepTime(1, 64, 1, 0.3)])
+    assert model is not None
+    for replicas, local_bsz, accumulation in product((1, 2, 4), (8, 64), (1, 2)):
+        least = model.step_time(BatchPlan(replicas, local_bsz, accumulation))
+        assert least <= model.step_time(BatchPlan(2 * replicas, local_bsz, accumulation))
+        assert least <= model.step_time(BatchPlan(replicas, 2 * local_bsz, accumulation))
+        assert least <= model.step_time(BatchPlan(replicas, local_bsz, 2 * accumulation))
+
+
+@pytest.mark.timeout(10)
+def test_many_measurements_are_fitted_without_going_over_them_again_and_again() -> None:
+    truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
+    table = list(product(range(1, 65), range(8, 264, 8), (1, 2)))
+    model = StepTimeModel.fit(measured(truth, *table))
+    assert model is not None
+    assert model.step_time(BatchPlan(32, 128)) == pytest.approx(truth.step_time(BatchPlan(32, 128)), rel=0.01)
