@@ -112,9 +112,9 @@ def same(optimizer: AdaScale, model: nn.Module, twin: Reference, tolerance: floa
 
 @case
 def public_values() -> None:
+    variants: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
     for known in (True, False):
-        options: dict[str, Any]
-        for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        for options in variants:
             for one, other, gain in PUBLIC_VALUES:
                 model = Wrapped(nn.Linear(2, 2), **options)
                 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
