@@ -174,6 +174,14 @@ def register(state: Rendezvous, registration: Registration) -> Rendezvous:
         )
         if now.phase is Phase.FAILED:
             told = _count_failure(told, now)
+        if (
+            told.complete
+            and rank == 0
+            and told.active is not None
+            and now.generation < told.active.generation
+        ):
+            # The program came to its end on the way to a generation that now will never be.
+            return replace(told, broken=True)
     if _breaks(told, now):
         told = _break(told, disrupted=now.phase is not Phase.FAILED, newest=now.generation)
     return _settle(told)

@@ -737,3 +737,13 @@ def test_generations_survive_a_world_full_of_mishaps() -> None:
     run_state_machine_as_test(
         World, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
     )
+
+
+def test_a_program_that_ends_on_the_way_to_a_generation_takes_its_peers_out_of_it() -> None:
+    """Rank 1 is in generation 2 already, where rank 0 will never come."""
+    state = allocate(running(1, 1), Allocation(2, 2))
+    state = register(state, told(1, WAITING, 0))
+    assert active(state) == (2, 2)
+    state = register(register(state, told(1, RUNNING, 2)), told(0, FINISHED, 1))
+    assert state.complete
+    assert state.view(1).is_over(2)

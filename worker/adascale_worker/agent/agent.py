@@ -73,7 +73,8 @@ class Agent:
     ) -> None:
         self._patience = patience
         self._command = list(command)
-        self._environ = dict(environ)
+        # A lost connection is told in our own words; c10d's are a screen of stack frames each.
+        self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ}
         self._rank = rank
         self._address = address
         self._instance = secrets.token_hex(8)
@@ -104,6 +105,8 @@ class Agent:
         while True:
             trainer = self._await_place(phase, code)
             if trainer is None:
+                if self._job_is_complete:
+                    return self._end(Phase.FINISHED, EXIT_FINISHED)
                 return self._end(Phase.TERMINATED, EXIT_REENTRY)
             code = self._watch(trainer)
             phase = self._phase(code)
@@ -128,7 +131,7 @@ class Agent:
             self._next_event()
 
     def _await_place(self, phase: Phase, code: int | None) -> TrainerProcess | None:
-        """A trainer in its place in the next generation; none if asked to leave.
+        """A trainer in its place in the next generation; none if asked to leave, or the job is complete.
 
         Args:
             phase: what to tell the service meanwhile.
@@ -138,15 +141,19 @@ class Agent:
         told = phase is not Phase.WAITING
         if told:
             self._link.tell(self._registration(phase, code))
-        while not self._terminating:
+        while not self._terminating and not self._job_is_complete:
             view = self._link.view
             following = view.next_after(self._generation) if view is not None else None
-            if following is not None and self._rank < following.replicas:
+            if following is not None and following.has_place_for(self._rank, self._instance):
                 trainer = self._enter(following)
                 if trainer is not None:
                     return trainer
-                told = True
+                phase, code = Phase.LOST, None
                 continue
+            if told and view is not None and view.spent_port == self._port:
+                # It was given to a generation that this replica has missed; the next needs another.
+                self._renew_socket()
+                self._link.tell(self._registration(phase, code))
             if not self._prepare(view):
                 raise self._cannot_prepare()
             if not told and (
@@ -181,6 +188,15 @@ class Agent:
         self._standby_since = time.monotonic()
         self._standby = self._spawn()
         return True
+
+    @property
+    def _job_is_complete(self) -> bool:
+        return self._link.view is not None and self._link.view.complete
+
+    @property
+    def _port(self) -> int:
+        """The port kept for the next generation."""
+        return int(self._socket.getsockname()[1])
 
     @property
     def _prepared_for(self) -> float:
@@ -222,9 +238,8 @@ class Agent:
         """Give a trainer its place; none if this generation cannot be served, and another is needed."""
         self._generation = allocation.generation
         first = self._rank == 0
-        if first and allocation.master_port != self._socket.getsockname()[1]:
-            # Its port was used up by a generation that never began: the peers must not wait there.
-            self._dismiss()
+        if first and allocation.master_port != self._port:
+            # It was given a port of before: the peers must not wait there.
             self._renew_socket()
             self._link.tell(self._registration(Phase.LOST))
             return None
@@ -303,12 +318,16 @@ class Agent:
             phase=phase,
             generation=self._generation,
             address=self._address,
-            port=self._socket.getsockname()[1],
+            port=self._port,
             exit_code=code,
             log=log,
         )
 
     def _renew_socket(self) -> None:
+        """Keep another port; a trainer that waits with the old one is of no use any more."""
+        if self._rank == 0:
+            self._dismiss()
+            self._standby_generation = self._generation
         self._socket.close()
         self._socket = _listen(self._address)
 
