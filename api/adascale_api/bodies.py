@@ -57,13 +57,13 @@ class ReportsBody:
             reports = self._reports.validate_json(text)
         except ValidationError as error:
             raise InvalidInputError.from_pydantic(error.errors(include_url=False)) from error
-        if len(reports) > MOST_REPORTS:
+        if not 1 <= len(reports) <= MOST_REPORTS:
             raise InvalidInputError(
                 [
                     Problem(
                         field="body",
                         got=f"a list of {len(reports)}",
-                        allowed=f"at most {MOST_REPORTS} reports",
+                        allowed=f"1 to {MOST_REPORTS} reports",
                     )
                 ]
             )
@@ -73,7 +73,9 @@ class ReportsBody:
     def openapi(self) -> dict[str, Any]:
         """What the OpenAPI text of an operation says of this body."""
         one = _reference(GainReportBody)
-        return _request_body({"anyOf": [one, {"type": "array", "items": one, "maxItems": MOST_REPORTS}]})
+        return _request_body(
+            {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": MOST_REPORTS}]}
+        )
 
 
 def describe_bodies(app: FastAPI, models: list[type[BaseModel]]) -> None:

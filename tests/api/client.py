@@ -1,0 +1,180 @@
+"""The metrics service as a process, and calls to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import urllib3
+
+from adascale_core.messages import GainReport, Phase, Registration
+
+TOKEN = "the-token-of-these-tests"
+PATIENCE = 30.0
+
+REPORT = GainReport(
+    generation=1, step=1, progress=2.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0, gain=2.0,
+    grad_sqr=0.5, grad_var=1.5, step_time=0.02, time=1.76e9, loss=0.7,
+)  # fmt: skip
+
+
+def a_report(step: int = 1, **changed: Any) -> GainReport:
+    return replace(REPORT, step=step, **changed)
+
+
+def a_registration(rank: int = 0, phase: Phase = Phase.WAITING, **changed: Any) -> Registration:
+    told = Registration(rank, f"agent-{rank}", phase, 0, "127.0.0.1", 40000 + rank)
+    return replace(told, **changed)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the service answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Any
+
+
+class Client:
+    """Calls the service at a port, with one connection or a few."""
+
+    def __init__(self, port: int, token: str | None = TOKEN) -> None:
+        self._base = f"http://127.0.0.1:{port}"
+        self._token = token
+        self._pool = urllib3.PoolManager(retries=False, maxsize=4)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.clear()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        text: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        chunked: bool = False,
+    ) -> Answer:
+        """Call it with a JSON body, or with `text` as it is."""
+        told = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        data = text
+        if body is not None:
+            data = json.dumps(body).encode()
+        if data is not None:
+            told["content-type"] = "application/json"
+        answer = self._pool.request(
+            method,
+            self._base + path,
+            body=data,
+            headers={**told, **(headers or {})},
+            timeout=PATIENCE + 60,
+            chunked=chunked,
+        )
+        kind = answer.headers.get("content-type", "")
+        read = json.loads(answer.data) if answer.data and "json" in kind else answer.data.decode()
+        return Answer(answer.status, answer.headers, read)
+
+    def get(self, path: str) -> Any:
+        """The body that a GET is answered with."""
+        return self._ok(self.call("GET", path))
+
+    def put(self, path: str, body: object) -> Any:
+        """The body that a PUT is answered with."""
+        return self._ok(self.call("PUT", path, body))
+
+    def post_gain(self, job: str, *reports: GainReport) -> Any:
+        """The body that a POST of reports is answered with."""
+        return self._ok(self.call("POST", f"/jobs/{job}/gain", [report.to_json() for report in reports]))
+
+    def register(self, job: str, registration: Registration) -> Any:
+        """The body that a registration is answered with."""
+        return self.put(f"/jobs/{job}/replicas/{registration.rank}", registration.to_json())
+
+    @staticmethod
+    def _ok(answer: Answer) -> Any:
+        assert 200 <= answer.status < 300, answer
+        return answer.body
+
+
+class ServiceProcess:
+    """A metrics service of its own, on a folder that outlives it."""
+
+    def __init__(self, folder: Path, *options: str, environ: Mapping[str, str] | None = None) -> None:
+        self._port_file = folder / f"port-{uuid4().hex}"
+        self._log = folder / "service.log"
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(
+                        sys.executable,
+                        "-m",
+                        "adascale_api",
+                        "--port",
+                        "0",
+                        "--port-file",
+                        str(self._port_file),
+                    ),
+                    *("--database", f"sqlite:///{folder / 'service.db'}", *options),
+                ],
+                env=environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ)),
+                stdout=log,
+                stderr=log,
+            )
+        wait_until(lambda: self.process.poll() is not None or self._port_file.exists(), "the start")
+        assert self.process.poll() is None, self.log()
+        self.port = int(self._port_file.read_text())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def log(self) -> str:
+        """All that it wrote."""
+        return self._log.read_text()
+
+
+def run_service(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A service that is expected to refuse to start."""
+    return subprocess.run(
+        [sys.executable, "-m", "adascale_api", *options],
+        env=environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def environment(**changed: str) -> dict[str, str]:
+    """The environment of the tests, without what could tell a service something."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
+    return {**kept, **changed}
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Return once `condition` holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,27 @@
+"""A service that the tests of this folder share; each uses jobs of its own."""
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from api.client import Client, ServiceProcess
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("service")) as running:
+        yield running
+        assert "Traceback" not in running.log()
+
+
+@pytest.fixture
+def client(service: ServiceProcess) -> Iterator[Client]:
+    with Client(service.port) as one:
+        yield one
+
+
+@pytest.fixture
+def job() -> str:
+    """The id of a job that no other test uses."""
+    return f"tests.job-{uuid4().hex}"

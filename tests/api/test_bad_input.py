@@ -1,0 +1,245 @@
+"""What can't be, each kind refused with the field, what was got and what is allowed; nothing is stored."""
+
+import json
+from typing import Any
+
+import pytest
+
+from adascale_core.messages import JobSpec, Phase
+from api.client import Answer, Client, ServiceProcess, a_registration, a_report
+
+NUMBERS = [
+    "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain",
+    "grad_sqr", "grad_var", "step_time", "time", "loss",
+]  # fmt: skip
+INTEGERS = ["generation", "step", "epoch", "replicas", "local_bsz", "accumulation"]
+NEVER_NEGATIVE = [name for name in NUMBERS if name not in {"grad_sqr", "grad_var", "loss"}]
+NEVER_ZERO = ["replicas", "local_bsz", "accumulation", "scale", "gain"]
+
+REPORT_CASES = [
+    *[(name, "NaN") for name in NUMBERS],
+    *[(name, "Infinity") for name in NUMBERS],
+    *[(name, "-Infinity") for name in NUMBERS],
+    *[(name, "1e999") for name in NUMBERS],
+    *[(name, '"1"') for name in NUMBERS],
+    *[(name, "true") for name in NUMBERS],
+    *[(name, "[1]") for name in NUMBERS],
+    *[(name, "null") for name in NUMBERS if name != "loss"],
+    *[(name, "1.5") for name in INTEGERS],
+    *[(name, "-1") for name in NEVER_NEGATIVE],
+    *[(name, "0") for name in NEVER_ZERO],
+    *[(name, "1" + "0" * 25) for name in NEVER_NEGATIVE],
+]
+
+
+def refused(answer: Answer, status: int, *words: str) -> dict[str, Any]:
+    """The body of a refusal, whose words are all there."""
+    assert answer.status == status, answer
+    told: dict[str, Any] = answer.body
+    for word in words:
+        assert word in told["error"], told
+    return told
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_report_with_a_wrong_number_is_refused_by_the_name_of_the_field(
+    client: Client, job: str, name: str
+) -> None:
+    for text in [text for field, text in REPORT_CASES if field == name]:
+        members = json.dumps({**a_report().to_json(), name: "HERE"}).replace('"HERE"', text)
+        told = refused(client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422, f"{name}: got ")
+        assert [problem["field"].split(".")[0] for problem in told["detail"]] == [name]
+        assert told["detail"][0]["allowed"]
+    assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [("NaN", "NaN"), ("-Infinity", "-Infinity"), ('"1"', '"1"'), ("true", "true"), ("-1", "-1")],
+)
+def test_a_refusal_tells_what_was_got(client: Client, job: str, text: str, got: str) -> None:
+    members = json.dumps({**a_report().to_json(), "gain": "HERE"}).replace('"HERE"', text)
+    told = refused(client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422)
+    assert told["detail"][0]["got"] == got
+
+
+def test_one_wrong_report_of_a_list_keeps_all_of_it_out(client: Client, job: str) -> None:
+    reports = [a_report(1).to_json(), {**a_report(2).to_json(), "gain": -1.0}, a_report(3).to_json()]
+    refused(client.call("POST", f"/jobs/{job}/gain", reports), 422, "1.gain: got -1.0", "nothing was stored")
+    assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", ["body: got nothing", "JSON"]),
+        (b"{", ["body: got {", "JSON"]),
+        (b"gain=1", ["body: got gain=1", "JSON"]),
+        (b"\xff\xfe{}", ["body: got", "JSON"]),
+        (b"[" * 10000, ["body: got [[[", "JSON"]),
+        (b'{"step": 1' + b"0" * 5000 + b"}", ["body: got", "JSON"]),
+        (b'"\\ud800"', ["body: got", "JSON"]),
+        (b"null", ["body: got null"]),
+        (b"1", ["body: got 1"]),
+        (b"[]", ["a list of 0", "1 to 1000 reports"]),
+        (b"[1]", ["0: got 1"]),
+        (b"[[]]", ["0: got []"]),
+        (b"{}", ["generation: got nothing", "required", "and 12 more"]),
+    ],
+)
+def test_a_body_that_is_no_report_is_refused(client: Client, job: str, text: bytes, words: list[str]) -> None:
+    refused(client.call("POST", f"/jobs/{job}/gain", text=text), 422, *words)
+    assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+def test_a_misspelled_field_is_refused_by_its_name(client: Client, job: str) -> None:
+    answer = client.call("POST", f"/jobs/{job}/gain", {**a_report().to_json(), "gian": 1.0})
+    refused(answer, 422, "gian: got 1.0", "no field of this name")
+
+
+def test_more_than_a_thousand_reports_are_refused(client: Client, job: str) -> None:
+    reports = [a_report(step).to_json() for step in range(1001)]
+    refused(client.call("POST", f"/jobs/{job}/gain", reports), 422, "a list of 1001", "1 to 1000")
+    assert client.post_gain(job, *[a_report(step) for step in range(1000)])["stored"] == 1000
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_ten_megabytes_is_refused(client: Client, job: str, chunked: bool) -> None:
+    text = b"[" + b" " * 10_000_000 + b"]"
+    answer = client.call("POST", f"/jobs/{job}/gain", text=text, chunked=chunked)
+    refused(answer, 413, "body", "at most 1048576")
+    assert client.get("/healthz") == {"status": "ok"}
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
+def test_a_body_of_another_content_type_is_refused(client: Client, job: str, kind: str) -> None:
+    text = json.dumps(a_report().to_json()).encode()
+    answer = client.call("POST", f"/jobs/{job}/gain", text=text, headers={"content-type": kind})
+    refused(answer, 415, "application/json")
+
+
+@pytest.mark.parametrize(
+    "job_id", ["UPPER", "a.b.c", ".a", "a.", "a_b", "-a", "a" * 64, "%20", "%00", "%C3%A4"]
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", ""), ("GET", "/gain"), ("GET", "/gain/history"), ("GET", "/allocation"), ("DELETE", "")],
+)
+def test_a_job_id_that_can_not_be_is_refused(client: Client, job_id: str, method: str, path: str) -> None:
+    refused(client.call(method, f"/jobs/{job_id}{path}"), 422, "is not valid: use lower case letters")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", ""), ("GET", "/gain"), ("GET", "/gain/history"), ("GET", "/allocation"), ("DELETE", "")],
+)
+def test_an_unknown_job_is_not_found(client: Client, method: str, path: str) -> None:
+    refused(client.call(method, f"/jobs/nobody{path}"), 404, "job default.nobody is unknown")
+
+
+def test_a_job_without_a_report_has_no_gain(client: Client, job: str) -> None:
+    client.put(f"/jobs/{job}", JobSpec(4).to_json())
+    refused(client.call("GET", f"/jobs/{job}/gain"), 404, f"job {job} has no report yet")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"batch_size": 0}, ["batch_size: got 0"]),
+        ({"batch_size": True}, ["batch_size: got true"]),
+        ({"batch_size": "4"}, ['batch_size: got "4"']),
+        ({"batch_size": 8, "max_batch_size": 4}, ["max_batch_size 4 is below batch_size 8"]),
+        ({"batch_size": 8, "local_bsz_bounds": [4, 2]}, ["lower 4 is over upper 2"]),
+        ({"batch_size": 8, "local_bsz_bounds": [4]}, ["local_bsz_bounds.1: got nothing"]),
+        ({"batch_size": 8, "local_bsz_bounds": [1, 2, 3]}, ["local_bsz_bounds: got"]),
+        ({"batch_size": 7, "min_replicas": 2, "max_replicas": 6}, ["no replica count between 2 and 6"]),
+        ({"batch_size": 8, "min_replicas": 4, "max_replicas": 2}, ["4 is over", "2"]),
+        ({"batch_size": 8, "efficiency_target": 0}, ["efficiency_target: got 0"]),
+        ({"batch_size": 8, "max_replicas": 100_000}, ["max_replicas: got 100000"]),
+        ({"batchSize": 8}, ["batch_size: got nothing"]),
+    ],
+)
+def test_a_job_that_can_not_be_is_refused(
+    client: Client, job: str, spec: dict[str, Any], words: list[str]
+) -> None:
+    refused(client.call("PUT", f"/jobs/{job}", spec), 422, *words)
+    assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rank": 1}, ["rank: got 1, allowed is 0"]),
+        ({"rank": -1}, ["rank: got -1"]),
+        ({"phase": "resting"}, ['phase: got "resting"', "'waiting'"]),
+        ({"port": 65536}, ["port: got 65536"]),
+        ({"instance": ""}, ["instance: got"]),
+        ({"address": "a" * 300}, ["address: got"]),
+        ({"log": "x" * 70_000}, ["log: got", "65536"]),
+        ({"generation": -1}, ["generation: got -1"]),
+    ],
+)
+def test_a_registration_that_can_not_be_is_refused(
+    client: Client, job: str, changed: dict[str, Any], words: list[str]
+) -> None:
+    body = {**a_registration(phase=Phase.WAITING).to_json(), **changed}
+    refused(client.call("PUT", f"/jobs/{job}/replicas/0", body), 422, *words)
+    assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"generation": 0, "replicas": 1}, ["generation: got 0"]),
+        ({"generation": 1, "replicas": -1}, ["replicas: got -1"]),
+        ({"generation": 1, "replicas": 1.0}, ["replicas: got 1.0"]),
+        ({"generation": 1}, ["replicas: got nothing"]),
+    ],
+)
+def test_an_allocation_that_can_not_be_is_refused(
+    client: Client, job: str, body: dict[str, Any], words: list[str]
+) -> None:
+    refused(client.call("PUT", f"/jobs/{job}/allocation", body), 422, *words)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/gain/history?points=0", ["points: got", "greater than or equal to 1"]),
+        ("/gain/history?points=5001", ["points: got", "less than or equal to 5000"]),
+        ("/gain/history?points=many", ['points: got "many"', "a valid integer"]),
+        ("/allocation?version=1&wait=61", ["wait: got"]),
+        ("/allocation?version=1&wait=-1", ["wait: got"]),
+        ("/allocation?version=1&wait=nan", ["wait: got"]),
+        ("/allocation?version=x", ['version: got "x"']),
+        ("/replicas/9999", ["rank: got"]),
+        ("/replicas/-1", ["rank: got"]),
+    ],
+)
+def test_a_parameter_that_can_not_be_is_refused(
+    client: Client, job: str, path: str, words: list[str]
+) -> None:
+    method, body = ("PUT", a_registration().to_json()) if "replicas" in path else ("GET", None)
+    refused(client.call(method, f"/jobs/{job}{path}", body), 422, *words)
+
+
+def test_writing_without_the_token_is_refused(service: ServiceProcess, job: str) -> None:
+    writes: list[tuple[str, str, object]] = [
+        ("POST", "/gain", a_report().to_json()),
+        ("PUT", "", JobSpec(4).to_json()),
+        ("PUT", "/allocation", {"generation": 1, "replicas": 1}),
+        ("PUT", "/replicas/0", a_registration().to_json()),
+        ("DELETE", "", None),
+    ]
+    for token, words in ((None, "a token is needed"), ("wrong", "not accepted"), ("ä", "not accepted")):
+        with Client(service.port, token) as client:
+            for method, path, body in writes:
+                answer = client.call(method, f"/jobs/{job}{path}", body)
+                refused(answer, 401, words)
+                assert answer.headers["www-authenticate"] == "Bearer"
+            assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+def test_what_does_not_exist_is_not_found_in_the_form_of_all_errors(client: Client) -> None:
+    refused(client.call("GET", "/nothing/here"), 404, "there is nothing at /nothing/here")
+    refused(client.call("POST", "/jobs"), 405, "POST is not possible here")
