@@ -1,17 +1,23 @@
 """Which job gets how many replicas, decided for all jobs at once.
 
-One pure function, `decide`, that the Kubernetes operator, the local runner and any simulator call. In
-order: every job its smallest valid count, by arrival; then replica by replica to the job whose goodput
-(steps at its `batch_size` per second) grows by the largest factor per replica, which is the allocation
-of highest product of speedups and so is fair between jobs of different size; last, a change that would
-not pay for its restart is not made. Same input, same answer.
+One pure function, `decide`, that the Kubernetes operator, the local runner and any simulator call:
+
+1. Every job is admitted, by arrival, whose smallest valid count fits beside those of the jobs before it.
+2. Of all ways to give the admitted jobs valid counts, the one of the highest total worth is taken. What a
+   count is worth to a job is the logarithm of its goodput, in steps at its `batch_size` per second, less
+   what a change costs. The sum of logarithms is fair between jobs of different size (proportional
+   fairness): a replica goes where it makes a job faster by the largest factor.
+
+A job whose change is under way or recent, that is not measured, or that is about to end, moves only where
+there is no room otherwise. Same input, same answer; and since every change raises the total worth, jobs
+do not move to and fro: with nothing new, the answer to a decision carried out is to stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, log
+from math import log, log2
 
 from adascale_core.batch import BatchBounds, BatchPlan, plan_batch, valid_replicas
 from adascale_core.gain import GradientEstimate
@@ -20,13 +26,19 @@ from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 from adascale_core.throughput import StepTimeModel
 
 LEAST_SPEEDUP = 1.05
-"""A larger count must be this much faster."""
+"""A change must be worth this factor of speed at least, and so must each doubling of a job's replicas."""
 GROWTH = 2
 """A job grows to at most this many times the largest count that it has been measured on."""
 HORIZON = 600.0
 """Seconds ahead for which a change must pay where the end of the job is not known."""
 SETTLE_RESTARTS = 2.0
 """A change may follow another once the job has trained for this many restarts' time since."""
+
+_UNITS = 10**9
+"""Worth is counted in whole numbers of this fraction, so that sums are exact and ties are ties."""
+_FORCED = 10**18
+"""What a change costs that is made only for want of room: more than all other worth together."""
+_IMPOSSIBLE = -(10**30)
 
 
 @dataclass(frozen=True)
@@ -131,146 +143,142 @@ def decide(jobs: Iterable[JobState], capacity: int, now: float) -> dict[str, Dec
         job id -> decision. Counts are valid for their job or 0, and sum to at most `capacity`.
     """
     queue = sorted(jobs, key=lambda job: (job.arrival, job.id))
-    worth = {job.id: _worth(job) for job in queue}
-    pinned: dict[str, int] = {}
-    while True:
-        counts = _distribute(queue, worth, capacity, pinned)
-        stays = _first_that_should_stay(queue, worth, counts, pinned, capacity, now)
-        if stays is None:
-            break
-        pinned[stays.id] = stays.replicas
-    return {job.id: Decision(counts[job.id], _reason(job, counts[job.id], worth[job.id])) for job in queue}
-
-
-def _worth(job: JobState) -> dict[int, Prediction]:
-    """Predictions for the counts that a job may be given now; empty while nothing is measured."""
-    model = StepTimeModel.fit(job.step_times)
-    if job.estimate is None or model is None:
-        return {}
-    limit = min(job.max_replicas, GROWTH * max(job.largest, job.replicas, job.min_replicas))
-    counts = [count for count in valid_replicas(job.bounds, limit) if count >= job.min_replicas]
-    return predict(job.bounds, counts, job.estimate, model, job.efficiency_target)
-
-
-def _counts(job: JobState) -> list[int]:
-    return [count for count in valid_replicas(job.bounds, job.max_replicas) if count >= job.min_replicas]
-
-
-def _distribute(
-    queue: Sequence[JobState],
-    worth: Mapping[str, Mapping[int, Prediction]],
-    capacity: int,
-    pinned: Mapping[str, int],
-) -> dict[str, int]:
-    """Smallest counts by arrival, then the rest by largest growth of goodput per replica."""
-    counts: dict[str, int] = {}
+    outlooks = [_Outlook.of(job) for job in queue]
+    options = []
     free = capacity
-    for job in queue:
-        smallest = pinned.get(job.id) or next(iter(_counts(job)), inf)
-        counts[job.id] = int(smallest) if smallest <= free else 0
-        free -= counts[job.id]
-    while True:
-        step = _best_growth(queue, worth, counts, free, pinned)
-        if step is None:
-            return counts
-        job_id, count = step
-        free -= count - counts[job_id]
-        counts[job_id] = count
-
-
-def _best_growth(
-    queue: Sequence[JobState],
-    worth: Mapping[str, Mapping[int, Prediction]],
-    counts: Mapping[str, int],
-    free: int,
-    pinned: Mapping[str, int],
-) -> tuple[str, int] | None:
-    best: tuple[str, int] | None = None
-    best_value = 0.0
-    for job in queue:
-        now = counts[job.id]
-        predicted = worth[job.id]
-        if job.id in pinned or now not in predicted:
+    for outlook in outlooks:
+        smallest = outlook.counts[0] if outlook.counts else None
+        if smallest is None or smallest > free:
+            options.append({0: 0})
             continue
-        for count, prediction in predicted.items():
-            if not now < count <= now + free:
-                continue
-            speedup = prediction.goodput / predicted[now].goodput
-            value = log(speedup) / (count - now)
-            if speedup >= LEAST_SPEEDUP and value > best_value * (1 + 1e-9):
-                best, best_value = (job.id, count), value
-    return best
+        free -= smallest
+        options.append(outlook.options(now))
+    chosen = _best(options, capacity)
+    return {
+        job.id: Decision(count, outlook.reason(count))
+        for job, outlook, count in zip(queue, outlooks, chosen, strict=True)
+    }
 
 
-def _first_that_should_stay(
-    queue: Sequence[JobState],
-    worth: Mapping[str, Mapping[int, Prediction]],
-    counts: Mapping[str, int],
-    pinned: Mapping[str, int],
-    capacity: int,
-    now: float,
-) -> JobState | None:
-    """The first job whose count would change without need and without paying for it."""
-    for job in queue:
-        if job.id in pinned or counts[job.id] == job.replicas or job.replicas not in _counts(job):
-            continue
-        if not _fits(queue, {**pinned, job.id: job.replicas}, capacity):
-            continue
-        if not _pays(job, worth[job.id], counts[job.id], now):
-            return job
-    return None
+def _best(options: Sequence[Mapping[int, int]], capacity: int) -> list[int]:
+    """One count per job, of the highest total worth, of those that sum to at most `capacity`.
+
+    Found exactly, from the last job to the first: `worth[i][free]` is the highest that the jobs from i on
+    reach with `free` replicas. Where two ways are worth the same, the earlier job gets more.
+
+    Args:
+        options: per job, count -> worth.
+        capacity: at least the sum of the smallest counts.
+    """
+    capacity = max(0, min(capacity, sum(max(counts) for counts in options)))
+    worth = [[0] * (capacity + 1)]
+    for counts in reversed(options):
+        rest = worth[-1]
+        worth.append(
+            [
+                max(
+                    (rest[free - count] + value for count, value in counts.items() if count <= free),
+                    default=_IMPOSSIBLE,
+                )
+                for free in range(capacity + 1)
+            ]
+        )
+    chosen = []
+    free = capacity
+    for counts, rest in zip(options, reversed(worth[:-1]), strict=True):
+        fitting = [count for count in counts if count <= free]
+        chosen.append(max(fitting, key=lambda count: (rest[free - count] + counts[count], count)))
+        free -= chosen[-1]
+    return chosen
 
 
-def _fits(queue: Sequence[JobState], pinned: Mapping[str, int], capacity: int) -> bool:
-    """Whether the pinned counts leave every other job the smallest count it could have without them."""
-    others = [job for job in queue if job.id not in pinned]
-    free = capacity - sum(pinned.values())
-    if free < 0:
-        return False
-    running = [next(iter(_counts(job)), 0) for job in others]
-    unpinned = capacity - sum(next(iter(_counts(job)), 0) for job in queue if job.id in pinned)
-    return _admitted(running, free) == _admitted(running, unpinned)
+@dataclass(frozen=True)
+class _Outlook:
+    """A job with the counts that it may ever have, and predictions for those that it may have next.
 
+    Args:
+        job: the job.
+        counts: valid counts between its limits, ascending.
+        predicted: what each of those that it may have next is worth; empty while that is not measured.
+    """
 
-def _admitted(smallest: Sequence[int], free: int) -> int:
-    """How many jobs get their smallest count, by order of arrival."""
-    admitted = 0
-    for count in smallest:
-        if count <= free:
-            free -= count
-            admitted += 1
-    return admitted
+    job: JobState
+    counts: Sequence[int]
+    predicted: Mapping[int, Prediction]
 
+    @classmethod
+    def of(cls, job: JobState) -> _Outlook:
+        counts = [
+            count for count in valid_replicas(job.bounds, job.max_replicas) if count >= job.min_replicas
+        ]
+        model = StepTimeModel.fit(job.step_times)
+        if job.estimate is None or model is None:
+            return cls(job, counts, {})
+        largest = max([job.largest, *(one.replicas for one in job.step_times)])
+        next_larger = [count for count in counts if count > largest][:1]
+        reach = max([GROWTH * largest, job.replicas, *counts[:1], *next_larger])
+        reachable = [count for count in counts if count <= reach]
+        return cls(job, counts, predict(job.bounds, reachable, job.estimate, model, job.efficiency_target))
 
-def _pays(job: JobState, predicted: Mapping[int, Prediction], count: int, now: float) -> bool:
-    if not predicted or count not in predicted or job.replicas not in predicted:
-        # Nothing is measured: there is no reason to move a job that runs.
-        return False
-    if job.settled_at is None or now - job.settled_at < SETTLE_RESTARTS * job.restart_seconds:
-        return False
-    faster = predicted[count].goodput / predicted[job.replicas].goodput
-    if faster <= 1:
-        # Given up in favour of other jobs, whose growth was worth more.
-        return count < job.replicas
-    left = HORIZON if job.remaining is None else job.remaining / predicted[job.replicas].goodput
-    return left * (1 - 1 / faster) > job.restart_seconds
+    @property
+    def current(self) -> int | None:
+        """The count that the job can stay at, if there is one."""
+        return self.job.replicas if self.job.replicas in self.counts else None
 
+    def options(self, now: float) -> dict[int, int]:
+        """Count -> worth of the counts that the job may have next."""
+        if self.predicted:
+            speeds = {count: prediction.goodput for count, prediction in self.predicted.items()}
+        else:
+            # Nothing is measured: it does not grow, and where it must shrink, as little as can be.
+            most = max(self.job.replicas, self.counts[0])
+            speeds = {count: float(count) for count in self.counts if count <= most and self.job.replicas}
+            speeds.setdefault(self.counts[0], float(self.counts[0]))
+        before = self.current or self.counts[0]
+        change = self._cost_of_change(now) if self.current else 0
+        return {
+            count: round(_UNITS * (log(speed) - log(LEAST_SPEEDUP) * max(log2(count / before), 0.0)))
+            - (change if count != before else 0)
+            for count, speed in speeds.items()
+        }
 
-def _reason(job: JobState, count: int, predicted: Mapping[int, Prediction]) -> str:
-    before = job.replicas
-    if count == 0:
-        smallest = next(iter(_counts(job)), None)
-        if smallest is None:
+    def _cost_of_change(self, now: float) -> int:
+        job = self.job
+        if job.settled_at is None or now - job.settled_at < SETTLE_RESTARTS * job.restart_seconds:
+            return _FORCED
+        if job.replicas not in self.predicted:
+            return _FORCED
+        speed = self.predicted[job.replicas].goodput
+        left = HORIZON if job.remaining is None else job.remaining / speed
+        if left <= job.restart_seconds:
+            return _FORCED
+        # So much faster it must be to be as far at the end as without the change.
+        faster = 1 / (1 - job.restart_seconds / left)
+        return round(_UNITS * log(max(faster, LEAST_SPEEDUP)))
+
+    def reason(self, count: int) -> str:
+        """Why the job gets `count` replicas, in words."""
+        job, before = self.job, self.job.replicas
+        if not self.counts:
             return f"no replica count between {job.min_replicas} and {job.max_replicas} is valid"
-        return f"waiting for room: at least {smallest} replicas are needed"
-    if before == 0:
-        return f"started on {count} {'replica' if count == 1 else 'replicas'}"
-    if count == before:
-        return "stays"
-    if count in predicted and before in predicted:
-        old, new = predicted[before], predicted[count]
-        return (
+        if count == 0:
+            return f"waiting for room for {_replicas(self.counts[0])}"
+        if before == 0:
+            return f"started on {_replicas(count)}"
+        if count == before:
+            return "stays"
+        if self.current is None:
+            return f"{before} is no valid replica count any more"
+        cause = "makes room"
+        if not {before, count} <= set(self.predicted):
+            return cause
+        old, new = self.predicted[before], self.predicted[count]
+        effect = (
             f"gain {old.gain:.1f} -> {new.gain:.1f} predicted, "
             f"{new.goodput / old.goodput:.1f} times the progress per second"
         )
-    return "room for other jobs" if count < before else "room became free"
+        return effect if new.goodput > old.goodput else f"{cause}: {effect}"
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"

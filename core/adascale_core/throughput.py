@@ -22,7 +22,9 @@ SHORTEST, LONGEST = 1e-9, 1e9
 LEAST_COMPUTE = 1e-3
 """A micro-batch takes at least this share of the time of the smallest one measured."""
 
-_RIDGE = 1e-6
+_RIDGE = (1e-6, 1e-6, 1e-4, 1e-4)
+"""How firmly each guess is held; that communication is free more firmly than what compute consists of, so
+that measurements of a single count do not make fewer replicas look faster."""
 _SINGULAR = 1e-12
 
 
@@ -95,7 +97,7 @@ def _row(plan: BatchPlan) -> tuple[float, float, float, float]:
 
 
 def _ridge(rows: Sequence[Sequence[float]], guess: Sequence[float]) -> list[float]:
-    """Non-negative x that minimises sum((row . x - 1)^2) + ridge * |x - guess|^2.
+    """Non-negative x that minimises sum((row . x - 1)^2) + sum(ridge * (x - guess)^2).
 
     The minimum is the one without bounds over those unknowns that are not zero. There are so few that
     each choice of them can be tried.
@@ -106,13 +108,13 @@ def _ridge(rows: Sequence[Sequence[float]], guess: Sequence[float]) -> list[floa
 
     def error(x: Sequence[float]) -> float:
         misses = sum((sum(a * b for a, b in zip(row, x, strict=True)) - 1) ** 2 for row in rows)
-        return misses + _RIDGE * sum((a - b) ** 2 for a, b in zip(x, guess, strict=True))
+        return misses + sum(w * (a - b) ** 2 for w, a, b in zip(_RIDGE, x, guess, strict=True))
 
     candidates = []
     for free in (free for count in range(1, size + 1) for free in combinations(range(size), count)):
         solved = _solve(
-            [[gram[i][j] + _RIDGE * (i == j) for j in free] for i in free],
-            [column[i] + _RIDGE * guess[i] for i in free],
+            [[gram[i][j] + _RIDGE[i] * (i == j) for j in free] for i in free],
+            [column[i] + _RIDGE[i] * guess[i] for i in free],
         )
         if solved is not None and min(solved) >= 0:
             x = dict(zip(free, solved, strict=True))

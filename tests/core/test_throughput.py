@@ -1,6 +1,7 @@
 """Step times are recovered where they were measured enough, and guessed with care where not."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from statistics import mean
 
@@ -55,6 +56,17 @@ def test_a_first_measurement_on_two_replicas_is_met_as_well() -> None:
     model = StepTimeModel.fit([StepTime(2, 8, 1, 0.3)])
     assert model is not None
     assert model.step_time(BatchPlan(2, 8)) == pytest.approx(0.3)
+
+
+def test_measurements_of_one_count_make_neither_more_nor_fewer_replicas_look_faster() -> None:
+    told = [StepTime(4, size, 1, 1.0 + 0.01 * size) for size in (8, 16, 32)]
+    model = StepTimeModel.fit(told)
+    assert model is not None
+    for one in told:
+        for replicas in (1, 2, 8):
+            assert model.step_time(replace(one.plan, replicas=replicas)) == pytest.approx(
+                one.step_time, rel=0.05
+            )
 
 
 def test_a_second_count_of_replicas_tells_the_synchronisation() -> None:

@@ -1,0 +1,515 @@
+"""Which job gets how many replicas: a table for each rule, and properties for any jobs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import inf, log, log2
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adascale_core.batch import BatchBounds, valid_replicas
+from adascale_core.decision import (
+    GROWTH,
+    HORIZON,
+    LEAST_SPEEDUP,
+    SETTLE_RESTARTS,
+    Decision,
+    JobState,
+    Prediction,
+    decide,
+    predict,
+)
+from adascale_core.gain import GradientEstimate
+from adascale_core.messages import StepTime
+from adascale_core.throughput import StepTimeModel
+
+NOW = 10_000.0
+ANY = BatchBounds(32, 4096, (1, 128))
+"""Every count up to 4096 is valid."""
+EVEN_SPLIT = BatchBounds(8)
+"""1, 2, 4 and 8 are valid."""
+NOISY = GradientEstimate(grad_sqr=1.0, grad_var=1000.0)
+"""Larger batches are worth nearly their size."""
+CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.001)
+"""Larger batches are worth nothing."""
+COMPUTE = StepTimeModel(fixed=0.01, per_sample=0.01)
+"""Communication is free: twice the replicas are twice as fast."""
+FIXED = StepTimeModel(fixed=1.0, per_sample=1e-6)
+"""A step takes the same time whatever its batch."""
+TALK = StepTimeModel(fixed=0.0, per_sample=0.01, sync=2.0, sync_per_replica=0.5)
+"""Communication takes all the time there is to win."""
+
+
+def job(
+    name: str,
+    replicas: int = 0,
+    *,
+    arrival: float = 0.0,
+    bounds: BatchBounds = ANY,
+    at_least: int = 1,
+    at_most: int = 8,
+    measured: Sequence[int] = (),
+    truth: StepTimeModel = COMPUTE,
+    estimate: GradientEstimate | None = NOISY,
+    settled_for: float | None = 1000.0,
+    remaining: float | None = None,
+    restart: float = 10.0,
+) -> JobState:
+    """A job that was measured on `measured`, which is what it runs on unless said; 32 and 64 in all."""
+    counts = [count for count in measured or [replicas] if count]
+    plans = [
+        StepTime(count, max(size // count, 1), 1, 1.0) for count in counts for size in (bounds.batch_size, 64)
+    ]
+    return JobState(
+        id=name,
+        arrival=arrival,
+        bounds=bounds,
+        min_replicas=at_least,
+        max_replicas=at_most,
+        replicas=replicas,
+        settled_at=None if settled_for is None else NOW - settled_for,
+        estimate=estimate,
+        step_times=[replace(one, step_time=truth.step_time(one.plan)) for one in plans],
+        remaining=remaining,
+        restart_seconds=restart,
+    )
+
+
+def unmeasured(name: str, replicas: int = 0, *, arrival: float = 0.0, at_least: int = 1) -> JobState:
+    return replace(
+        job(name, replicas, arrival=arrival, at_least=at_least), estimate=None, step_times=(), settled_at=None
+    )
+
+
+def counts(jobs: Sequence[JobState], capacity: int, now: float = NOW) -> dict[str, int]:
+    return {name: decision.replicas for name, decision in decide(jobs, capacity, now).items()}
+
+
+# -- one job --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "capacity", "decided"),
+    [
+        # starts on the least, unmeasured
+        (unmeasured("a"), 8, 1),
+        (unmeasured("a", at_least=3), 8, 3),
+        # doubles what was measured
+        (job("a", 1), 8, 2),
+        (job("a", 2), 8, 4),
+        (job("a", 4), 8, 8),
+        (job("a", 8), 8, 8),
+        (job("a", 8), 64, 8),
+        # runs on more than was measured: not yet more
+        (job("a", 4, measured=[1, 2]), 8, 4),
+        # was measured on more before
+        (job("a", 1, measured=[1, 2, 4]), 8, 8),
+        # resumes, measured before: at once to where it is best
+        (job("a", 0, measured=[1, 2]), 8, 4),
+        # grows into what there is
+        (job("a", 2), 3, 3),
+        (job("a", 2), 2, 2),
+        # not where it is not faster
+        (job("a", 1, estimate=CLEAR, truth=FIXED), 8, 1),
+        (job("a", 1, measured=[1, 2, 3], estimate=CLEAR, truth=TALK), 8, 1),
+        # goes back where it is slower
+        (job("a", 4, measured=[1, 2, 3, 4], estimate=CLEAR, truth=TALK), 8, 1),
+        # where it is as fast as on less, it is not worth a change
+        (job("a", 4, estimate=CLEAR, truth=FIXED), 8, 4),
+        # nothing measured: it stays
+        (unmeasured("a", 4), 8, 4),
+        (job("a", 4, estimate=None), 8, 4),
+        (replace(job("a", 4), step_times=()), 8, 4),
+        # unless it must go
+        (unmeasured("a", 4), 3, 3),
+        (unmeasured("a", 4), 0, 0),
+        # only 1, 2, 4 and 8 are valid
+        (job("a", 1, bounds=EVEN_SPLIT), 8, 2),
+        (job("a", 2, bounds=EVEN_SPLIT), 3, 2),
+        (job("a", 8, bounds=EVEN_SPLIT), 7, 4),
+        (job("a", 4, bounds=EVEN_SPLIT), 8, 8),
+        # the next valid count is more than twice as many
+        (job("a", 1, bounds=BatchBounds(9), at_most=9), 9, 3),
+        # is not valid any more: to the nearest that was measured
+        (job("a", 3, bounds=EVEN_SPLIT, measured=[1, 2]), 8, 4),
+        (replace(unmeasured("a", 3), bounds=EVEN_SPLIT), 8, 2),
+        (replace(unmeasured("a", 1), min_replicas=2), 8, 2),
+        (replace(unmeasured("a", 8), max_replicas=4), 8, 4),
+        # does not fit, or nowhere
+        (unmeasured("a", at_least=4), 3, 0),
+        (replace(unmeasured("a", at_least=3), bounds=EVEN_SPLIT, max_replicas=3), 8, 0),
+    ],
+)
+def test_a_job_alone_gets(state: JobState, capacity: int, decided: int) -> None:
+    assert counts([state], capacity) == {"a": decided}
+
+
+def test_a_job_grows_step_by_step_as_far_as_its_gain_carries_it() -> None:
+    replicas, seen = 1, [1]
+    for _ in range(6):
+        replicas = counts([job("a", replicas, measured=seen, at_most=64)], 64)["a"]
+        seen.append(replicas)
+    assert seen == [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("remaining", "restart", "moves"),
+    [
+        (None, 10.0, True),  # within the horizon
+        (None, HORIZON, False),
+        (1e6, 10.0, True),
+        (1e6, 1e5, True),
+        # 0.33 s a step: 330 s are left; on two replicas it is at most twice as fast
+        (1000.0, 100.0, True),
+        (1000.0, 170.0, False),
+        (1000.0, 1000.0, False),
+        (10.0, 10.0, False),
+        (0.0, 10.0, False),
+        (0.0, 0.0, False),
+    ],
+)
+def test_a_change_must_pay_for_its_restart(remaining: float | None, restart: float, moves: bool) -> None:
+    state = job("a", 1, remaining=remaining, restart=restart, settled_for=inf)
+    assert counts([state], 8)["a"] == (2 if moves else 1)
+
+
+@pytest.mark.parametrize(
+    ("settled_for", "restart", "moves"),
+    [
+        (None, 10.0, False),
+        (0.0, 10.0, False),
+        (SETTLE_RESTARTS * 10.0 - 0.1, 10.0, False),
+        (SETTLE_RESTARTS * 10.0, 10.0, True),
+        (0.0, 0.0, True),
+    ],
+)
+def test_a_change_follows_another_only_once_the_job_has_trained_for_a_while(
+    settled_for: float | None, restart: float, moves: bool
+) -> None:
+    state = job("a", 1, settled_for=settled_for, restart=restart)
+    assert counts([state], 8)["a"] == (2 if moves else 1)
+
+
+def test_a_job_that_has_just_moved_still_gives_way_where_there_is_no_room() -> None:
+    assert counts([job("a", 4, settled_for=None)], 3) == {"a": 3}
+    moved, settled = job("a", 4, settled_for=None), job("b", 4, arrival=1.0)
+    assert counts([moved, settled], 7) == {"a": 4, "b": 3}
+    assert counts([moved, settled, unmeasured("c", arrival=2.0)], 8) == {"a": 4, "b": 3, "c": 1}
+
+
+# -- several jobs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("jobs", "capacity", "decided"),
+    [
+        # the least for all, by arrival; who does not fit waits, and who comes later may fit
+        ([unmeasured("a"), unmeasured("b", arrival=1)], 2, [1, 1]),
+        ([unmeasured("a"), unmeasured("b", arrival=1)], 1, [1, 0]),
+        ([unmeasured("a", arrival=1), unmeasured("b")], 1, [0, 1]),
+        ([unmeasured("a"), unmeasured("b")], 1, [1, 0]),
+        (
+            [unmeasured("a"), unmeasured("b", arrival=1, at_least=4), unmeasured("c", arrival=2)],
+            4,
+            [1, 0, 1],
+        ),
+        # who came first keeps its least, also where the later ones run
+        ([unmeasured("a", at_least=4), unmeasured("b", 2, arrival=1)], 4, [4, 0]),
+        ([unmeasured("a", at_least=2), unmeasured("b", 4, arrival=1)], 4, [2, 2]),
+        # a newcomer takes no more than it needs as long as it is not measured
+        ([job("a", 8), unmeasured("b", arrival=1)], 8, [7, 1]),
+        ([unmeasured("a", 8), unmeasured("b", arrival=1)], 8, [7, 1]),
+        ([job("a", 8, bounds=EVEN_SPLIT), unmeasured("b", arrival=1)], 8, [4, 1]),
+        # and then fairly: equal jobs get the same
+        ([job("a", 7), job("b", 1, arrival=1)], 8, [6, 2]),
+        ([job("a", 6), job("b", 2, arrival=1)], 8, [4, 4]),
+        ([job("a", 4), job("b", 4, arrival=1)], 8, [4, 4]),
+        # the one that makes better use of them gets them
+        ([job("a", 4, estimate=CLEAR, truth=FIXED), job("b", 4, arrival=1)], 8, [1, 7]),
+        (
+            [
+                job("a", 4, estimate=CLEAR, truth=TALK, measured=[1, 2, 3, 4]),
+                job("b", 4, arrival=1),
+            ],
+            8,
+            [1, 7],
+        ),
+        # less room: the least of all first, then fairly
+        ([job("a", 4), job("b", 4, arrival=1)], 4, [2, 2]),
+        ([job("a", 4), job("b", 4, arrival=1), unmeasured("c", arrival=2)], 3, [1, 1, 1]),
+        ([job("a", 4), job("b", 4, arrival=1)], 1, [1, 0]),
+        # unmeasured ones stay while others share what is left
+        ([unmeasured("a", 4), job("b", 1, arrival=1)], 8, [4, 2]),
+        ([unmeasured("a", 4), job("b", 3, arrival=1)], 8, [4, 4]),
+        # an odd replica goes to the earlier of equals
+        ([job("b", 0, measured=[4], arrival=1), job("a", 0, measured=[4])], 5, [2, 3]),
+        ([], 8, []),
+    ],
+)
+def test_jobs_together_get(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
+    assert counts(jobs, capacity) == dict(zip([state.id for state in jobs], decided, strict=True))
+
+
+def test_equal_jobs_share_fairly_in_the_end_however_they_began() -> None:
+    replicas = {"a": 8, "b": 0, "c": 0}
+    seen: dict[str, list[int]] = {"a": [8], "b": [], "c": []}
+    for _ in range(8):
+        jobs = [
+            job(name, replicas[name], arrival=i, measured=seen[name], at_most=9)
+            if replicas[name]
+            else unmeasured(name, arrival=i)
+            for i, name in enumerate("abc")
+        ]
+        replicas = counts(jobs, 9)
+        for name, count in replicas.items():
+            seen[name].append(count)
+    assert replicas == {"a": 3, "b": 3, "c": 3}
+
+
+def test_two_jobs_do_not_trade_replicas_for_less_than_both_restarts_cost() -> None:
+    """5 and 3 are worth 15, 4 and 4 are worth 16: less than the two restarts."""
+    assert counts([job("a", 5), job("b", 3, arrival=1)], 8) == {"a": 5, "b": 3}
+
+
+# -- reasons --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "capacity", "reason"),
+    [
+        (unmeasured("a"), 8, "started on 1 replica"),
+        (unmeasured("a", at_least=2), 8, "started on 2 replicas"),
+        (job("a", 1), 8, "gain 1.0 -> 7.9 predicted, 2.0 times the progress per second"),
+        (job("a", 4), 2, "makes room: gain 11.1 -> 7.9 predicted, 0.5 times the progress per second"),
+        (job("a", 8), 8, "stays"),
+        (unmeasured("a", 4), 8, "stays"),
+        (unmeasured("a", 4), 3, "makes room"),
+        (unmeasured("a", at_least=4), 3, "waiting for room for 4 replicas"),
+        (unmeasured("a", 2), 0, "waiting for room for 1 replica"),
+        (
+            replace(unmeasured("a", at_least=3), bounds=EVEN_SPLIT, max_replicas=3),
+            8,
+            "no replica count between 3 and 3 is valid",
+        ),
+        (replace(unmeasured("a", 3), bounds=EVEN_SPLIT), 8, "3 is no valid replica count any more"),
+    ],
+)
+def test_the_reason_is_told_in_words(state: JobState, capacity: int, reason: str) -> None:
+    assert reason in decide([state], capacity, NOW)["a"].reason
+
+
+def test_a_prediction_knows_its_efficiency_and_goodput() -> None:
+    model = StepTimeModel.fit(job("a", 2).step_times)
+    assert model is not None
+    prediction = predict(ANY, [2], NOISY, model)[2]
+    assert prediction.scale == prediction.plan.scale(ANY)
+    assert prediction.gain == NOISY.gain(prediction.scale)
+    assert prediction.efficiency == NOISY.efficiency(prediction.scale)
+    assert prediction.goodput == prediction.gain / prediction.step_time
+    assert Prediction(prediction.plan, 4.0, 3.0, 0.5).goodput == 6.0
+
+
+# -- properties -----------------------------------------------------------------------------------------
+
+models = st.builds(
+    StepTimeModel,
+    fixed=st.floats(0, 1),
+    per_sample=st.floats(1e-3, 0.1),
+    sync=st.floats(0, 1),
+    sync_per_replica=st.floats(0, 0.1),
+)
+bounds_of_jobs = st.sampled_from(
+    [
+        ANY,
+        EVEN_SPLIT,
+        BatchBounds(12),
+        BatchBounds(9),
+        BatchBounds(32, 64, (8, 32)),
+        BatchBounds(32, None, (48, 64)),
+        BatchBounds(7, None, (2, 6)),
+        BatchBounds(8, 16, (9, 32)),
+    ]
+)
+
+
+@st.composite
+def job_states(draw: st.DrawFn, name: str) -> JobState:
+    at_least = draw(st.integers(1, 4))
+    state = job(
+        name,
+        draw(st.integers(0, 9)),
+        arrival=draw(st.integers(0, 3)),
+        bounds=draw(bounds_of_jobs),
+        at_least=at_least,
+        at_most=draw(st.integers(at_least, 12)),
+        measured=draw(st.lists(st.integers(1, 9), max_size=3)),
+        truth=draw(models),
+        estimate=draw(
+            st.none() | st.builds(GradientEstimate, grad_sqr=st.floats(0, 10), grad_var=st.floats(0, 1e3))
+        ),
+        settled_for=draw(st.none() | st.sampled_from([0.0, 15.0, 1000.0])),
+        remaining=draw(st.none() | st.floats(0, 1e5)),
+        restart=draw(st.sampled_from([0.0, 1.0, 10.0, 100.0])),
+    )
+    return replace(state, largest=draw(st.integers(0, 9)))
+
+
+worlds = st.integers(0, 4).flatmap(lambda n: st.tuples(*(job_states(f"job-{i}") for i in range(n))))
+capacities = st.integers(0, 24)
+
+
+def allowed(state: JobState) -> list[int]:
+    return [
+        count for count in valid_replicas(state.bounds, state.max_replicas) if count >= state.min_replicas
+    ]
+
+
+@given(worlds, capacities)
+def test_every_count_is_valid_or_none_and_all_fit(jobs: Sequence[JobState], capacity: int) -> None:
+    decided = counts(jobs, capacity)
+    assert set(decided) == {state.id for state in jobs}
+    assert sum(decided.values()) <= capacity
+    for state in jobs:
+        assert decided[state.id] == 0 or decided[state.id] in allowed(state)
+
+
+@given(worlds, capacities, st.randoms())
+def test_the_answer_does_not_depend_on_the_order_of_the_question(
+    jobs: Sequence[JobState], capacity: int, chance: Random
+) -> None:
+    shuffled = list(jobs)
+    chance.shuffle(shuffled)
+    assert decide(shuffled, capacity, NOW) == decide(jobs, capacity, NOW) == decide(iter(jobs), capacity, NOW)
+
+
+@given(worlds, capacities)
+def test_no_job_goes_without_because_of_a_later_one(jobs: Sequence[JobState], capacity: int) -> None:
+    decided = counts(jobs, capacity)
+    free = capacity
+    for state in sorted(jobs, key=lambda state: (state.arrival, state.id)):
+        least = min(allowed(state), default=inf)
+        if decided[state.id] == 0:
+            assert least > free
+        else:
+            free -= int(least)
+
+
+@given(worlds, capacities)
+def test_no_job_grows_beyond_twice_what_was_measured_or_the_next_valid_count(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    decided = counts(jobs, capacity)
+    for state in jobs:
+        largest = max([state.largest, *(one.replicas for one in state.step_times)])
+        following = next((count for count in allowed(state) if count > largest), 0)
+        least = min(allowed(state), default=0)
+        assert decided[state.id] <= max(GROWTH * largest, following, least, state.replicas)
+
+
+@given(worlds, capacities)
+def test_a_decision_that_was_carried_out_is_to_stay(jobs: Sequence[JobState], capacity: int) -> None:
+    decided = counts(jobs, capacity)
+    for moving_since in (None, NOW):
+        settled = [
+            state
+            if state.replicas == decided[state.id]
+            else replace(state, replicas=decided[state.id], settled_at=moving_since)
+            for state in jobs
+            if moving_since is None or state.restart_seconds > 0
+        ]
+        if len(settled) == len(jobs):
+            assert counts(settled, capacity) == decided
+
+
+@given(worlds, capacities)
+@settings(max_examples=50)
+def test_jobs_that_stay_as_they_are_come_to_rest(jobs: Sequence[JobState], capacity: int) -> None:
+    """They move as often as they like, but not to and fro: every change makes the whole better."""
+    seen: list[dict[str, int]] = []
+    for _ in range(40):
+        decided = counts(jobs, capacity)
+        if decided == {state.id: state.replicas for state in jobs}:
+            return
+        assert decided not in seen[1:]
+        seen.append(decided)
+        jobs = [replace(state, replicas=decided[state.id], settled_at=-inf) for state in jobs]
+    pytest.fail(f"they never come to rest: {seen[-3:]}")
+
+
+@given(worlds, capacities)
+def test_jobs_that_are_not_measured_or_have_just_moved_stay_where_there_is_room(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    decided = counts(jobs, capacity)
+    admitted = [state for state in jobs if decided[state.id]]
+    firm = [
+        state
+        for state in admitted
+        if state.replicas in allowed(state)
+        and (
+            state.settled_at is None
+            or NOW - state.settled_at < SETTLE_RESTARTS * state.restart_seconds
+            or state.estimate is None
+            or not state.step_times
+        )
+    ]
+    needed = sum(state.replicas if state in firm else allowed(state)[0] for state in admitted)
+    if needed <= capacity:
+        assert all(decided[state.id] == state.replicas for state in firm)
+
+
+@given(worlds, capacities)
+@settings(max_examples=50)
+def test_no_other_way_to_share_is_worth_more(jobs: Sequence[JobState], capacity: int) -> None:
+    """Tried out: the sum of logarithms of goodput, less the price of growth and of changes."""
+    jobs = [
+        replace(state, settled_at=-inf)
+        for state in jobs
+        if state.estimate and state.step_times and allowed(state)
+    ][:3]
+    if not jobs or sum(allowed(state)[0] for state in jobs) > capacity:
+        return
+    tables = [worth(state) for state in jobs]
+    best = max(
+        sum(table[count] for table, count in zip(tables, shares, strict=True))
+        for shares in product(*tables)
+        if sum(shares) <= capacity
+    )
+    decided = counts(jobs, capacity)
+    reached = sum(table[decided[state.id]] for table, state in zip(tables, jobs, strict=True))
+    assert reached == pytest.approx(best, abs=1e-6)
+
+
+def worth(state: JobState) -> Mapping[int, float]:
+    """Count -> worth, for a job that is measured and settled."""
+    largest = max([state.largest, *(one.replicas for one in state.step_times)])
+    larger = [count for count in allowed(state) if count > largest]
+    reach = max([GROWTH * largest, state.replicas, *larger[:1], allowed(state)[0]])
+    model = StepTimeModel.fit(state.step_times)
+    assert model is not None
+    assert state.estimate is not None
+    reachable = [count for count in allowed(state) if count <= reach]
+    predicted = predict(state.bounds, reachable, state.estimate, model)
+    before = state.replicas if state.replicas in allowed(state) else allowed(state)[0]
+    table = {
+        count: log(prediction.goodput) - log(LEAST_SPEEDUP) * max(log2(count / before), 0.0)
+        for count, prediction in predicted.items()
+    }
+    if state.replicas in table:
+        left = HORIZON if state.remaining is None else state.remaining / predicted[state.replicas].goodput
+        pays = left > state.restart_seconds
+        cost = -log(1 - state.restart_seconds / left) if pays else 1e9
+        for count in set(table) - {state.replicas}:
+            table[count] -= max(cost, log(LEAST_SPEEDUP))
+    return table
+
+
+@pytest.mark.timeout(20)
+def test_many_jobs_on_many_replicas_are_decided_in_reasonable_time() -> None:
+    jobs = [job(f"{i:02}", 8, arrival=i, at_most=64, measured=[1, 8, 16]) for i in range(32)]
+    decided = decide(jobs, 256, NOW)
+    assert sum(decision.replicas for decision in decided.values()) == 256
+    assert set(decided.values()) == {Decision(8, "stays")}
