@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -339,6 +342,49 @@ def zero_redundancy_optimizer() -> None:
     inner.consolidate_state_dict(0)
     if dist.get_rank() == 0:
         assert "adascale" in optimizer.state_dict()
+
+
+@case
+def fully_sharded_parameters() -> None:
+    """FSDP2: local gradients are read as they go into the reduce-scatter."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for groups, dtype in (
+        (one_group, torch.float32),
+        (one_group, torch.float64),
+        (two_groups, torch.float64),
+        (by_kind, torch.float64),
+    ):
+        for micro in (1, 2):
+            model = network().to(dtype)
+            twin_model = copy.deepcopy(model)
+            tolerance = 1e-6 if dtype is torch.float64 else 1e-3
+            if groups is not by_kind:
+                fully_shard(model.first, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+            optimizer = AdaScale(
+                torch.optim.SGD(groups(model), **settings), num_gradients_to_accumulate=micro, model=model
+            )
+            twin = Reference(
+                twin_model, torch.optim.SGD(groups(twin_model), **settings), squared_error, optimizer.scale
+            )
+            everything = iter([(x.to(dtype), y.to(dtype)) for x, y in batches(12 * micro)])
+            for _ in range(6):
+                step = [next(everything) for _ in range(2 * micro)]
+                plain(optimizer, model, step[dist.get_rank() * micro :][:micro])
+                twin.step(step)
+                for number in (None, *range(len(optimizer.param_groups))):
+                    assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=tolerance)
+            for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+                assert isinstance(ours, DTensor)
+                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights and biases apart, as for weight decay."""
+    return [
+        {"params": [p for name, p in model.named_parameters() if kind in name]} for kind in ("weight", "bias")
+    ]
 
 
 @case

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,12 @@ from adascale_worker.statistics.backward import BackwardWatch, Reading
 from adascale_worker.statistics.exchange import Exchange, Statistics, sqr_norms_of_mean
 from adascale_worker.statistics.fingerprint import Fingerprint
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
-from adascale_worker.statistics.norms import sqr_norms, widest_type
+from adascale_worker.statistics.norms import local, sqr_norms, widest_type
 from adascale_worker.statistics.previous import Label, PreviousGradient
 from adascale_worker.statistics.sampling import Sampling
+
+if TYPE_CHECKING:
+    from adascale_worker.statistics.sharded import ShardedGradients
 
 STATE_KEY = "adascale"
 """Where AdaScale's own part lies in its state_dict, beside the inner optimizer's."""
@@ -84,7 +87,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             not, `step()` divides the gradients.
         debias_ewma: whether the moving average is debiased; False is the paper's appendix B.3.
         model: the `DistributedDataParallel` around the model. Not needed, but with it local gradients are
-            read all at once, and its process group is used.
+            read all at once, and its process group is used. For a model with `fully_shard` (FSDP2) it is
+            needed.
         sample_every: measure every k-th step. By default all of the first 100, then every 16th at most,
             depending on the smoothing; 1 measures every step.
         grad_scaler: the loop's `torch.amp.GradScaler`. Needed only where gradients are clipped between
@@ -137,6 +141,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._sampled_since = 0
         self.flags: Sequence[float] = ()
         self._flags_sum: tuple[float, ...] | None = None
+        self._sharded = _sharded_gradients(model, self._parameters(), self._world_size)
         self._attach()
         self._prepare_step()
 
@@ -296,7 +301,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make a step with each group's lr multiplied by the group's gain.
 
@@ -391,7 +395,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_watch", "_detach", "_inner_step", "_exchange", "_model", "_process_group", "step"):
+        for name in ("_watch", "_inner_step", "_exchange", "_model", "_sharded", "_process_group", "step"):
             state.pop(name, None)
         for name in [name for name in state if name.startswith("_optimizer_")]:
             del state[name]
@@ -405,6 +409,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if seen is None:
             return
         self._model = None
+        self._sharded = None
         self._process_group = None
         self._loss_scale = LossScale()
         self._loss_scale.seen = seen
@@ -457,7 +462,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def _gradients(self) -> list[list[Tensor]]:
         return [
-            [parameter.grad.detach() for parameter in group if parameter.grad is not None]
+            [local(parameter.grad) for parameter in group if parameter.grad is not None]
             for group in self._parameters()
         ]
 
@@ -469,17 +474,17 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def _prepare_step(self) -> None:
         """Hook the parameters if the coming step is to be measured, unhook them if not."""
-        self._abandon()
         self._measuring = self._measures() and not self._unhooked
+        self._abandon()
         if self._micro_gradients > 1 or not self._measuring:
             self._previous.drop()
         if not self._measuring:
             self._watch.stop()
             return
-        if self._accumulation > 1:
-            reading = Reading.BEFORE_GRAD
-        elif self._world_size == 1:
+        if self._sharded is not None or self._micro_gradients == 1:
             reading = Reading.NOT_AT_ALL
+        elif self._accumulation > 1:
+            reading = Reading.BEFORE_GRAD
         elif self._model is not None and not (
             self._model.gradient_as_bucket_view or self._model.static_graph
         ):
@@ -496,6 +501,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             self._previous.drop()
         self._divided = False
         self._watch.begin_step()
+        if self._sharded is not None:
+            self._sharded.begin_step()
+            self._sharded.watching = self._measuring
 
     # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
 
@@ -570,7 +578,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             averaged = sqr_norms_of_mean(
                 self._watch.kept(), device, ranks=self._world_size, process_group=self._process_group
             )
-        if self._micro_gradients > 1:
+        if self._sharded is not None and self._micro_gradients > 1:
+            first = self._sharded.local_sqr(device)
+            complete = self._sharded.complete(self._accumulation)
+            averaged = averaged * self._sharded.shards  # so that the mean over ranks is the sum over shards
+        elif self._micro_gradients > 1:
             first = self._watch.local_sqr(len(gradients), device)
             complete = self._watch.saw_any and self._watch.sees_all()
         else:
@@ -586,6 +598,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             self.flags,
             ranks=self._world_size,
             complete=complete,
+            replicated=self._sharded is None,
             process_group=self._process_group,
         )
 
@@ -640,7 +653,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if not statistics.agreed and now is not None:
             # Averaged by hand after backward: what is stepped with is the mean.
             return replace(statistics, second=now, agreed=True), self._pass_loss_scale or 1.0
-        if self._pass_loss_scale is not None or self._compressed:
+        if self._pass_loss_scale is not None or self._compressed or self._sharded is not None:
             return statistics, self._pass_loss_scale or 1.0
         after = statistics.second if now is None else now
         return statistics, self._loss_scale.infer(sum(statistics.second), sum(after))
@@ -771,6 +784,16 @@ def _require_sgd(optimizer: object) -> None:
             "gradients, such as Adam, do not grow with the learning rate as AdaScale needs it: use SGD, "
             "or this optimizer without AdaScale"
         )
+
+
+def _sharded_gradients(
+    model: torch.nn.Module | None, parameters: list[list[Tensor]], ranks: int
+) -> "ShardedGradients | None":
+    if model is None or not hasattr(model, "set_custom_reduce_scatter"):
+        return None
+    from adascale_worker.statistics.sharded import ShardedGradients  # FSDP2 takes long to import
+
+    return ShardedGradients(model, parameters, ranks)
 
 
 def _require_count(name: str, value: int) -> None:

@@ -50,6 +50,8 @@ class Exchange:
         flags: local flags, to be summed.
         ranks: number of ranks; 1 exchanges nothing.
         complete: whether this rank has seen all its gradients.
+        replicated: whether the second numbers should be the same on all ranks; otherwise it is their mean
+            that counts.
         process_group: of the ranks; None for the default one.
     """
 
@@ -61,8 +63,10 @@ class Exchange:
         *,
         ranks: int,
         complete: bool,
+        replicated: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._replicated = replicated
         self._groups = first.numel()
         self._ranks = ranks
         total = second.sum()
@@ -99,7 +103,7 @@ class Exchange:
             second=second,
             flags=tuple(sums[end:]),
             complete=sums[1] == self._ranks,
-            agreed=abs(mean_of_sqr - sqr_of_mean) <= AGREEMENT * sqr_of_mean,
+            agreed=not self._replicated or abs(mean_of_sqr - sqr_of_mean) <= AGREEMENT * sqr_of_mean,
         )
 
     def finish(self) -> None:

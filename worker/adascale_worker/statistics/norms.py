@@ -14,6 +14,15 @@ LARGE = 1 << 15
 NARROW = (torch.float16, torch.bfloat16)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return a tensor without history; of a sharded one this rank's shard."""
+    if type(tensor) is Tensor:
+        return tensor.detach()
+    # Asked by name, because importing DTensor takes a third of a second that most programs can do without.
+    shard: Tensor = getattr(tensor.detach(), "to_local", tensor.detach)()
+    return shard
+
+
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each gradient, in order: no dimension, on the gradient's device.
 

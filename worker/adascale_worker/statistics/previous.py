@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker.statistics.norms import inner_products
+from adascale_worker.statistics.norms import inner_products, local
 
 Parameters = Sequence[Sequence[Tensor]]
 
@@ -56,14 +56,14 @@ class PreviousGradient:
         for number, group in enumerate(parameters):
             kept: list[Tensor | None] = []
             for index, parameter in enumerate(group):
-                gradient = parameter.grad
-                if gradient is None:
+                if parameter.grad is None:
                     kept.append(None)
                     continue
+                gradient = local(parameter.grad)
                 space = old[number][index] if number < len(old) and index < len(old[number]) else None
                 if space is None or space.shape != gradient.shape or space.stride() != gradient.stride():
                     space = torch.empty_like(gradient)
-                kept.append(space.copy_(gradient.detach()))
+                kept.append(space.copy_(gradient))
             gradients.append(kept)
         self._gradients, self._step, self.label = gradients, step, None
 
@@ -80,7 +80,7 @@ class PreviousGradient:
         now: list[list[Tensor]] = []
         for kept, group in zip(self._gradients or [], parameters, strict=True):
             pairs = [
-                (old, parameter.grad.detach())
+                (old, local(parameter.grad))
                 for old, parameter in zip(kept, group, strict=True)
                 if old is not None and parameter.grad is not None
             ]
