@@ -186,7 +186,7 @@ def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> l
     if not counts:
         raise InvalidJobError(
             f"no replica count between {minimum} and {maximum} is valid with {_describe(bounds)}: "
-            f"{_describe_valid(bounds)}; widen the bounds, or change minReplicas and maxReplicas"
+            f"widen the bounds, or change minReplicas and maxReplicas; {_describe_valid(bounds)}"
         )
     return counts
 
