@@ -8,13 +8,12 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from adascale_api.auth import Authenticator
-from adascale_api.bodies import describe_bodies
 from adascale_api.database import Database
 from adascale_api.errors import add_error_handlers
 from adascale_api.limits import BodyLimit
+from adascale_api.openapi import complete_openapi
 from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, gain, jobs, probes
-from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
 from adascale_api.service import Service
 
 _DESCRIPTION = """
@@ -53,6 +52,7 @@ def create_app(
         version=version("adascale-operator"),
         description=_DESCRIPTION,
         lifespan=lifespan,
+        redirect_slashes=False,
     )
     app.state.service = service
     app.add_middleware(BodyLimit)
@@ -60,5 +60,5 @@ def create_app(
     add_error_handlers(app)
     for routes in (gain, allocation, jobs, probes):
         app.include_router(routes.router)
-    describe_bodies(app, [GainReportBody, AllocationBody, RegistrationBody, JobSpecBody])
+    complete_openapi(app, protect_reads=protect_reads)
     return app

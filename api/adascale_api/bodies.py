@@ -2,21 +2,21 @@
 
 FastAPI would read the JSON first and check types after: by then `NaN` has become a number and a list a
 tuple. pydantic reads the text itself and knows them apart; in exchange, the OpenAPI text has to be told
-about the bodies here.
+about the bodies, here and in `openapi`.
 """
 
 from typing import Any, Generic, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic.json_schema import models_json_schema
 
 from adascale_api.errors import InvalidInputError, NotJsonError, Problem
 from adascale_api.schemas import MOST_REPORTS, GainReportBody
 
 M = TypeVar("M", bound=BaseModel)
 
-_REFERENCE = "#/components/schemas/{model}"
+REFERENCE = "#/components/schemas/{model}"
+"""Where the OpenAPI text has the schema of a body."""
 
 
 class Body(Generic[M]):
@@ -78,13 +78,6 @@ class ReportsBody:
         )
 
 
-def describe_bodies(app: FastAPI, models: list[type[BaseModel]]) -> None:
-    """Add `models` to the OpenAPI text of `app`, once its routes are there."""
-    text = app.openapi()
-    _, described = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
-    text.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
-
-
 async def _read(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -96,7 +89,7 @@ async def _read(request: Request) -> bytes:
 
 
 def _reference(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": _REFERENCE.format(model=model.__name__)}
+    return {"$ref": REFERENCE.format(model=model.__name__)}
 
 
 def _request_body(schema: dict[str, Any]) -> dict[str, Any]:

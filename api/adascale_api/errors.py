@@ -136,12 +136,16 @@ def _answer_invalid_parameter(_request: Request, error: Exception) -> Response:
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = error.detail
+    message, headers = error.detail, error.headers
     if error.status_code == 404:
         message = f"there is nothing at {request.url.path[:200]}: /docs tells what there is"
     elif error.status_code == 405:
-        message = f"{request.method} is not possible here: /docs tells what is"
-    return error_response(error.status_code, ErrorBody(error=message), error.headers)
+        # A route knows its own method only; a path may have several routes.
+        path = getattr(request.scope.get("route"), "path", "")
+        methods = request.app.openapi()["paths"].get(path, {})
+        allowed = ", ".join(sorted(method.upper() for method in methods)) or (headers or {}).get("Allow", "")
+        message, headers = f"{request.method} is not possible here: {allowed} is", {"Allow": allowed}
+    return error_response(error.status_code, ErrorBody(error=message), headers)
 
 
 def _answer_database_error(_request: Request, error: Exception) -> Response:

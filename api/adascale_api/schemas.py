@@ -7,7 +7,7 @@ sense, and near enough that nothing overflows on the way.
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from adascale_core.decision import Prediction
 from adascale_core.messages import (
@@ -31,9 +31,22 @@ LARGEST_INTEGER = 2**31 - 1
 LARGEST_STEP = 2**53 - 1
 """Integers up to here are exact in any JSON reader."""
 
-Count = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
-Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
-Samples = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""JSON has one kind of number, so 4.0 is the integer 4."""
+Count = Annotated[int, Field(ge=0, le=LARGEST_INTEGER), WHOLE]
+Number = Annotated[int, Field(ge=1, le=LARGEST_INTEGER), WHOLE]
+Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS), WHOLE]
+ReplicasOrNone = Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE]
+Rank = Annotated[int, Field(ge=0, lt=MOST_REPLICAS), WHOLE]
+Samples = Annotated[int, Field(ge=1, le=LARGEST_BATCH), WHOLE]
+Step = Annotated[int, Field(ge=0, le=LARGEST_STEP), WHOLE]
+Port = Annotated[int, Field(ge=0, le=65535), WHOLE]
+ExitCode = Annotated[int, Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER), WHOLE]
 Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
@@ -59,7 +72,7 @@ class GainReportBody(Input):
     )  # fmt: skip
 
     generation: Count = Field(description="The allocation that it was measured in.")
-    step: int = Field(ge=0, le=LARGEST_STEP, description="Optimizer steps since the job began.")
+    step: Step = Field(description="Optimizer steps since the job began.")
     progress: float = Field(ge=0, le=1e15, description="Sum of gains so far, in steps at `batch_size`.")
     epoch: Count = Field(description="The epoch being trained, from 0.")
     replicas: Replicas = Field(description="Number of replicas (K).")
@@ -103,7 +116,7 @@ class JobSpecBody(Input):
     )
     min_replicas: Replicas = Field(default=1, description="The fewest replicas that it may run on.")
     max_replicas: Replicas = Field(default=1, description="The most replicas that it may run on.")
-    scale_invariant_steps: Annotated[int, Field(ge=1, le=LARGEST_STEP)] | None = Field(
+    scale_invariant_steps: Annotated[int, Field(ge=1, le=LARGEST_STEP), WHOLE] | None = Field(
         default=None, description="The progress at which it ends; null: not known."
     )
     efficiency_target: float = Field(
@@ -123,8 +136,8 @@ class AllocationBody(Input):
 
     model_config = ConfigDict(json_schema_extra=_example(generation=3, replicas=4))
 
-    generation: int = Field(ge=1, le=LARGEST_INTEGER, description="Its number, higher than the one before.")
-    replicas: int = Field(ge=0, le=MOST_REPLICAS, description="Number of replicas; 0: none for now.")
+    generation: Number = Field(description="Its number, higher than the one before.")
+    replicas: ReplicasOrNone = Field(description="Number of replicas; 0: none for now.")
 
     def allocation(self) -> Allocation:
         """The core's message."""
@@ -141,7 +154,7 @@ class RegistrationBody(Input):
         )
     )  # fmt: skip
 
-    rank: int = Field(ge=0, lt=MOST_REPLICAS, description="The rank in the path, again.")
+    rank: Rank = Field(description="The rank in the path, again.")
     instance: str = Field(
         min_length=1, max_length=128, description="Random text that tells it from an earlier agent."
     )
@@ -150,8 +163,8 @@ class RegistrationBody(Input):
     address: str = Field(
         min_length=1, max_length=253, description="Host name or IP address at which the others reach it."
     )
-    port: int = Field(ge=0, le=65535, description="Port of the socket that it keeps for the next generation.")
-    exit_code: Annotated[int, Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)] | None = Field(
+    port: Port = Field(description="Port of the socket that it keeps for the next generation.")
+    exit_code: ExitCode | None = Field(
         default=None, description="Of the trainer, where it has ended; negative for a signal."
     )
     log: Annotated[str, Field(max_length=65536)] | None = Field(
