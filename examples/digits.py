@@ -19,6 +19,13 @@ from torch.utils.data import TensorDataset
 
 from adascale_worker import ElasticTrainer
 
+# What comes before the trainer runs while the replicas of before still train.
+images, labels = load_digits(return_X_y=True)
+split = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
+train_x, test_x = (torch.tensor(part, dtype=torch.float32) for part in split[:2])
+train_y, test_y = (torch.tensor(part) for part in split[2:])
+dataset = TensorDataset(train_x, train_y)
+
 trainer = ElasticTrainer(
     batch_size=4, max_batch_size=256, local_bsz_bounds=(4, 64), scale_invariant_steps=12_000
 )
@@ -26,12 +33,6 @@ steps = trainer.scale_invariant_steps
 assert steps is not None
 
 torch.manual_seed(0)
-images, labels = load_digits(return_X_y=True)
-split = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
-train_x, test_x = (torch.tensor(part, dtype=torch.float32) for part in split[:2])
-train_y, test_y = (torch.tensor(part) for part in split[2:])
-dataset = TensorDataset(train_x, train_y)
-
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(trainer.device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** (step / steps))

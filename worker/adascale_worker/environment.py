@@ -68,6 +68,11 @@ class JobEnvironment:
     checkpoint_interval: float | None = None
 
 
+def is_ahead(environ: Mapping[str, str]) -> bool:
+    """Whether this program was started ahead of its generation, by an agent, and still has to wait for it."""
+    return names.ENV_AGENT_FD in environ
+
+
 def await_place(environ: MutableMapping[str, str]) -> None:
     """Tell the agent that this program is ready, and wait to be told its place.
 

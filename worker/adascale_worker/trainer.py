@@ -137,6 +137,10 @@ class ElasticTrainer:
             checkpoint_interval=checkpoint_interval,
         )
         _explain_errors()
+        # Registered first, so that it runs last.
+        atexit.register(self._skip_teardown)
+        if environment.is_ahead(os.environ):
+            _import_what_optimizers_import()
         environment.await_place(os.environ)
         self._place = environment.read_place(os.environ)
         self._generation = environment.read_generation(os.environ)
@@ -170,6 +174,8 @@ class ElasticTrainer:
         )
         self._manifest: Manifest | None = None
         self._end_is_saved = False
+        self._leaving: int | None = None
+        """The exit code to leave with, once the state is saved."""
         self._saved_at = time.monotonic()
         self._random_state: dict[str, Any] | None = None
         self._result: dict[str, float | str] = {}
@@ -302,6 +308,13 @@ class ElasticTrainer:
         if self._generation > 0 and self.replicas > 1:
             _leave_with_lost_peers(self._generation)
         atexit.register(self._close)
+
+    def _skip_teardown(self) -> None:
+        """End at once when leaving: taking the interpreter apart would hold up the next generation."""
+        if self._leaving is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._leaving)
 
     def _close(self) -> None:
         if self._reporter is not None:
@@ -576,8 +589,10 @@ class ElasticTrainer:
                     f"adascale: saved at step {self._position.step}; the same command goes on from there",
                     flush=True,
                 )
-            sys.exit(128 + received)
-        sys.exit(EXIT_REENTRY)
+            self._leaving = 128 + received
+        else:
+            self._leaving = EXIT_REENTRY
+        sys.exit(self._leaving)
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -761,6 +776,11 @@ def _pair(bounds: Sequence[int] | None) -> tuple[int, int] | None:
 
 def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
+
+
+def _import_what_optimizers_import() -> None:
+    """Make a first optimizer, which imports much of torch's compiler, while there is time to wait."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
 def _explain_errors() -> None:
