@@ -94,7 +94,7 @@ def test_the_runs_of_a_job_are_remembered(folder: StateDir) -> None:
 def test_a_line_cut_off_by_a_crash_is_passed_over(folder: StateDir) -> None:
     folder.begin_run("default.a", 1.0)
     with folder.runs_file.open("a") as file:
-        file.write('{"job": "defa')
+        file.write('\n{"job": "defa')
     assert folder.begin_run("default.a", 2.0) == [1.0, 2.0]
     assert folder.begin_run("default.a", 3.0) == [1.0, 2.0, 3.0]
 

@@ -1,0 +1,45 @@
+"""A training program whose steps take a known time, so that what becomes of it is known too.
+
+PACE: seconds that a micro-batch takes, at least.
+FAIL: a file; as long as it is there, the program fails with the exit code in it.
+"""
+
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from adascale_worker import ElasticTrainer
+
+trainer = ElasticTrainer()
+pace = float(os.environ["PACE"])
+fail = Path(os.environ.get("FAIL", "/nonexistent"))
+
+torch.manual_seed(0)
+inputs = torch.randn(512, 8)
+targets = inputs @ torch.randn(8, 1) + torch.randn(512, 1)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+state = trainer.program_reentry(model, optimizer)
+print(f"enters generation {trainer.generation} at step {state.step}", flush=True)
+for epoch in itertools.count(state.epoch):
+    for x, y in trainer.dataloader(TensorDataset(inputs, targets)):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        trainer.log(loss=loss)
+        time.sleep(pace)
+        if fail.exists():
+            print("this program fails on purpose", flush=True)
+            sys.exit(int(fail.read_text()))
+    trainer.step(epoch)
+    if trainer.finished:
+        break
+trainer.report_result(loss=loss.item())

@@ -1,0 +1,249 @@
+"""`adascale run` with real processes, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.local_run import ROOT, adascale, running, write_light_job, write_paced_job
+from support.launch import wait_until
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# -- leaving and going on --------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
+    with running(job, state) as run:
+        run.trains(step=50)
+        run.send(signal.SIGINT)
+        asked = time.monotonic()
+        assert run.ends() == 130
+        assert time.monotonic() - asked < 15
+        assert "Interrupted: saving" in run.output
+        assert "; the same command goes on from there" in run.output
+        assert run.processes() == []
+        assert not (state / "service.json").exists()
+    with running(job, state, "--until", 400) as run:
+        assert run.ends() == 0
+        assert "Going on from step" in run.output
+        assert "has reached 400: saving" in run.output
+    done = adascale("run", job, "--state-dir", state, "--until", 300)
+    assert done.returncode == 0
+    assert "already; --until is 300" in done.stdout
+    assert "service" not in done.stdout
+
+
+def test_sigterm_takes_the_same_path(tmp_path: Path, state: Path) -> None:
+    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
+        run.runs()
+        run.send(signal.SIGTERM)
+        assert run.ends() == 143
+        assert "Asked to leave (SIGTERM): saving" in run.output
+        assert run.processes() == []
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, state: Path) -> None:
+    with running(write_light_job(tmp_path / "job.yaml", "stubborn"), state) as run:
+        pid = run.runs()
+        wait_until(lambda: _ignores_sigterm(pid), "ignoring SIGTERM")
+        run.send(signal.SIGINT)
+        run.says("saving")
+        run.send(signal.SIGINT)
+        assert run.ends(10) == 130
+        assert "Ended at once" in run.output
+        wait_until(lambda: all(gone(left) for left in run.processes()), "the end of all processes")
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn:")).split()[1], 16)
+    return bool(ignored & 1 << signal.SIGTERM - 1)
+
+
+# -- the user's program ----------------------------------------------------------------------------------
+
+
+def test_a_program_that_fails_fails_the_job_after_backoff_limit(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "exit", "3", backoffLimit=1)
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    assert (
+        "failed on replica 0 (exit code 3): failure 1, backoffLimit is 1; trying again in 1 s" in run.stdout
+    )
+    assert "failed on replica 0 (exit code 3): 2 failures, backoffLimit is 1" in run.stdout
+    assert "[red]these are my last words\n" in run.stdout
+    assert "Nothing was saved yet" in run.stdout
+
+
+def test_a_program_that_crashes_is_told_with_its_signal(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "crash", backoffLimit=0)
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    assert "failed on replica 0 (killed by SIGSEGV): 1 failure, backoffLimit is 0" in run.stdout
+
+
+def test_replicas_that_fail_together_count_once(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(
+        tmp_path / "job.yaml",
+        "exit",
+        "5",
+        backoffLimit=0,
+        minReplicas=2,
+        maxReplicas=2,
+    )
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    assert "1 failure, backoffLimit is 0" in run.stdout
+
+
+def test_a_program_of_the_users_own_finishes(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "exit", "0", env={"WHO": "me"})
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 0, run.stdout
+    assert "Finished in " in run.stdout
+    assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1, who: me\n")
+
+
+def test_a_job_ends_at_its_deadline(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "sleep", activeDeadlineSeconds=2)
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    assert "activeDeadlineSeconds 2 are over" in run.stdout
+
+
+def test_a_suspended_job_does_not_run(tmp_path: Path, state: Path) -> None:
+    run = adascale("run", write_light_job(tmp_path / "job.yaml", "sleep", suspend=True), "--state-dir", state)
+    assert run.returncode == 0
+    assert "test is suspended (spec.suspend), so it does not run" in run.stdout
+    assert not state.exists()
+
+
+# -- one folder, one run ---------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "sleep")
+    with running(job, state) as run:
+        run.runs()
+        second = adascale("run", job, "--state-dir", state)
+        assert second.returncode == 2
+        assert f"is in use by another run (process {run.process.pid})" in second.stderr
+        assert run.process.poll() is None
+
+
+def test_a_folder_of_another_job_is_refused(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "exit", "0")
+    assert adascale("run", job, "--state-dir", state, "--port", 0).returncode == 0
+    other = write_light_job(tmp_path / "other.yaml", "sleep", name="other")
+    run = adascale("run", other, "--state-dir", state, "--port", 0)
+    assert run.returncode == 2
+    assert "holds the state of job default.test, not of default.other" in run.stderr
+
+
+# -- kills -----------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_leaves_no_process_and_the_next_one_starts(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "sleep")
+    with running(job, state) as run:
+        pids = [run.pid("service"), run.pid("agent"), run.runs()]
+        run.process.kill()
+        run.process.wait()
+        with running(job, state) as again:
+            again.runs()
+            assert all(map(gone, pids))
+
+
+def test_a_killed_service_comes_back_at_its_address(tmp_path: Path, state: Path) -> None:
+    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
+        trainer, service = run.runs(), run.pid("service")
+        before = run.job()
+        os.kill(service, signal.SIGKILL)
+        run.says("The metrics service is gone (killed by SIGKILL); starting it again at the same address")
+        wait_until(lambda: run.job().get("active") == before["active"], "the service's return")
+        assert not gone(trainer)
+
+
+def test_a_killed_agent_is_replaced(tmp_path: Path, state: Path) -> None:
+    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
+        trainer = run.runs()
+        os.kill(run.pid("agent"), signal.SIGKILL)
+        run.says("The agent of replica 0 is gone (killed by SIGKILL); starting it again")
+        wait_until(lambda: gone(trainer), "the end of its trainer")
+        assert run.runs() != trainer
+        assert run.job()["failures"] == 0
+
+
+def test_a_killed_trainer_re_enters(tmp_path: Path, state: Path) -> None:
+    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
+        trainer = run.runs()
+        os.kill(trainer, signal.SIGKILL)
+        run.says("re-enter from the last checkpoint")
+        assert run.runs() != trainer
+        assert run.job()["failures"] == 0
+
+
+# -- the whole loop --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(
+        tmp_path / "job.yaml",
+        pace=0.01,
+        maxReplicas=2,
+        scaleInvariantSteps=12_000,
+        checkpoint={"intervalSeconds": 1},
+    )
+    with running(job, state) as run:
+        run.says("Generation 1 trains on 1 replica, local batch 4")
+        run.says("Rescaling 1 -> 2: gain 1.0 -> ")
+        run.says("trains on 2 replicas")
+        told = adascale("gain", "test", "--state-dir", state)
+        assert told.returncode == 0, told.stderr
+        assert "2 replicas x batch" in told.stdout
+        os.kill(run.runs(1), signal.SIGKILL)
+        run.says(
+            "The trainer of replica 1 is gone (killed by SIGKILL); all re-enter from the last checkpoint"
+        )
+        assert run.ends() == 0
+        assert "Finished at progress 12," in run.output
+        assert "loss" in run.output.splitlines()[-1]
+        assert run.processes() == []
+    again = adascale("run", job, "--state-dir", state)
+    assert again.returncode == 0
+    assert "test has finished already, at progress 12," in again.stdout
+    more = write_paced_job(tmp_path / "more.yaml", pace=0.001, maxReplicas=2, scaleInvariantSteps=13_000)
+    longer = adascale("run", more, "--state-dir", state, "--port", 0)
+    assert longer.returncode == 0, longer.stdout
+    assert "Going on from step" in longer.stdout
+    assert "Finished at progress 13," in longer.stdout
+
+
+@pytest.mark.slow
+def test_the_main_job_reaches_its_accuracy(state: Path) -> None:
+    run = adascale(
+        "run", ROOT / "deploy" / "adascalejob.yaml", "--state-dir", state, "--port", 0, timeout=180
+    )
+    assert run.returncode == 0, run.stdout
+    last = run.stdout.splitlines()[-1]
+    assert "Finished at progress 1" in last
+    assert float(last.rpartition("accuracy ")[2]) >= 0.97
