@@ -274,12 +274,11 @@ def _fewest_micro_batches(smallest: int, largest: int, least: int, most: int | N
     if most is None:
         return accumulation
     while accumulation * smallest <= most:
-        # A larger b is over `most` with this a. With this b, the first a that comes into question is the
-        # one that reaches `least`; where b is too large for it, the first one with a smaller b.
         local_bsz = min(largest, most // accumulation)
         if local_bsz * accumulation >= least:
             return accumulation
-        accumulation = min(-(-least // local_bsz), most // local_bsz + 1)
+        # More micro-batches leave room for no larger b, so they must be enough for this one.
+        accumulation = -(-least // local_bsz)
     return None
 
 

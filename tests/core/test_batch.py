@@ -1,7 +1,7 @@
 """Batch sizes and valid replica counts: a table for each rule, and a brute-force search for all of them."""
 
 import re
-from itertools import count
+from itertools import count, product
 
 import pytest
 from hypothesis import example, given
@@ -208,6 +208,14 @@ def test_the_choice_is_that_of_a_brute_force_search(bounds: BatchBounds, replica
     assert plans == tried_plans(bounds, replicas)
     assert [plan.local_bsz for plan in plans] == list(choice.local_bsz)
     assert {plan.accumulation for plan in plans} <= {choice.accumulation}
+
+
+@pytest.mark.parametrize("size", range(23, 64, 4))
+def test_fewest_micro_batches_are_found_where_few_numbers_divide_well(size: int) -> None:
+    for most, upper, lower in product((size, size + 1), range(2, 14), (1, 2)):
+        bounds = BatchBounds(size, most, (lower, upper))
+        choice = batch_choice(bounds, 2)
+        assert [choice[index] for index in range(len(choice))] == tried_plans(bounds, 2)
 
 
 @given(all_bounds(largest=10**7), replica_counts, st.integers(2, 100))

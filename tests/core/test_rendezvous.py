@@ -430,6 +430,15 @@ def test_a_generation_that_turns_out_larger_than_published_is_left() -> None:
     assert wanted(state) == (6, 1)
 
 
+def test_a_trainer_that_was_overlooked_is_told_to_leave_by_a_number_above_its_own() -> None:
+    state = after(Rendezvous(), told(0, WAITING, 0), told(0, WAITING, 0, agent="next"), Allocation(1, 1))
+    state = register(state, told(0, RUNNING, 5))
+    assert wanted(state) == (6, 1)
+    state = register(state, told(0, WAITING, 0, agent="next", port=7))
+    assert active(state) == (6, 1)
+    assert state.view(1).is_over(5)
+
+
 def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() -> None:
     state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0), told(0, RUNNING, 5))
     assert active(state) == wanted(state) == (6, 1)
