@@ -118,13 +118,13 @@ def find_jobs(connection: Connection, after: str, limit: int) -> list[Job]:
 def versions(connection: Connection, job_ids: Iterable[str]) -> dict[str, int]:
     """The versions of those of `job_ids` that exist."""
     query = select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(list(job_ids)))
-    return dict(connection.execute(query).tuples().all())
+    return {row.id: row.version for row in connection.execute(query)}
 
 
 def replicas(connection: Connection, job: Job) -> list[Replica]:
     """The registered replicas of a job, by rank."""
     query = select(heartbeats.c.rank, heartbeats.c.seen_at).where(heartbeats.c.job_key == job.key)
-    seen = dict(connection.execute(query).tuples().all())
+    seen = {row.rank: row.seen_at for row in connection.execute(query)}
     return [Replica(told, seen.get(rank)) for rank, told in sorted(job.state.replicas.items())]
 
 

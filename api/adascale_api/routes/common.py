@@ -10,6 +10,8 @@ from adascale_api.service import Service
 from adascale_core.names import parse_job_id
 
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"
+"""Tells in the OpenAPI text what `parse_job_id` accepts."""
 
 
 async def _service(request: Request) -> Service:
@@ -26,7 +28,7 @@ async def _job_id(
         Path(
             description="`<namespace>.<name>`, or a bare name in the namespace `default`.",
             examples=["default.digits", "digits"],
-            json_schema_extra={"pattern": rf"^({_LABEL}\.)?{_LABEL}$", "maxLength": 127},
+            json_schema_extra={"pattern": JOB_ID_PATTERN, "maxLength": 127},
         ),
     ],
 ) -> str:

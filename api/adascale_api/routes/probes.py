@@ -24,19 +24,20 @@ async def get_readiness(service: ServiceOf) -> Health:
     return Health("ok")
 
 
-class PrometheusText(Response):
-    """What Prometheus reads."""
-
-    media_type = MEDIA_TYPE
-
-
 @router.get(
     "/metrics",
     summary="Everything in numbers, for Prometheus",
     dependencies=READ,
-    response_class=PrometheusText,
-    responses=errors(401, 503),
+    response_class=Response,
+    responses={
+        200: {
+            "description": "As Prometheus reads it.",
+            "content": {MEDIA_TYPE: {"schema": {"type": "string"}}},
+        },
+        **errors(401, 503),
+    },
 )
-async def get_metrics(service: ServiceOf) -> PrometheusText:
+async def get_metrics(service: ServiceOf) -> Response:
     """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests."""
-    return PrometheusText(await service.database.read(service.metrics.text))
+    text = await service.database.read(service.metrics.text)
+    return Response(text, media_type=MEDIA_TYPE)
