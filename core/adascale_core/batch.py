@@ -110,6 +110,8 @@ class BatchPlan:
         return self.global_bsz / bounds.batch_size
 
 
+_ROUNDING = 1e-9
+
 Throughput = Callable[[BatchPlan], float]
 """Predicted optimizer steps per second of a plan."""
 
@@ -314,10 +316,12 @@ def plan_batch(
     if estimate is None:
         return choice[0]
     if throughput is None:
+        # A rounded efficiency is not quite monotonous, and 1 may come out a little lower.
+        least = efficiency_target * (1 - _ROUNDING)
         efficient = bisect_left(
             range(len(choice)),
             True,
-            key=lambda index: estimate.efficiency(choice[index].scale(bounds)) < efficiency_target,
+            key=lambda index: estimate.efficiency(choice[index].scale(bounds)) < least,
         )
         return choice[max(efficient - 1, 0)]
     return max(
