@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.local_run import ROOT, adascale, running, write_light_job, write_paced_job
+from e2e.local_run import ROOT, adascale, running, write_job, write_light_job, write_paced_job
 from support.launch import wait_until
 
 
@@ -98,6 +98,18 @@ def test_a_program_that_crashes_is_told_with_its_signal(tmp_path: Path, state: P
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     assert "failed on replica 0 (killed by SIGSEGV): 1 failure, backoffLimit is 0" in run.stdout
+
+
+def test_a_program_that_cannot_even_begin_fails_the_job(tmp_path: Path, state: Path) -> None:
+    job = write_job(
+        tmp_path / "job.yaml", ["python", "-c", "import no_such_module"], backoffLimit=1, minReplicas=2,
+        maxReplicas=2,
+    )  # fmt: skip
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    assert "failure 1, backoffLimit is 1" in run.stdout
+    assert "2 failures, backoffLimit is 1" in run.stdout
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in run.stdout
 
 
 def test_replicas_that_fail_together_count_once(tmp_path: Path, state: Path) -> None:

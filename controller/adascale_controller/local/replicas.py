@@ -49,7 +49,7 @@ class Replicas:
         self._ended: list[Ended] = []
         self._finished: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
-        self._unregistered: dict[int, int] = {}
+        self._false_starts: dict[int, int] = {}
 
     @property
     def finished(self) -> bool:
@@ -116,12 +116,13 @@ class Replicas:
     def _fail(self, ended: Ended, view: JobView, now: float) -> Failed | None:
         """Count a failure of the program: once for a generation, whichever replicas tell of it."""
         told = view.replica(ended.rank)
-        if told is not None and told.phase is Phase.FAILED:
-            attempt, log = told.generation, told.log
+        failed = told if told is not None and told.phase is Phase.FAILED else None
+        if failed is not None and failed.generation > 0:
+            attempt = failed.generation
         else:
-            # It did not come as far as to tell of a generation: then its tries are counted.
-            self._unregistered[ended.rank] = self._unregistered.get(ended.rank, 0) + 1
-            attempt, log = -self._unregistered[ended.rank], None
+            # It did not come as far as to be in one: then it is the tries of each replica that count.
+            self._false_starts[ended.rank] = self._false_starts.get(ended.rank, 0) + 1
+            attempt = -self._false_starts[ended.rank]
         new = self._failures.add(attempt)
         self._not_before[ended.rank] = now + self._failures.pause
         if not new:
@@ -131,7 +132,7 @@ class Replicas:
         what = f"The program failed on replica {ended.rank} ({code})"
         limit = self._failures.limit
         if self._failures.too_many:
-            log = log or self.agents.last_lines(ended.rank)
+            log = (failed and failed.log) or self.agents.last_lines(ended.rank)
             return Failed(f"{what}: {plural(self._failures.count, 'failure')}, backoffLimit is {limit}", log)
         self._display.note(
             f"{what}: failure {self._failures.count}, backoffLimit is {limit}; "
