@@ -40,7 +40,8 @@ def main() -> NoReturn:
     try:
         app()
     except AdaScaleError as error:
-        print(f"adascale: {error}", file=sys.stderr)
+        # Several lines stand below each other.
+        print("adascale:", str(error).replace("\n", "\n          "), file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         # A full disk, a folder that may not be written: the system's words, and which file.

@@ -105,7 +105,7 @@ class MetricsService:
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._token = token
         self._pool = urllib3.PoolManager(retries=False)
 

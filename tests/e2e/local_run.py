@@ -38,7 +38,7 @@ def write_job(
         "metadata": {"name": name},
         "spec": {"batchSize": 4, "maxReplicas": 1, **spec, "template": {"spec": {"containers": [container]}}},
     }
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
 
 
