@@ -29,8 +29,7 @@ dataset = TensorDataset(train_x, train_y)
 trainer = ElasticTrainer(
     batch_size=4, max_batch_size=256, local_bsz_bounds=(4, 64), scale_invariant_steps=12_000
 )
-steps = trainer.scale_invariant_steps
-assert steps is not None
+steps = trainer.scale_invariant_steps or 12_000
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(trainer.device)

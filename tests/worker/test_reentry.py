@@ -4,6 +4,7 @@ import json
 import random
 import signal
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_killed_again_and_again_training_ends_with_the_very_same_weights(
     chance = random.Random(replicas)
     for kill_at in sorted(chance.sample(range(2, 20), 2)):
         running = Replicas(replicas, folder, **options, STEP_SECONDS=0.01)
-        running.reach(lambda at=kill_at: journal.last_step() >= at, f"step {kill_at}")
+        running.reach(partial(has_reached, journal, kill_at), f"step {kill_at}")
         running.kill()
         codes, output = running.wait()
         assert codes == [-signal.SIGKILL] * replicas, output
@@ -41,6 +42,10 @@ def test_killed_again_and_again_training_ends_with_the_very_same_weights(
     assert len(disturbed.attempts()) == 3
     assert all(attempt.header["restored"] for attempt in disturbed.attempts()[1:])
     assert losses(disturbed) == losses(undisturbed)
+
+
+def has_reached(journal: Journal, step: int) -> bool:
+    return journal.last_step() >= step
 
 
 def make(folder: Path) -> Path:
@@ -66,7 +71,7 @@ def test_each_pass_has_every_sample_exactly_once_at_changing_replica_counts(
     for count in counts[:-1]:
         stop_at = journal.last_step() + chance.randint(1, 4)
         running = Replicas(count, tmp_path, **options)
-        running.reach(lambda at=stop_at: journal.last_step() >= at, f"step {stop_at}")
+        running.reach(partial(has_reached, journal, stop_at), f"step {stop_at}")
         leaver = chance.randrange(count)
         running.signal(signal.SIGTERM, rank=leaver)
         codes, output = running.wait()

@@ -6,16 +6,19 @@ Held in tensors, numbers and lists only, so that it loads with `torch.load(weigh
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy
+import numpy.typing
 import torch
+
+_NumpyState = tuple[str, numpy.typing.NDArray[numpy.uint32], int, int, float]
 
 
 def capture() -> dict[str, Any]:
     """The state of the generators of Python, NumPy, and torch on the CPU and the current GPU."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, cached = cast(_NumpyState, numpy.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],

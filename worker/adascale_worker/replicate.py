@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.environment import ReplicaPlace
@@ -30,7 +31,7 @@ def join(place: ReplicaPlace, device: torch.device, generation: int, listen_fd: 
     if generation == 0 or place.master_addr is None or place.master_port is None:
         dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
         return True
-    tcp = dist.TCPStore(
+    tcp = TCPStore(
         place.master_addr,
         place.master_port,
         place.replicas,
@@ -39,11 +40,49 @@ def join(place: ReplicaPlace, device: torch.device, generation: int, listen_fd: 
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
-    store = dist.PrefixStore(f"generation-{generation}", tcp)
+    store = PrefixStore(f"generation-{generation}", tcp)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.replicas, timeout=JOIN_TIMEOUT
     )
     return True
+
+
+class Peers:
+    """The replicas of this generation, as this one sees them.
+
+    Args:
+        place: which of them this is.
+        device: where tensors that they exchange have to be.
+    """
+
+    def __init__(self, place: ReplicaPlace, device: torch.device) -> None:
+        self.rank = place.rank
+        self.replicas = place.replicas
+        self._device = device
+
+    def from_main(self, value: Any) -> Any:
+        """What rank 0 gives, on all of them; it may be any object that can be pickled."""
+        if self.replicas == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each of them gives, by rank."""
+        if self.replicas == 1:
+            return [value]
+        values: list[Any] = [None] * self.replicas
+        dist.all_gather_object(values, value)
+        return values
+
+    def numbers_from_main(self, numbers: list[int]) -> list[int]:
+        """As `from_main`, cheaper, for a list that is as long on all of them."""
+        if self.replicas == 1:
+            return numbers
+        told = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.broadcast(told, src=0)
+        return [int(number) for number in told.tolist()]
 
 
 def replicate(

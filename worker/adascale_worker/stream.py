@@ -8,9 +8,10 @@ every step is full: where a pass ends within a step, the next one begins in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 
 import torch
+from torch.utils.data import Sampler
 
 from adascale_core.batch import BatchPlan
 
@@ -58,7 +59,7 @@ def _mix(seed: int, number: int) -> int:
     return ((seed + 1) * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**63
 
 
-class MicroBatches(Sized):
+class MicroBatches(Sampler[list[int]]):
     """One replica's share of the stream, micro-batch by micro-batch, without end.
 
     Args:

@@ -1,0 +1,85 @@
+"""What is measured of training, and told to the metrics service every so often."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.messages import GainReport
+from adascale_core.names import REPORT_INTERVAL
+from adascale_worker.adascale import AdaScale
+from adascale_worker.position import Position
+from adascale_worker.reporter import Reporter
+from adascale_worker.stopwatch import Stopwatch
+
+
+class Telemetry:
+    """Gathers losses and times of steps, and makes reports of them.
+
+    Args:
+        bounds: of the job's batch.
+        generation: the generation that this trainer runs in.
+        reporter: posts the reports; none: nobody is told.
+    """
+
+    def __init__(self, bounds: BatchBounds, generation: int, reporter: Reporter | None) -> None:
+        self._bounds = bounds
+        self._generation = generation
+        self._reporter = reporter
+        self._losses: list[torch.Tensor] = []
+        self._reported_at = float("-inf")
+        self.stopwatch = Stopwatch()
+
+    @property
+    def generation_is_over(self) -> bool:
+        """Whether the service has told that this generation has to be left."""
+        return self._reporter is not None and self._reporter.generation_is_over
+
+    def log_loss(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch for the next report, without waiting for the device."""
+        if self._reporter is not None:
+            self._losses.append(loss.detach())
+
+    def step(self, plan: BatchPlan, position: Position, optimizer: AdaScale) -> None:
+        """A step was made: measure it, and report if it is time."""
+        self.stopwatch.step(plan, time.perf_counter())
+        if time.monotonic() - self._reported_at >= REPORT_INTERVAL:
+            self.report(plan, position, optimizer)
+
+    def report(self, plan: BatchPlan, position: Position, optimizer: AdaScale) -> None:
+        """Report now."""
+        if self._reporter is None:
+            return
+        self._reported_at = time.monotonic()
+        self._reporter.report(
+            GainReport(
+                generation=self._generation,
+                step=position.step,
+                progress=position.progress,
+                epoch=position.epoch,
+                replicas=plan.replicas,
+                local_bsz=plan.local_bsz,
+                accumulation=plan.accumulation,
+                scale=plan.scale(self._bounds),
+                gain=optimizer.gain(),
+                grad_sqr=optimizer.grad_sqr,
+                grad_var=optimizer.grad_var,
+                step_time=self.stopwatch.lap(),
+                time=time.time(),
+                loss=self._mean_loss(),
+            )
+        )
+
+    def close(self) -> None:
+        """Post what waits, for a moment, and end."""
+        if self._reporter is not None:
+            self._reporter.close()
+
+    def _mean_loss(self) -> float | None:
+        if not self._losses:
+            return None
+        mean = torch.stack(self._losses).mean().item()
+        self._losses.clear()
+        return mean if abs(mean) < float("inf") else None
