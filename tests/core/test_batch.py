@@ -337,7 +337,7 @@ def test_no_larger_plan_is_efficient_enough(
     plans = tried_plans(bounds, replicas)
     if plans:
         chosen = plan_batch(bounds, replicas, estimate=estimate, efficiency_target=target)
-        enough = [plan for plan in plans if estimate.efficiency(plan.scale(bounds)) >= target - 1e-9]
+        enough = [plan for plan in plans if estimate.efficiency(plan.scale(bounds)) >= target * (1 - 1e-9)]
         assert chosen == (max(enough, key=lambda plan: plan.local_bsz) if enough else plans[0])
 
 
