@@ -11,7 +11,7 @@ from adascale_api.auth import Authenticator
 from adascale_api.database import Database
 from adascale_api.errors import add_error_handlers
 from adascale_api.limits import BodyLimit
-from adascale_api.openapi import complete_openapi
+from adascale_api.openapi import DescribedApp
 from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, gain, jobs, probes
 from adascale_api.service import Service
@@ -47,18 +47,18 @@ def create_app(
         async with service.running():
             yield
 
-    app = FastAPI(
+    app = DescribedApp(
         title="AdaScale metrics service",
         version=version("adascale-operator"),
         description=_DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
     )
+    app.protect_reads = protect_reads
     app.state.service = service
     app.add_middleware(BodyLimit)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
     for routes in (gain, allocation, jobs, probes):
         app.include_router(routes.router)
-    complete_openapi(app, protect_reads=protect_reads)
     return app

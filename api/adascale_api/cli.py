@@ -75,7 +75,10 @@ def serve(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
         )
-        _Server(config, on_listening=tell, on_leaving=app.state.service.waiting.close).run([listener])
+        server = _Server(config, on_listening=tell, on_leaving=app.state.service.waiting.close)
+        server.run([listener])
+        if server.refused is not None:
+            raise server.refused
 
 
 class _Server(uvicorn.Server):
@@ -87,10 +90,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._on_listening = on_listening
         self._on_leaving = on_leaving
+        self.refused: AdaScaleError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_listening()
+        try:
+            self._on_listening()
+        except AdaScaleError as error:
+            # Raised again when the server has shut down in order.
+            self.refused = error
+            self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
         # The base class would raise the signal again at the end; leaving as asked is no failure.
@@ -109,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port",
-        type=int,
+        type=_port,
         default=DEFAULT_API_PORT,
         help="port to listen on; 0: any free one (default: %(default)s)",
     )
@@ -129,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
         help="let everyone on this machine write, without a token; only with a loopback address",
     )
     return parser
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isdecimal() else -1
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed are 1 to 65535, or 0 for any free port")
+    return port
 
 
 def _authenticator(options: argparse.Namespace, environment: Mapping[str, str]) -> Authenticator | None:
@@ -173,7 +189,7 @@ def _listen(host: str, port: int) -> socket.socket:
         # Connections inherit it. Without, an answer waits 40 ms for the client to acknowledge its headers:
         # asyncio sets it only for sockets that name their protocol, which `create_server` does not.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UsageError(
             f"can't listen on {host} port {port}: {error}; choose another --port (0: any free one) or --host"
         ) from error

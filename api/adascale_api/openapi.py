@@ -11,21 +11,33 @@ from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, Re
 _BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody)
 
 
-def complete_openapi(app: FastAPI, *, protect_reads: bool) -> None:
-    """Complete the OpenAPI text of `app`, once its routes are there.
+class DescribedApp(FastAPI):
+    """A FastAPI application that completes its OpenAPI text.
 
     It gets the schemas of the bodies, which the service reads by itself; and reading needs a token only
-    where the service was told so.
+    where `protect_reads` is set.
     """
-    text = app.openapi()
+
+    protect_reads = False
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI text, made when it is first asked for."""
+        if self.openapi_schema is None:
+            text = super().openapi()
+            _describe_bodies(text)
+            if not self.protect_reads:
+                _open_reads(text)
+            self.openapi_schema = text
+        return self.openapi_schema
+
+
+def _describe_bodies(text: dict[str, Any]) -> None:
     _, described = models_json_schema([(body, "validation") for body in _BODIES], ref_template=REFERENCE)
     text["components"]["schemas"].update(described["$defs"])
-    if not protect_reads:
-        for path in text["paths"].values():
-            if "get" in path:
-                _open(path["get"])
 
 
-def _open(operation: dict[str, Any]) -> None:
-    operation.pop("security", None)
-    operation["responses"].pop("401", None)
+def _open_reads(text: dict[str, Any]) -> None:
+    for operations in text["paths"].values():
+        if "get" in operations:
+            operations["get"].pop("security", None)
+            operations["get"]["responses"].pop("401", None)

@@ -115,8 +115,14 @@ class Client:
 class ServiceProcess:
     """A metrics service of its own, on a folder that outlives it."""
 
-    def __init__(self, folder: Path, *options: str, environ: Mapping[str, str] | None = None) -> None:
-        self._port_file = folder / f"port-{uuid4().hex}"
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        environ: Mapping[str, str] | None = None,
+        port_file: Path | None = None,
+    ) -> None:
+        self._port_file = port_file or folder / f"port-{uuid4().hex}"
         self._log = folder / "service.log"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -136,8 +142,13 @@ class ServiceProcess:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(lambda: self.process.poll() is not None or self._port_file.exists(), "the start")
-        assert self.process.poll() is None, self.log()
+        try:
+            wait_until(lambda: self.process.poll() is not None or self._has_port(), "the start")
+            assert self.process.poll() is None, self.log()
+        except AssertionError:
+            self.process.kill()
+            self.process.wait()
+            raise
         self.port = int(self._port_file.read_text())
 
     def __enter__(self) -> Self:
@@ -148,6 +159,10 @@ class ServiceProcess:
     ) -> None:
         self.process.kill()
         self.process.wait()
+
+    def _has_port(self) -> bool:
+        # "1" is what the tests leave there as the port of an earlier service.
+        return self._port_file.exists() and self._port_file.read_text() != "1\n"
 
     def log(self) -> str:
         """All that it wrote."""

@@ -1,0 +1,361 @@
+"""The service as a process: how it starts, refuses to start, survives and ends."""
+
+import random
+import signal
+import socket
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import urllib3
+
+from adascale_api.cli import main
+from adascale_core.names import DEFAULT_API_PORT
+from api.client import (
+    TOKEN,
+    Client,
+    ServiceProcess,
+    a_registration,
+    a_report,
+    environment,
+    run_service,
+    wait_until,
+)
+
+CLIENTS = 16
+
+
+def test_sixteen_clients_at_once_lose_and_double_nothing(service: ServiceProcess, job: str) -> None:
+    together = Barrier(CLIENTS)
+
+    def post(number: int) -> tuple[int, int]:
+        """Every report twice, once by this client and once by the next; some alone, some in lists."""
+        stored = repeated = 0
+        with Client(service.port) as client:
+            together.wait()
+            for chunk in range(10):
+                steps = [
+                    (number + again) % CLIENTS * 1000 + chunk * 5 + i for again in (0, 1) for i in range(5)
+                ]
+                for told in (steps[:3], steps[3:4], steps[4:]):
+                    answer = client.post_gain(job, *[a_report(step) for step in told])
+                    stored += answer["stored"]
+                    repeated += answer["repeated"]
+        return stored, repeated
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        counts = list(threads.map(post, range(CLIENTS)))
+    expected = CLIENTS * 50
+    assert sum(stored for stored, _ in counts) == expected
+    assert sum(repeated for _, repeated in counts) == expected
+    with Client(service.port) as client:
+        history = client.get(f"/jobs/{job}/gain/history?points=5000")
+    assert history["total"] == expected
+    steps = [point["step"] for point in history["points"]]
+    assert steps == sorted({client * 1000 + i for client in range(CLIENTS) for i in range(50)})
+
+
+def test_allocations_written_at_once_are_taken_in_one_order(service: ServiceProcess, job: str) -> None:
+    together = Barrier(CLIENTS)
+
+    def allocate(number: int) -> tuple[int, int]:
+        with Client(service.port) as client:
+            together.wait()
+            body = {"generation": 1, "replicas": number + 1}
+            answer = client.call("PUT", f"/jobs/{job}/allocation", body)
+        view = answer.body["allocation"] if answer.status == 409 else answer.body
+        return answer.status, view["wanted"]["replicas"]
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        answers = list(threads.map(allocate, range(CLIENTS)))
+    assert sorted(status for status, _ in answers) == [200] + [409] * (CLIENTS - 1)
+    assert len({replicas for _, replicas in answers}) == 1
+
+
+def test_replicas_that_register_at_once_are_all_known(service: ServiceProcess, job: str) -> None:
+    with Client(service.port) as client:
+        client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": CLIENTS})
+
+    def register(rank: int) -> int:
+        with Client(service.port) as client:
+            return int(client.register(job, a_registration(rank))["version"])
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        versions = list(threads.map(register, range(CLIENTS)))
+    assert len(set(versions)) == CLIENTS
+    with Client(service.port) as client:
+        told = client.get(f"/jobs/{job}")
+    assert [replica["rank"] for replica in told["replicas"]] == list(range(CLIENTS))
+    assert told["active"]["replicas"] == CLIENTS
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)]])
+def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
+    patience = random.Random(seed).randrange(20, 400)
+    answered: dict[int, list[int]] = {number: [] for number in range(CLIENTS)}
+
+    def post_until_killed(port: int, number: int) -> None:
+        with Client(port) as client:
+            step = 0
+            while True:
+                steps = range(step, step + 1 + number % 3)
+                try:
+                    answer = client.post_gain(f"job-{number}", *[a_report(one) for one in steps])
+                except urllib3.exceptions.HTTPError:
+                    return
+                assert answer["stored"] == len(steps)
+                answered[number] += steps
+                step = steps.stop
+
+    with ServiceProcess(tmp_path) as service, ThreadPoolExecutor(CLIENTS) as threads:
+        posting = [threads.submit(post_until_killed, service.port, number) for number in range(CLIENTS)]
+        with Client(service.port) as client:
+            version = client.put("/jobs/job-0/allocation", {"generation": 7, "replicas": 2})["version"]
+        wait_until(lambda: sum(map(len, answered.values())) >= patience, "enough reports")
+        service.process.kill()
+        for one in posting:
+            one.result(30)
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        for number, steps in answered.items():
+            history = client.get(f"/jobs/job-{number}/gain/history?points=5000")
+            kept = [point["step"] for point in history["points"]]
+            # The last request may have been kept without its answer having arrived.
+            assert kept[: len(steps)] == steps
+            assert len(kept) - len(steps) in (0, 1 + number % 3)
+            assert history["total"] == len(kept)
+            told = client.post_gain(f"job-{number}", *[a_report(step) for step in steps])
+            assert (told["stored"], told["repeated"]) == (0, len(steps))
+        assert client.get("/jobs/job-0/allocation")["version"] == version
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_leaves_when_asked_though_requests_wait(tmp_path: Path, number: signal.Signals) -> None:
+    with ServiceProcess(tmp_path) as service, ThreadPoolExecutor(4) as threads:
+        with Client(service.port) as client:
+            now = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+
+        def wait() -> object:
+            with Client(service.port) as client:
+                return client.get(f"/jobs/a/allocation?version={now['version']}&wait=60")
+
+        waiting = [threads.submit(wait) for _ in range(4)]
+        with Client(service.port) as client:
+            metric = 'adascale_request_seconds_count{method="GET",route="/jobs/{job}/allocation"'
+            wait_until(lambda: open_connections(service) >= 5, "the waiting")
+            assert metric not in str(client.call("GET", "/metrics").body)
+        service.process.send_signal(number)
+        assert service.process.wait(10) == 0
+        assert [one.result(10) for one in waiting] == [now] * 4
+        assert "Traceback" not in service.log()
+        assert not list(tmp_path.glob("*.db-wal")), "the database was not closed"
+
+
+def open_connections(service: ServiceProcess) -> int:
+    """The connections that the service has accepted."""
+    folder = Path(f"/proc/{service.process.pid}/fd")
+    if not folder.exists():
+        pytest.skip("needs /proc")
+    return sum(str(entry.readlink()).startswith("socket:") for entry in folder.iterdir()) - 1
+
+
+def test_the_port_file_appears_with_the_port_and_an_old_one_goes(tmp_path: Path) -> None:
+    old = tmp_path / "port"
+    old.write_text("1\n")
+    with ServiceProcess(tmp_path, port_file=old) as service:
+        assert old.read_text() == f"{service.port}\n"
+        assert not list(tmp_path.glob("port.*"))
+        with Client(service.port) as client:
+            assert client.get("/healthz") == {"status": "ok"}
+            assert client.get("/readyz") == {"status": "ok"}
+
+
+def test_a_port_in_use_is_told_without_a_traceback(service: ServiceProcess, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'a.db'}"
+    refused = run_service("--port", str(service.port), "--database", url, ADASCALE_TOKEN=TOKEN)
+    assert_refused(
+        refused.returncode,
+        refused.stderr,
+        f"can't listen on 127.0.0.1 port {service.port}",
+        "in use",
+        "--port",
+    )
+
+
+def test_a_port_file_that_can_not_be_written_is_told_without_a_traceback(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'a.db'}"
+    options = ["--port", "0", "--database", url, "--port-file", "/nowhere/at/all"]
+    refused = run_service(*options, ADASCALE_TOKEN=TOKEN)
+    assert_refused(refused.returncode, refused.stderr, "port file /nowhere/at/all can't be written")
+
+
+def assert_refused(code: object, told: str, *words: str) -> None:
+    assert code == 2, told
+    assert "Traceback" not in told
+    for word in words:
+        assert word in told, told
+
+
+class Refusal:
+    """Calls the command in this process, which is quicker; it must refuse before it serves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def assert_refuses(self, options: list[str], environ: dict[str, str], *words: str) -> None:
+        self._monkeypatch.setattr("sys.argv", ["adascale-api", *options])
+        self._monkeypatch.setattr("os.environ", environment(**environ))
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert_refused(left.value.code, self._capsys.readouterr().err, *words)
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    return Refusal(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nonsense", ["'nonsense' is not one", "sqlite:///PATH"]),
+        ("mysql://somewhere/db", ["mysql://somewhere/db is not supported"]),
+        ("postgresql://me:secret@somewhere/db", ["me:***@somewhere", "is not supported"]),
+        ("sqlite://", ["would forget everything"]),
+        ("sqlite:///:memory:", ["would forget everything"]),
+        ("sqlite:////nowhere/at/all.db", ["can't be opened", "unable to open database file"]),
+        ("sqlite:////dev/null/a.db", ["can't be opened"]),
+        ("sqlite:///{folder}", ["can't be opened", "unable to open database file"]),
+        ("sqlite:///{folder}/no.db", ["can't be opened", "not a database"]),
+        ("sqlite:///{folder}/other.db", ["tables of version 99", "another database"]),
+    ],
+)
+def test_a_database_that_can_not_be_used_is_told_without_a_traceback(
+    tmp_path: Path, refusal: Refusal, url: str, words: list[str]
+) -> None:
+    (tmp_path / "no.db").write_bytes(b"this is no database, but a text" * 100)
+    other = sqlite3.connect(tmp_path / "other.db")
+    with other:
+        other.execute("CREATE TABLE adascale_schema (version INTEGER PRIMARY KEY)")
+        other.execute("INSERT INTO adascale_schema VALUES (99)")
+    other.close()
+    options = ["--port", "0", "--database", url.format(folder=tmp_path)]
+    refusal.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        ([], {}, ["no token", "ADASCALE_TOKEN", "--no-auth"]),
+        ([], {"ADASCALE_TOKEN": "two words"}, ["ADASCALE_TOKEN", "visible ASCII"]),
+        ([], {"ADASCALE_TOKEN_FILE": "/nowhere/token"}, ["/nowhere/token", "can't be read"]),
+        (["--no-auth", "--host", "0.0.0.0"], {}, ["--no-auth", "0.0.0.0", "--host 127.0.0.1"]),
+        (["--no-auth", "--host", ""], {}, ["--no-auth"]),
+        (["--no-auth", "--protect-reads"], {}, ["contradict"]),
+        (["--host", "not.a.host.invalid"], {"ADASCALE_TOKEN": TOKEN}, ["can't listen on not.a.host.invalid"]),
+        (["--port", "70000"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
+        (["--port", "-1"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
+        (["--port", "http"], {"ADASCALE_TOKEN": TOKEN}, ["--port", "http"]),
+    ],
+)
+def test_options_that_can_not_be_followed_are_told_without_a_traceback(
+    tmp_path: Path, refusal: Refusal, options: list[str], environ: dict[str, str], words: list[str]
+) -> None:
+    port = [] if "--port" in options else ["--port", "0"]
+    url = f"sqlite:///{tmp_path / 'a.db'}"
+    refusal.assert_refuses([*port, "--database", url, *options], environ, *words)
+
+
+def test_the_help_tells_the_options() -> None:
+    told = run_service("--help")
+    assert told.returncode == 0
+    for word in (
+        "--host",
+        "--database",
+        "--port-file",
+        "--no-auth",
+        "ADASCALE_TOKEN_FILE",
+        str(DEFAULT_API_PORT),
+    ):
+        assert word in told.stdout
+
+
+def test_without_authentication_everyone_may_write_and_it_is_warned_of(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path, "--no-auth", environ={}) as service, Client(service.port, None) as client:
+        assert client.post_gain("a", a_report())["stored"] == 1
+        assert "WITHOUT A TOKEN" in service.log()
+
+
+def test_protected_reads_need_the_token_and_probes_do_not(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path, "--protect-reads") as service:
+        with Client(service.port) as client:
+            client.post_gain("a", a_report())
+            assert client.get("/jobs/a/gain")["gain"] == 2.0
+        with Client(service.port, None) as client:
+            for path in (
+                "/jobs",
+                "/jobs/a",
+                "/jobs/a/gain",
+                "/jobs/a/gain/history",
+                "/jobs/a/allocation",
+                "/metrics",
+            ):
+                assert client.call("GET", path).status == 401, path
+            assert client.get("/healthz") == client.get("/readyz") == {"status": "ok"}
+
+
+def test_a_renewed_token_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    # The file goes before the variable.
+    environ = {"ADASCALE_TOKEN_FILE": str(path), "ADASCALE_TOKEN": "unused"}
+    with (
+        ServiceProcess(tmp_path, environ=environ) as service,
+        Client(service.port, "first") as first,
+        Client(service.port, "second") as second,
+    ):
+        statuses = []
+        for text in ("first", "second\n", "", None):
+            if text is None:
+                path.unlink()
+            else:
+                beside = path.with_suffix(".new")
+                beside.write_text(text)
+                beside.replace(path)
+            body = a_report().to_json()
+            statuses.append([one.call("POST", "/jobs/a/gain", body).status for one in (first, second)])
+        # An empty or missing file leaves the token from before.
+        assert statuses == [[200, 401], [401, 200], [401, 200], [401, 200]]
+        assert "the token from before stays" in service.log()
+
+
+def test_ipv6_works_too(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with ServiceProcess(tmp_path, "--host", "::1") as service:
+        assert f"http://[::1]:{service.port}" in service.log()
+        with socket.create_connection(("::1", service.port)) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_metrics_tell_the_jobs_and_the_requests(service: ServiceProcess, client: Client, job: str) -> None:
+    client.post_gain(job, a_report(1), a_report(2, gain=3.0, progress=5.0))
+    client.call("GET", "/somewhere/else")
+    answer = client.call("GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    for line in (
+        f'adascale_job_gain{{job="{job}"}} 3.0',
+        f'adascale_job_efficiency{{job="{job}"}} 0.75',
+        f'adascale_job_progress{{job="{job}"}} 5.0',
+        f'adascale_job_replicas{{job="{job}"}} 2.0',
+        f'adascale_job_local_batch_size{{job="{job}"}} 8.0',
+        'adascale_reports_total{result="stored"}',
+        'adascale_request_seconds_count{method="POST",route="/jobs/{job}/gain",status="200"}',
+        'adascale_request_seconds_count{method="GET",route="none",status="404"}',
+    ):
+        assert line in answer.body, line
