@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def test_a_result_can_be_added_to_the_last_manifest(tmp_path: Path) -> None:
     loaded = folder.load()
     assert loaded is not None
     assert loaded[1].result == {"accuracy": 0.98}
+
+
+def test_a_generation_whose_place_was_taken_writes_nothing_over_its_successors(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state_of(1), replace(STANDING, generation=4))
+    with pytest.raises(CheckpointError, match=r"generation 4 has saved in .* already, this is generation 3"):
+        folder.save(state_of(2), STANDING)
+    assert folder.numbers() == [1]
 
 
 # Forks a child that saves the next checkpoint and is killed at its n-th operation on a file in the folder,

@@ -87,12 +87,15 @@ class CheckpointFolder:
             result: what the program told of its result.
 
         Raises:
-            CheckpointError: it cannot be written; the last checkpoint is untouched.
+            CheckpointError: it cannot be written, or a later generation has; the last checkpoint is
+                untouched.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             numbers = self.numbers()
             number = numbers[-1] + 1 if numbers else 1
+            if numbers:
+                self._refuse_to_go_back(numbers[-1], standing)
             path = self._state_path(number)
             with _Written(path) as file:
                 torch.save(state, file)
@@ -198,6 +201,18 @@ class CheckpointFolder:
     def _write_manifest(self, manifest: Manifest) -> None:
         with _Written(self._manifest_path(manifest.number)) as file:
             file.write((json.dumps(asdict(manifest), indent=1) + "\n").encode())
+
+    def _refuse_to_go_back(self, newest: int, standing: Standing) -> None:
+        """A trainer that was cut off and replaced must not write over its successors' work."""
+        try:
+            last = self._read_manifest(newest)
+        except _DamagedError:
+            return
+        if last.generation > standing.generation > 0:
+            raise CheckpointError(
+                f"generation {last.generation} has saved in {self.directory} already, this is generation "
+                f"{standing.generation}: its place was taken while it was cut off"
+            )
 
     def _prune(self) -> None:
         """Drop all but the newest; the manifest first, so that what is half dropped does not exist."""

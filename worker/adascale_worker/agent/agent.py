@@ -29,6 +29,8 @@ RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to save and leave a generation whose replicas are all well."""
 TERMINATION_GRACE = 25.0
 """Seconds that a trainer may take when the agent itself is asked to leave (a pod has 30 by default)."""
+END_PATIENCE = 60.0
+"""Seconds that a replica which has finished waits to hear that rank 0 has."""
 LAST_WORDS = 3.0
 """Seconds spent on telling the service why the agent leaves."""
 PREPARATION = 60.0
@@ -110,8 +112,10 @@ class Agent:
                 return self._end(Phase.TERMINATED, EXIT_REENTRY)
             code = self._watch(trainer)
             phase = self._phase(code)
-            if phase is Phase.FINISHED:
+            if phase is Phase.FINISHED and self._job_came_to_its_end():
                 return self._end(phase, code)
+            if phase is Phase.FINISHED:
+                phase = Phase.LOST
             if phase is Phase.FAILED:
                 return self._end(phase, code if code >= 0 else 128 - code, trainer.log)
             if self._terminating:
@@ -292,6 +296,17 @@ class Agent:
                 )
                 trainer.send(signal.SIGKILL)
                 give_up = now + TERMINATION_GRACE
+
+    def _job_came_to_its_end(self) -> bool:
+        """Whether the program has finished on rank 0 too, without which its end does not count."""
+        give_up = time.monotonic() + END_PATIENCE
+        while self._rank > 0 and not self._terminating and time.monotonic() < give_up:
+            if self._job_is_complete:
+                return True
+            if self._link.view is not None and self._link.view.is_over(self._generation):
+                return False
+            self._next_event()
+        return True
 
     def _phase(self, code: int) -> Phase:
         """What the end of a trainer means."""
