@@ -118,6 +118,14 @@ class MetricsService:
         """
         self._call("PUT", f"jobs/{job_id}", spec.to_json())
 
+    def remove_job(self, job_id: str) -> None:
+        """Have all that is known of a job forgotten.
+
+        Raises:
+            ServiceUnreachableError, ServiceRefusedError: as above.
+        """
+        self._call("DELETE", f"jobs/{job_id}")
+
     def job(self, job_id: str) -> JobView:
         """What the service knows of a job.
 
@@ -181,7 +189,7 @@ class MetricsService:
                 _told(answer.data) or f"{url} answers with {answer.status}", answer.status
             )
         try:
-            return json.loads(answer.data)
+            return json.loads(answer.data) if answer.data else None
         except ValueError as error:
             raise ServiceUnreachableError(
                 f"{self.url} is not the address of a metrics service: its answer is not JSON"

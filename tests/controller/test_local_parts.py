@@ -67,6 +67,14 @@ def test_a_restart_costs_what_restarts_have_cost() -> None:
     assert observed.state(view(3, REPORT), None).restart_seconds == 3.0
 
 
+def test_what_a_loss_costs_is_no_measure_of_a_restart() -> None:
+    observed = Observation(JOB)
+    observed.see(view(1, REPORT), 6.0)
+    observed.see(replace(view(2, replace(REPORT, generation=2, time=190.0)), disruptions=1), 8.0)
+    assert observed.last_downtime == 90.0
+    assert observed.state(view(2, REPORT), None).restart_seconds == FIRST_GUESS
+
+
 def test_what_former_runs_reported_is_no_sign_of_life() -> None:
     observed = Observation(JOB)
     observed.begin(2)

@@ -26,6 +26,9 @@ class Observation:
         self._since = 0
         self._last: GainReport | None = None
         self._downtimes: list[float] = []
+        self._losses = 0
+        self.last_downtime: float | None = None
+        """Seconds between the last step before the last change of generation, and the first one after it."""
         self._settled: tuple[int, float] | None = None
 
     def begin(self, generation: int) -> None:
@@ -48,14 +51,13 @@ class Observation:
         if self._settled is not None and self._settled[0] == report.generation:
             return None
         self._settled = (report.generation, now)
+        lost, self._losses = self._losses, view.failures + view.disruptions
         if before is not None:
-            self._downtimes.append(max(report.time - before.time, 0.0))
+            self.last_downtime = max(report.time - before.time, 0.0)
+            # What a loss costs is no measure of what a change that is meant costs.
+            if lost == self._losses:
+                self._downtimes.append(self.last_downtime)
         return report
-
-    @property
-    def last_downtime(self) -> float | None:
-        """Seconds between the last step before the last change, and the first one after it."""
-        return self._downtimes[-1] if self._downtimes else None
 
     def state(self, view: JobView, until: float | None) -> JobState:
         """The job as the decision has to know it.

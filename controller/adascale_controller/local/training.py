@@ -30,6 +30,8 @@ DECISION_INTERVAL = 1.0
 """Seconds between two decisions."""
 FINISH_TIMEOUT = 60.0
 """Seconds that the other replicas have to finish after the first one has."""
+LOSS_PATIENCE = 1.0
+"""Seconds to wait for word of which replica was lost."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Training:
         self._decided_at = self._began
         self._finished_at: float | None = None
         self._disruptions: int | None = None
+        self._loss_since: float | None = None
 
     @property
     def total(self) -> float | None:
@@ -105,6 +108,10 @@ class Training:
         """
         self._client.put_job(self._job.id, self._job.spec)
         view = self._client.job(self._job.id)
+        if view.complete:
+            # It has finished once and is to go on, for more steps; to the service, what is complete stays so.
+            self._client.remove_job(self._job.id)
+            self._client.put_job(self._job.id, self._job.spec)
         state = self._observation.state(view, self.total)
         decision = decide([state], self._capacity, time.monotonic())[self._job.id]
         first = Allocation(view.generation + 1, decision.replicas)
@@ -150,20 +157,26 @@ class Training:
     # -- what is new ---------------------------------------------------------------------------------------
 
     def _tell(self, view: JobView, now: float) -> None:
-        self._tell_of_losses(view)
+        self._tell_of_losses(view, now)
         first = self._observation.see(view, now)
         if first is not None:
             self._tell_of_generation(first)
 
-    def _tell_of_losses(self, view: JobView) -> None:
+    def _tell_of_losses(self, view: JobView, now: float) -> None:
         before, self._disruptions = self._disruptions, view.disruptions
-        if before is None or view.disruptions <= before:
+        if before is not None and view.disruptions > before:
+            self._loss_since = now
+        if self._loss_since is None:
             return
+        # Often its peers are the first to notice: wait a little for the one that was lost itself.
         lost = [one for one in view.replicas if one.phase is Phase.LOST and one.exit_code != EXIT_PEER_LOST]
         if lost and lost[0].exit_code is not None:
             what = f"The trainer of replica {lost[0].rank} is gone ({describe_exit(lost[0].exit_code)})"
-        else:
+        elif now - self._loss_since > LOSS_PATIENCE:
             what = "A replica is gone"
+        else:
+            return
+        self._loss_since = None
         self._display.note(f"{what}; all re-enter from the last checkpoint", "yellow")
 
     def _tell_of_generation(self, first: GainReport) -> None:

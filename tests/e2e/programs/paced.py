@@ -32,7 +32,7 @@ for epoch in itertools.count(state.epoch):
     for x, y in trainer.dataloader(TensorDataset(inputs, targets)):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         trainer.log(loss=loss)
         time.sleep(pace)
