@@ -48,8 +48,8 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Do what the service does by itself; at the end, finish the writes and close the database."""
         tasks = [
-            asyncio.create_task(self._repeat(self.waiting.poll, POLL_INTERVAL)),
-            asyncio.create_task(self._repeat(SilenceWatch(self).look, HEARTBEAT_INTERVAL)),
+            asyncio.create_task(self.repeat(self.waiting.poll, POLL_INTERVAL)),
+            asyncio.create_task(self.repeat(SilenceWatch(self).look, HEARTBEAT_INTERVAL)),
         ]
         try:
             yield
@@ -70,7 +70,8 @@ class Service:
     async def _versions(self, job_ids: Iterable[str]) -> dict[str, int]:
         return await self.database.read(partial(store.versions, job_ids=job_ids))
 
-    async def _repeat(self, act: Callable[[], Awaitable[None]], interval: float) -> None:
+    async def repeat(self, act: Callable[[], Awaitable[None]], interval: float) -> None:
+        """Act every `interval` seconds, whatever becomes of the database."""
         while True:
             await asyncio.sleep(interval)
             try:

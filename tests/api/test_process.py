@@ -1,10 +1,12 @@
 """The service as a process: how it starts, refuses to start, survives and ends."""
 
 import random
+import resource
 import signal
 import socket
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from threading import Barrier
 
@@ -128,6 +130,29 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
             told = client.post_gain(f"job-{number}", *[a_report(step) for step in steps])
             assert (told["stored"], told["repeated"]) == (0, len(steps))
         assert client.get("/jobs/job-0/allocation")["version"] == version
+
+
+def test_a_full_disk_is_told_and_forgotten_once_there_is_room(tmp_path: Path) -> None:
+    if not hasattr(resource, "prlimit"):
+        pytest.skip("needs prlimit")
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        client.post_gain("a", a_report(0))
+        no_limit = resource.prlimit(
+            service.process.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY)
+        )
+        kept = 1
+        for start in count(1, 100):
+            reports = [a_report(step).to_json() for step in range(start, start + 100)]
+            answer = client.call("POST", "/jobs/a/gain", reports)
+            if answer.status != 200:
+                break
+            kept += 100
+        assert answer.status == 503
+        assert "the database can't do it now" in answer.body["error"]
+        assert client.get("/jobs/a/gain/history?points=1")["total"] == kept
+        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, no_limit)
+        assert client.call("POST", "/jobs/a/gain", reports).body["stored"] == 100
+        assert "Traceback" not in service.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
