@@ -1,0 +1,69 @@
+"""docs/api.md tells what is so."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from adascale_api.app import create_app
+from adascale_api.auth import SharedToken
+from adascale_api.cli import DEFAULT_DATABASE
+from adascale_api.database import Database
+from adascale_api.errors import ErrorBody
+from adascale_api.limits import LARGEST_BODY
+from adascale_api.schemas import LARGEST_BATCH, MOST_REPLICAS, MOST_REPORTS, GainReportBody, Posted
+from adascale_core.names import DEFAULT_API_PORT, HEARTBEAT_TIMEOUT
+from api.client import TOKEN, Client, a_report, run_service
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+
+
+def test_every_call_and_status_is_told_and_no_other(tmp_path: Path) -> None:
+    app = create_app(Database(f"sqlite:///{tmp_path / 'a.db'}"), SharedToken(TOKEN))
+    paths = app.openapi()["paths"]
+    calls = {(method.upper(), path) for path, operations in paths.items() for method in operations}
+    assert set(re.findall(r"^\| `([A-Z]+) (/\S*)` \|", PAGE, re.MULTILINE)) == calls
+    statuses = {status for path in paths.values() for call in path.values() for status in call["responses"]}
+    told = set(re.findall(r"^\| (\d{3}) \|", PAGE, re.MULTILINE))
+    assert told == {status for status in statuses if status >= "400"} | {"401"}
+
+
+def test_every_option_is_told_and_no_other() -> None:
+    told = run_service("--help").stdout
+    options = set(re.findall(r"--[a-z-]+", told)) - {"--help"}
+    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", PAGE, re.MULTILINE)) == options
+    assert DEFAULT_DATABASE.rpartition("/")[2] in PAGE
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    for text in (
+        f"{DEFAULT_API_PORT} if not given",
+        f"a list of up to {MOST_REPORTS}",
+        f"not been heard of for {HEARTBEAT_TIMEOUT:.0f} seconds",
+        f"counts go up to {MOST_REPLICAS}",
+        f"batch sizes up to\n{LARGEST_BATCH}",
+        f"more than {LARGEST_BODY // 2**20} MiB",
+    ):
+        assert text in PAGE, text
+
+
+def test_the_report_that_is_shown_is_accepted_and_answered_as_shown(client: Client, job: str) -> None:
+    shown = re.search(r"-d '\n(\{.*?\n\})'", PAGE, re.DOTALL)
+    assert shown is not None
+    GainReportBody.model_validate_json(shown[1])
+    answer = client.call("POST", f"/jobs/{job}/gain", json.loads(shown[1]))
+    posted, refused = re.findall(r"```json\n(.*?)\n```", PAGE)
+    assert TypeAdapter(Posted).dump_json(TypeAdapter(Posted).validate_json(posted)).decode() == posted
+    assert json.loads(posted) == answer.body
+    wrong = shown[1].replace('"gain": 3.2', '"gain": NaN').encode()
+    assert ErrorBody.model_validate(client.call("POST", f"/jobs/{job}/gain", text=wrong).body) == (
+        ErrorBody.model_validate_json(refused)
+    )
+
+
+@pytest.mark.parametrize("name", re.findall(r"`(adascale_\w+)`", PAGE))
+def test_the_metrics_that_are_told_are_there(client: Client, job: str, name: str) -> None:
+    client.post_gain(job, a_report())
+    assert name in client.call("GET", "/metrics").body
