@@ -23,7 +23,7 @@ def run_cases(cases: Cases, world_size: int, folder: Path) -> dict[str, list[str
     Returns:
         by case, the tracebacks of the ranks on which it failed; empty for a case that holds.
     """
-    spawn(_rank, (world_size, dict(cases), str(folder)), nprocs=world_size)  # type: ignore[no-untyped-call]
+    spawn(_rank, (world_size, dict(cases), str(folder)), nprocs=world_size)
     return {
         name: [file.read_text() for rank in range(world_size) if (file := folder / f"{name}.{rank}").exists()]
         for name in cases

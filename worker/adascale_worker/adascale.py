@@ -422,7 +422,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """Connect to the inner optimizer, whose `step` may be replaced later by one that calls ours."""
         self._inner_step: Callable[[], float | None] = self.optimizer.step
         self._exchange: Exchange | None = None
-        self._fingerprint: Fingerprint | None = None
         self._pass_loss_scale: float | None = None
         self._before: Label | None = None
         self._divided = False
@@ -445,6 +444,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """Have the inner optimizer's groups and state, which it replaces when it loads."""
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
+        parameters = [parameter for group in self._parameters() for parameter in group]
+        on_cpu = all(parameter.is_cpu for parameter in parameters)
+        self._fingerprint = Fingerprint(p for p in parameters if p.requires_grad) if on_cpu else None
 
     @property
     def _micro_gradients(self) -> int:
@@ -588,7 +590,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         else:
             first = self._compare(device)
             complete = True
-        self._fingerprint = Fingerprint(gradients) if device.type == "cpu" else None
+        if self._fingerprint is not None:
+            self._fingerprint.take()
         self._pass_loss_scale = self._loss_scale.ask()
         if self._exchange is not None:
             self._exchange.finish()
@@ -641,10 +644,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Between backward and step gradients may have been unscaled, clipped, or averaged by hand. On the
         CPU a look at the smallest ones saves the reading of all; elsewhere the look would cost more.
         """
-        gradients, device = self._gradients(), self._device()
-        if device.type == "cpu" and self._fingerprint is not None and self._fingerprint.matches(gradients):
+        if self._fingerprint is not None and self._fingerprint.matches():
             return None
-        norms = sqr_norms(gradients, device)
+        norms = sqr_norms(self._gradients(), self._device())
         return norms * self._accumulation**2 if self._divided else norms
 
     def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, float | None]:

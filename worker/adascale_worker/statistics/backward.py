@@ -13,13 +13,12 @@ of the outer pass is evaluated, which tells them apart.
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.statistics.norms import norm, norms, sum_of_squares
+from adascale_worker.statistics.norms import norm, sqr_norm, sum_of_squares
 
 
 class Reading(Enum):
@@ -53,8 +52,9 @@ class BackwardWatch:
         self._tasks: set[int] = set()
         self._fired: list[int] = []
         self._incoming: dict[int, Tensor] = {}
-        self._norms: list[dict[int, Tensor]] = []
-        self._added: list[list[Tensor]] = []
+        self._norms: dict[int, Tensor] = {}
+        self._added: list[tuple[int, Tensor]] = []
+        self._whole: list[Tensor] | None = None
         self._kept: dict[int, Tensor] = {}
         self.keep = False
         """Whether to keep copies of the local gradients, see `kept`."""
@@ -92,7 +92,7 @@ class BackwardWatch:
     @property
     def saw_any(self) -> bool:
         """Whether a gradient was read in this step."""
-        return bool(self._norms[0]) or bool(self._added)
+        return bool(self._norms) or bool(self._added) or self._whole is not None
 
     def sees_all(self) -> bool:
         """Whether each parameter that has a gradient is watched: not if one was unfrozen just now."""
@@ -106,19 +106,22 @@ class BackwardWatch:
         self.passes = 0
         self._tasks.clear()
         self._fired.clear()
-        self._norms = [{}]
-        self._added = []
+        self._norms.clear()
+        self._added.clear()
         self._kept.clear()
+        self._whole = None
 
     def local_sqr(self, groups: int, device: torch.device) -> Tensor:
         """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
         found: list[list[Tensor]] = [[] for _ in range(groups)]
-        for by_parameter in self._norms:
-            for index, value in by_parameter.items():
-                found[self._group_of[index]].append(value)
-        for group, values in enumerate(self._added):
-            found[group].extend(values)
-        return torch.stack([sum_of_squares(values, device) for values in found])
+        for index, value in self._norms.items():
+            found[self._group_of[index]].append(value)
+        for index, value in self._added:
+            found[self._group_of[index]].append(value)
+        sums = [sum_of_squares(values, device) for values in found]
+        if self._whole is not None:
+            sums = [one + other.to(device) for one, other in zip(sums, self._whole, strict=True)]
+        return torch.stack(sums)
 
     def kept(self) -> list[list[Tensor]]:
         """Return copies of the local gradients as they were before averaging, zeros where there was none.
@@ -135,62 +138,103 @@ class BackwardWatch:
     # -- hooks ------------------------------------------------------------------------------------------
 
     def _hook(self, index: int, parameter: Tensor) -> list[RemovableHandle]:
-        # torch leaves both functions without types.
-        hooks: list[Any] = [parameter.register_post_accumulate_grad_hook(partial(self._accumulated, index))]  # type: ignore[no-untyped-call]
+        reading = {
+            Reading.NOT_AT_ALL: self._note,
+            Reading.AFTER_PASS: self._note,
+            Reading.IN_GRAD: self._read,
+            Reading.BEFORE_GRAD: self._confirm,
+        }[self._reading]
+        handles = [parameter.register_post_accumulate_grad_hook(partial(reading, index))]
         if self._reading is Reading.BEFORE_GRAD:
-            hooks.append(parameter.register_hook(partial(self._arrived, index)))  # type: ignore[no-untyped-call]
-        return hooks
+            handles.append(parameter.register_hook(partial(self._arrive, index)))
+        return handles
 
-    def _arrived(self, index: int, gradient: Tensor) -> None:
+    def _note(self, index: int, parameter: Tensor) -> None:
+        """Note that there is a gradient, to be read later. This runs most often of all: keep it short."""
+        if current_task() not in self._tasks:
+            self._enter()
+        self._fired.append(index)
+        if self.keep:
+            self._keep(index, parameter)
+
+    def _read(self, index: int, parameter: Tensor) -> None:
+        """Read the gradient now that it is in .grad, before it can be averaged."""
+        if current_task() not in self._tasks:
+            self._enter()
+        self._norms[index] = norm(_dense(parameter))
+        if self.keep:
+            self._keep(index, parameter)
+
+    def _arrive(self, index: int, gradient: Tensor) -> None:
         """Read a micro-gradient. It counts when it is accumulated: torch.autograd.grad() ends here."""
         if gradient.layout is torch.strided:
             self._incoming[index] = norm(gradient.detach())
 
-    def _accumulated(self, index: int, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if gradient.layout is not torch.strided:
-            raise SparseGradientError(
-                f"got a gradient of layout {gradient.layout} for a parameter of shape "
-                f"{tuple(parameter.shape)}; AdaScale needs dense ones: make the layer with sparse=False, or "
-                "give the parameter to an optimizer of its own"
-            )
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            if not self._tasks:
-                self._on_pass_start()
-            self._tasks.add(task)
-            _queue(self._before_averaging)
+    def _confirm(self, index: int, parameter: Tensor) -> None:
+        """Count the micro-gradient that has arrived."""
+        if current_task() not in self._tasks:
+            self._enter()
+        _dense(parameter)
+        self._added.append((index, self._incoming.pop(index)))
         if self.keep:
-            self._kept[index] = gradient.detach().clone()
-        if self._reading is Reading.AFTER_PASS:
-            self._fired.append(index)
-        elif self._reading is Reading.IN_GRAD:
-            self._norms[0][index] = norm(gradient.detach())
-        elif self._reading is Reading.BEFORE_GRAD:
-            self._added_to(self._group_of[index]).append(self._incoming.pop(index))
+            self._keep(index, parameter)
 
-    def _added_to(self, group: int) -> list[Tensor]:
-        while len(self._added) <= group:
-            self._added.append([])
-        return self._added[group]
+    def _keep(self, index: int, parameter: Tensor) -> None:
+        self._kept[index] = _dense(parameter).clone()
+
+    def _enter(self) -> None:
+        """Begin a pass, or a pass inside it."""
+        if not self._tasks:
+            self._on_pass_start()
+        self._tasks.add(current_task())
+        queue(self._before_averaging)
 
     def _before_averaging(self) -> None:
-        if self._fired:
-            fired = list(dict.fromkeys(self._fired))
-            self._fired.clear()
-            gradients = [gradient for i in fired if (gradient := self._parameters[i].grad) is not None]
-            self._norms[0].update(zip(fired, norms(gradients), strict=True))
-        _queue(self._after_averaging)
+        if self._reading is Reading.AFTER_PASS and self._fired:
+            self._read_fired()
+        self._fired.clear()
+        queue(self._after_averaging)
+
+    def _read_fired(self) -> None:
+        fired = list(dict.fromkeys(self._fired))
+        if self._norms or _inside_a_pass():
+            # Part of a pass: an outer one may add to the same gradients, and replaces what is read here.
+            for index in fired:
+                self._norms[index] = norm(_dense(self._parameters[index]))
+            return
+        groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
+        for index in fired:
+            groups[self._group_of[index]].append(_dense(self._parameters[index]))
+        device = self._parameters[0].device
+        self._whole = [sqr_norm(gradients, device) for gradients in groups]
 
     def _after_averaging(self) -> None:
-        if torch._C._current_autograd_node() is not None:
-            return  # the end of a pass inside a pass
+        if _inside_a_pass():
+            return
         self._tasks.clear()
         self.passes += 1
         self._on_pass_end()
 
 
-def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def _inside_a_pass() -> bool:
+    """Whether a callback runs at the end of a backward pass that a node of another one has started."""
+    return torch._C._current_autograd_node() is not None
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    gradient = parameter.grad
+    if gradient is None:
+        raise LookupError("a parameter without a gradient was said to have one")
+    if gradient.layout is not torch.strided:
+        raise SparseGradientError(
+            f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(parameter.shape)}; "
+            "AdaScale needs dense ones: make the layer with sparse=False, or give the parameter to an "
+            "optimizer of its own"
+        )
+    return gradient.detach() if gradient.requires_grad else gradient

@@ -1,42 +1,36 @@
 """Whether gradients are still what they were."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from adascale_worker.statistics.norms import Gradients
+from adascale_worker.statistics.norms import local
 
 PROBES = 4
 
 
 class Fingerprint:
-    """Recognises gradients that were replaced, written to, or multiplied.
+    """Recognises gradients that were multiplied by something since.
 
-    A write raises the version of a tensor, but a GradScaler's does not. So the norms of the smallest
-    gradients are compared too: whoever scales gradients scales all of them.
+    It looks at the smallest gradients only: a GradScaler, or clipping by the norm, multiplies all of them.
 
     Args:
-        gradients: by parameter group, on the CPU.
+        parameters: on the CPU.
     """
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._versions = _versions(gradients)
-        self._probes = sorted((g for group in gradients for g in group), key=Tensor.numel)[:PROBES]
-        self._norms = _norms(self._probes)
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = sorted(parameters, key=Tensor.numel)[:PROBES]
+        self._norms: list[float] = []
 
-    def matches(self, gradients: Gradients) -> bool:
-        """Whether these are the same as then. If the probes are all zero that cannot be told: False."""
-        return (
-            any(norm > 0.0 for norm in self._norms)
-            and _versions(gradients) == self._versions
-            and _norms(self._probes) == self._norms
-        )
+    def take(self) -> None:
+        """Remember the gradients as they are."""
+        self._norms = self._now()
 
+    def matches(self) -> bool:
+        """Whether gradients are as they were. If the probes are all zero that cannot be told: False."""
+        return any(norm > 0.0 for norm in self._norms) and self._norms == self._now()
 
-def _versions(gradients: Gradients) -> list[tuple[int, int]]:
-    return [(gradient.data_ptr(), gradient._version) for group in gradients for gradient in group]
-
-
-def _norms(gradients: Sequence[Tensor]) -> list[float]:
-    return [float(norm) for norm in torch._foreach_norm(list(gradients), 2)] if gradients else []
+    def _now(self) -> list[float]:
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        return [float(norm) for norm in torch._foreach_norm(gradients, 2)] if gradients else []

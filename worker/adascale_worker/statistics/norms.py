@@ -11,48 +11,54 @@ Gradients = Sequence[Sequence[Tensor]]
 LARGE = 1 << 15
 """Elements from which `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
 
+SMALL = 1 << 11
+"""Elements up to which gradients on the CPU are copied together, which costs less than a call for each."""
+
 NARROW = (torch.float16, torch.bfloat16)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return a tensor without history; of a sharded one this rank's shard."""
     if type(tensor) is Tensor:
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     # Asked by name, because importing DTensor takes a third of a second that most programs can do without.
     shard: Tensor = getattr(tensor.detach(), "to_local", tensor.detach)()
     return shard
 
 
-def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each gradient, in order: no dimension, on the gradient's device.
-
-    Gradients of 16 bits are summed in 32, so that 1e4 in float16 does not overflow.
-    """
-    result: list[Tensor] = [gradients[0]] * len(gradients) if gradients else []
-    batches: dict[torch.dtype | None, list[int]] = {}
-    for index, gradient in enumerate(gradients):
-        if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.numel() >= LARGE:
-            result[index] = _dot(gradient, gradient).sqrt()
-        else:
-            batches.setdefault(torch.float32 if gradient.dtype in NARROW else None, []).append(index)
-    for dtype, indices in batches.items():
-        batch = torch._foreach_norm([gradients[index] for index in indices], 2, dtype=dtype)
-        for index, norm in zip(indices, batch, strict=True):
-            result[index] = norm
-    return result
-
-
 def norm(gradient: Tensor) -> Tensor:
-    """Return the L2 norm of one gradient, as `norms` does."""
+    """Return the L2 norm of one gradient: no dimension, on the gradient's device.
+
+    Gradients of 16 bits are summed in 32, here as below, so that 1e4 in float16 does not overflow.
+    """
     if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
         flat = gradient.view(-1)
         return torch.dot(flat, flat).sqrt()
-    return norms([gradient])[0]
+    return _norms([gradient])[0]
+
+
+def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the squared L2 norm of several gradients taken as one: no dimension, on `device`."""
+    small, norms, others = [], [], []
+    for gradient in gradients:
+        if gradient.is_cpu and gradient.dtype is torch.float32:
+            size = gradient.numel()
+            if size < SMALL:
+                small.append(gradient)
+                continue
+            if size >= LARGE:
+                norms.append(_dot(gradient, gradient).sqrt())
+                continue
+        others.append(gradient)
+    if small:
+        flat = torch._C._nn.flatten_dense_tensors(small)
+        norms.append(torch.dot(flat, flat).sqrt())
+    return sum_of_squares(norms + _norms(others), device)
 
 
 def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
     """Return the squared L2 norm of each group's gradients: shape (groups,), on `device`."""
-    return torch.stack([sum_of_squares(norms(gradients), device) for gradients in groups])
+    return torch.stack([sqr_norm(gradients, device) for gradients in groups])
 
 
 def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:
@@ -76,14 +82,21 @@ def widest_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    wide = [gradient for gradient in gradients if gradient.dtype not in NARROW]
+    norms = list(torch._foreach_norm(wide, 2)) if wide else []
+    if len(wide) < len(gradients):
+        narrow = [gradient for gradient in gradients if gradient.dtype in NARROW]
+        norms += torch._foreach_norm(narrow, 2, dtype=torch.float32)
+    return norms
+
+
 def _gather(values: Sequence[Tensor], device: torch.device) -> Tensor:
     dtype = widest_type(device)
     if not values:
         return torch.zeros(1, dtype=dtype, device=device)
-    if any(value.device != device for value in values):
-        values = [value.to(device) for value in values]
-    if len({value.dtype for value in values}) > 1:
-        values = [value.to(dtype) for value in values]
+    if len({(value.device, value.dtype) for value in values}) > 1 or values[0].device != device:
+        values = [value.to(device, dtype) for value in values]
     return torch.stack(list(values)).to(dtype)
 
 
