@@ -49,13 +49,14 @@ class JobView:
     """What the service knows of a job.
 
     Args:
-        wanted, active, broken, complete: as in `AllocationView`.
+        version, wanted, active, broken, complete: as in `AllocationView`.
         failures, disruptions: generations that the user's program has failed in, or were lost otherwise.
         replicas: the last registration of each rank, by rank.
         latest: the last report, if there is one.
         step_times: the measured step times.
     """
 
+    version: int = 0
     wanted: Allocation | None = None
     active: ActiveAllocation | None = None
     broken: bool = False
@@ -71,6 +72,7 @@ class JobView:
         """The view from a JSON object's members."""
         wanted, active, latest = members.get("wanted"), members.get("active"), members.get("latest")
         return cls(
+            version=members["version"],
             wanted=Allocation.from_json(wanted) if wanted else None,
             active=ActiveAllocation.from_json(active) if active else None,
             broken=members["broken"],
@@ -133,6 +135,14 @@ class MetricsService:
             ServiceUnreachableError, ServiceRefusedError: as above.
         """
         return JobView.from_json(self._call("GET", f"jobs/{job_id}"))
+
+    def wait_for_change(self, job_id: str, version: int, seconds: float) -> None:
+        """Return as soon as the job's generations are no longer as in `version`, or after some seconds.
+
+        Raises:
+            ServiceUnreachableError, ServiceRefusedError: as above.
+        """
+        self._call("GET", f"jobs/{job_id}/allocation?version={version}&wait={seconds:g}")
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
         """Want `allocation` for a job.

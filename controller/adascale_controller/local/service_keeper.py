@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from adascale_controller.local.display import Display
@@ -15,6 +16,8 @@ from adascale_controller.service_client import (
     ServiceUnreachableError,
 )
 
+LEAST_WAIT = 0.02
+"""Seconds between two looks, at least."""
 MOST_RESTARTS = 5
 """Restarts within a minute; after more of them it won't be up again."""
 
@@ -40,6 +43,7 @@ class ServiceKeeper:
         self._signals = signals
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
         self._silent = False
+        self._version: int | None = None
 
     def keep_up(self, now: float) -> None:
         """Start the service again if it has ended.
@@ -75,4 +79,19 @@ class ServiceKeeper:
         if self._silent:
             self._silent = False
             self._display.note("The metrics service answers again")
+        self._version = view.version
         return view
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the job's generations to change since the last look, but no longer than some seconds."""
+        give_up = time.monotonic() + seconds
+        # Changes come in flocks: let them gather for a moment.
+        time.sleep(LEAST_WAIT)
+        try:
+            if self._version is not None:
+                self._client.wait_for_change(self._job_id, self._version, seconds)
+                return
+        except (ServiceUnreachableError, ServiceRefusedError):
+            # The next look will say so.
+            self._version = None
+        time.sleep(max(give_up - time.monotonic(), 0.0))

@@ -25,7 +25,7 @@ from adascale_core.messages import Allocation, GainReport, Phase
 from adascale_core.names import EXIT_PEER_LOST
 
 TICK = 0.25
-"""Seconds between two rounds."""
+"""Seconds between two rounds, unless the job's generations change before."""
 DECISION_INTERVAL = 1.0
 """Seconds between two decisions."""
 FINISH_TIMEOUT = 60.0
@@ -129,7 +129,7 @@ class Training:
             ending = self._round(time.monotonic())
             if ending is not None:
                 return ending
-            time.sleep(TICK)
+            self._service.wait(TICK)
 
     def show(self, doing: str) -> None:
         """Show where the job stands, and do nothing about it."""
