@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from adascale_api.store import UnknownJobError
 from adascale_core.errors import AdaScaleError, InvalidJobError
@@ -108,6 +109,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _answer_invalid_parameter)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(SQLAlchemyError, _answer_database_error)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
 
 
 def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
@@ -151,6 +153,10 @@ def _answer_http_error(request: Request, error: Exception) -> Response:
 def _answer_database_error(_request: Request, error: Exception) -> Response:
     reason = getattr(error, "orig", None) or error
     return error_response(503, ErrorBody(error=f"the database can't do it now: {reason}; try again"))
+
+
+def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    return error_response(400, ErrorBody(error="the connection ended before the body; nothing was stored"))
 
 
 def _problem(found: Mapping[str, Any], prefix: int) -> Problem:

@@ -1,12 +1,13 @@
 """What can't be, each kind refused with the field, what was got and what is allowed; nothing is stored."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from adascale_core.messages import JobSpec, Phase
-from api.client import Answer, Client, ServiceProcess, a_registration, a_report
+from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_report, wait_until
 
 NUMBERS = [
     "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain",
@@ -95,6 +96,28 @@ def test_a_body_that_is_no_report_is_refused(client: Client, job: str, text: byt
 def test_a_misspelled_field_is_refused_by_its_name(client: Client, job: str) -> None:
     answer = client.call("POST", f"/jobs/{job}/gain", {**a_report().to_json(), "gian": 1.0})
     refused(answer, 422, "gian: got 1.0", "no field of this name")
+
+
+def test_a_whole_number_may_be_written_with_a_point(client: Client, job: str) -> None:
+    assert client.call("POST", f"/jobs/{job}/gain", {**a_report().to_json(), "step": 7.0}).status == 200
+    assert client.get(f"/jobs/{job}/gain")["step"] == 7
+
+
+def test_a_connection_that_ends_amid_a_body_stores_nothing(
+    service: ServiceProcess, client: Client, job: str
+) -> None:
+    text = json.dumps(a_report().to_json())
+    head = f"POST /jobs/{job}/gain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    kind = "Content-Type: application/json\r\n"
+    for length in (
+        f"Content-Length: {len(text) + 1}\r\n\r\n{text}",
+        f"Transfer-Encoding: chunked\r\n\r\n5\r\n{text[:5]}",
+    ):
+        with socket.create_connection(("127.0.0.1", service.port)) as connection:
+            connection.sendall(f"{head}{kind}{length}".encode())
+    ended = 'adascale_request_seconds_count{method="POST",route="/jobs/{job}/gain",status="400"} 2.0'
+    wait_until(lambda: ended in client.call("GET", "/metrics").body, "the end of both requests")
+    assert client.call("GET", f"/jobs/{job}").status == 404
 
 
 def test_more_than_a_thousand_reports_are_refused(client: Client, job: str) -> None:
@@ -192,7 +215,7 @@ def test_a_registration_that_can_not_be_is_refused(
     [
         ({"generation": 0, "replicas": 1}, ["generation: got 0"]),
         ({"generation": 1, "replicas": -1}, ["replicas: got -1"]),
-        ({"generation": 1, "replicas": 1.0}, ["replicas: got 1.0"]),
+        ({"generation": 1, "replicas": 1.5}, ["replicas: got 1.5"]),
         ({"generation": 1}, ["replicas: got nothing"]),
     ],
 )
