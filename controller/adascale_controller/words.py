@@ -42,7 +42,7 @@ def clock(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """A span of time in words."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -10,7 +10,7 @@ from adascale_core.decision import JobState
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport
 
-FIRST_GUESS = 3.0
+FIRST_GUESS = 1.0
 """Seconds that a change of replicas is taken to cost before one has been measured."""
 
 
