@@ -5,6 +5,8 @@
 The service runs as it would for a user: a process of its own, with a token, on an SQLite file. So do the
 clients, which share their machine with it, in a few processes of several connections each. Every report
 counted was answered with 2xx, hence is on the disk; at the end the count is compared with the service's.
+The processor time of the service per request (where /proc tells it) does not depend on what else the
+machine does; its inverse is what the service could take with a core of its own.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class Result:
     reports: int
     seconds: float
     latencies: list[float]
+    busy: float = 0.0
 
     def quantile(self, share: float) -> float:
         ordered = sorted(self.latencies)
@@ -56,12 +59,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     print(f"{options.clients} clients, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
-    print(f"{'reports/request':>15} {'requests/s':>11} {'reports/s':>10} {'median ms':>10} {'99% ms':>8}")
+    print(
+        f"{'reports/request':>15} {'requests/s':>11} {'reports/s':>10}"
+        f" {'median ms':>10} {'99% ms':>8} {'service ms/request':>19}"
+    )
     for size in options.lists:
         result = measure(options.clients, options.seconds, size)
         print(
             f"{size:>15} {result.requests / result.seconds:>11.0f} {result.reports / result.seconds:>10.0f}"
-            f" {result.quantile(0.5) * 1e3:>10.1f} {result.quantile(0.99) * 1e3:>8.1f}",
+            f" {result.quantile(0.5) * 1e3:>10.1f} {result.quantile(0.99) * 1e3:>8.1f}"
+            f" {result.busy / result.requests * 1e3:>19.2f}",
             flush=True,
         )
 
@@ -79,7 +86,9 @@ def measure(clients: int, seconds: float, size: int) -> Result:
                     sys.exit("the service did not start")
                 time.sleep(0.05)
             port = int(port_file.read_text())
+            idle = busy(service.pid)
             result = load(port, token, clients, seconds, size)
+            result = replace(result, busy=busy(service.pid) - idle)
             kept = sum(total(port, f"bench-{client}") for client in range(clients))
             if kept != result.reports:
                 sys.exit(f"{result.reports} reports were answered with 2xx, {kept} are kept")
@@ -87,6 +96,15 @@ def measure(clients: int, seconds: float, size: int) -> Result:
         finally:
             service.terminate()
             service.wait()
+
+
+def busy(pid: int) -> float:
+    """Processor time of a process so far, in seconds."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return 0.0
+    user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def load(port: int, token: str, clients: int, seconds: float, size: int) -> Result:

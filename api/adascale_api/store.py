@@ -7,7 +7,6 @@ take turns per job. A change of a job's state raises its version by one; nothing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -159,13 +158,14 @@ def step_times(connection: Connection, job: Job) -> list[StepTime]:
     One step of the index per plan, however many reports there are.
     """
     found = []
-    plan = (0, 0, 0)
+    least = (0, 0, 0)
     while rows := connection.execute(
-        _next_plan, {"job_key": job.key, **dict(zip(_PLAN, plan, strict=True))}
+        _next_plan, {"job_key": job.key, **dict(zip(_PLAN, least, strict=True))}
     ).all():
-        plan, of_plan = next(iter(groupby(rows, key=lambda row: tuple(row[:3]))))
-        times = [row.step_time for row in of_plan]
-        found.append(StepTime(*plan, median(times), len(times)))
+        first = rows[0]
+        times = [row.step_time for row in rows if row[:3] == first[:3]]
+        found.append(StepTime(first.replicas, first.local_bsz, first.accumulation, median(times), len(times)))
+        least = (first.replicas, first.local_bsz, first.accumulation + 1)
     return found
 
 
@@ -280,7 +280,8 @@ _report_count = select(func.coalesce(func.max(reports.c.n) + 1, 0)).where(_of_jo
 _plan = tuple_(*(reports.c[name] for name in _PLAN))
 _next_plan = (
     select(*(reports.c[name] for name in _PLAN), reports.c.step_time)
-    .where(_of_job, measured, _plan > tuple_(*(bindparam(name) for name in _PLAN)))
+    # From the least plan that could come next. With `>` the last one, SQLite would pass over all its reports.
+    .where(_of_job, measured, _plan >= tuple_(*(bindparam(name) for name in _PLAN)))
     .order_by(*(reports.c[name] for name in _PLAN), reports.c.n.desc())
     .limit(REPORTS_PER_STEP_TIME)
 )

@@ -149,6 +149,35 @@ def test_a_step_time_forgets_all_but_the_latest_fifty_reports(kept: Kept) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [store.step_times, store.latest_report, partial(store.history, points=10)],
+    ids=["step_times", "latest_report", "history"],
+)
+def test_reading_takes_no_longer_the_more_reports_there_are(
+    kept: Kept, ask: Callable[[Connection, store.Job], object]
+) -> None:
+    """By the instructions of SQLite's machine, which are the same on any computer."""
+
+    def instructions(connection: Connection) -> int:
+        job = store.find_job(connection, "a.b")
+        hundreds = count()
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.set_progress_handler(lambda: next(hundreds) and None, 100)
+        ask(connection, job)
+        driver.set_progress_handler(None, 0)
+        return next(hundreds)
+
+    spent = []
+    for steps in (range(1000), range(1000, 10_000)):
+        told = [a_report(step, local_bsz=8 + step % 3) for step in steps]
+        kept.write(partial(store.record, job_id="a.b", told=told, now=0.0))
+        spent.append(kept.read(instructions))
+    few_reports, many_reports = spent
+    assert many_reports <= few_reports * 1.5 + 10
+
+
 def test_step_times_and_the_latest_report_are_found_by_index(kept: Kept) -> None:
     """Whatever the number of reports: nothing is scanned, nothing is sorted."""
 
