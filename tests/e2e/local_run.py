@@ -54,12 +54,14 @@ def write_paced_job(path: Path, pace: float, fail: Path | None = None, **spec: A
     return write_job(path, ["python", str(PACED)], env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
 
 
-def adascale(*arguments: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+def adascale(
+    *arguments: object, timeout: float = PATIENCE, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """The command line, run to its end."""
     return subprocess.run(
         [sys.executable, "-m", "adascale_controller", *map(str, arguments)],
         cwd=ROOT,
-        env=_environ(),
+        env=_environ(**environ),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -67,8 +69,8 @@ def adascale(*arguments: object, timeout: float = PATIENCE) -> subprocess.Comple
     )
 
 
-def _environ() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+def _environ(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100", **more}
 
 
 class Run:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from adascale_controller.jobfile import load_job
 from e2e.local_run import ROOT, adascale, running, write_job, write_light_job, write_paced_job
 from support.launch import wait_until
 
@@ -134,6 +135,29 @@ def test_a_program_of_the_users_own_finishes(tmp_path: Path, state: Path) -> Non
     assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1, who: me\n")
 
 
+def test_settings_of_another_job_in_the_environment_do_not_count(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "exit", "0")
+    run = adascale(
+        "run", job, "--state-dir", state, "--port", 0,
+        ADASCALE_TOKEN_FILE="/nonexistent", ADASCALE_REPLICA="7", ADASCALE_JOB_ID="default.other",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+    assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1")
+
+
+def test_a_fresh_run_forgets_the_former_ones(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "exit", "0")
+    for name in ("first", "second"):
+        (state / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (state / "checkpoints" / "checkpoint-00000001.json").write_text(
+            '{"step": 9, "progress": 9.0, "finished": true, "result": {"accuracy": 0.5}}'
+        )
+        done = adascale("run", job, "--state-dir", state, "--port", 0)
+        assert "has finished already, at progress 9: accuracy 0.5" in done.stdout, name
+        assert adascale("run", job, "--state-dir", state, "--port", 0, "--fresh").returncode == 0
+        assert list((state / "checkpoints").iterdir()) == []
+
+
 def test_a_job_ends_at_its_deadline(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep", activeDeadlineSeconds=2)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
@@ -251,11 +275,34 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
 
 
 @pytest.mark.slow
-def test_the_main_job_reaches_its_accuracy(state: Path) -> None:
-    run = adascale(
-        "run", ROOT / "deploy" / "adascalejob.yaml", "--state-dir", state, "--port", 0, timeout=180
-    )
+def test_a_killed_run_goes_on_from_its_last_step_on_as_many_replicas_as_fit(
+    tmp_path: Path, state: Path
+) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.01, minReplicas=1, maxReplicas=2)
+    with running(job, state) as run:
+        run.says("trains on 2 replicas")
+        run.trains(step=400)
+        pids = run.processes()
+        run.process.kill()
+        run.process.wait()
+        with running(job, state, "--replicas", 1) as again:
+            again.says("Going on from step")
+            assert all(map(gone, pids))
+            again.says("trains on 1 replica")
+            again.send(signal.SIGINT)
+            assert again.ends() == 130
+            step = int(again.output.partition("Going on from step ")[2].partition(",")[0])
+            assert step >= 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_main_job_grows_twice_and_reaches_its_accuracy(state: Path) -> None:
+    file = ROOT / "deploy" / "adascalejob.yaml"
+    run = adascale("run", file, "--state-dir", state, "--port", 0, timeout=280)
     assert run.returncode == 0, run.stdout
+    assert run.stdout.count("Rescaling ") >= 2, run.stdout
     last = run.stdout.splitlines()[-1]
-    assert "Finished at progress 1" in last
+    progress = float(last.partition("Finished at progress ")[2].partition(" in ")[0].replace(",", ""))
+    assert progress >= (load_job(file).spec.scale_invariant_steps or 0)
     assert float(last.rpartition("accuracy ")[2]) >= 0.97

@@ -69,7 +69,8 @@ class Agents:
         environ = {**self._environ, names.ENV_REPLICA: str(rank)}
         if self._devices:
             environ["CUDA_VISIBLE_DEVICES"] = self._devices[rank]
-        command = [sys.executable, "-m", "adascale_worker.agent", "--", *self._program.command]
+        # -P: what lies in the user's folder must not be taken for a library.
+        command = [sys.executable, "-P", "-m", "adascale_worker.agent", "--", *self._program.command]
         log = self._folder.replica_log(rank).absolute()
         self._processes[rank] = Process(command, environ, log, [self._lock], self._program.cwd)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +75,10 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
         return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
     saved_at = Path(job.checkpoint.path) if job.checkpoint.path else folder.checkpoints
-    devices = machine.gpus(os.environ)
+    environ = _inherited(os.environ)
+    devices = machine.gpus(environ)
     capacity = _capacity(job, options, devices)
-    program = local_program(job, saved_at, os.environ, max(1, machine.cores() // capacity))
+    program = local_program(job, saved_at, environ, max(1, machine.cores() // capacity))
     with Signals() as signals:
         folder.create()
         lock = Lock(folder, display.note, lambda: signals.asked)
@@ -88,9 +90,14 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
                 display.note(done)
                 return 0
             run = _Run(job, options, display, signals, folder, saved_at, lock)
-            return run.go(program, devices, capacity)
+            return run.go(program, environ, devices, capacity)
         finally:
             lock.release()
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """What our processes inherit of the environment: nothing that is set there for another job."""
+    return {name: value for name, value in environ.items() if not name.startswith("ADASCALE_")}
 
 
 def _capacity(job: Job, options: RunOptions, devices: list[str]) -> int:
@@ -155,11 +162,11 @@ class _Run:
         self._began = time.monotonic()
         self._runs = folder.begin_run(job.id, time.time())
 
-    def go(self, program: Program, devices: list[str], capacity: int) -> int:
+    def go(self, program: Program, environ: Mapping[str, str], devices: list[str], capacity: int) -> int:
         """Start everything, train, and end everything; the exit code."""
         asked = self._options.port
         port = choose_port(names.DEFAULT_API_PORT if asked is None else asked, insist=asked is not None)
-        process = ServiceProcess(self._folder, os.environ, port, self._lock.descriptor)
+        process = ServiceProcess(self._folder, environ, port, self._lock.descriptor)
         try:
             if not process.start(lambda: self._signals.asked):
                 return self._leave_before_start()

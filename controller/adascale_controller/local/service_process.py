@@ -68,7 +68,8 @@ class ServiceProcess:
             ServiceProcessError: it doesn't come up.
         """
         self._folder.port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "adascale_api", "--host", HOST, "--port", str(self.port)]
+        # -P: what lies in the user's folder must not be taken for a library.
+        command = [sys.executable, "-P", "-m", "adascale_api", "--host", HOST, "--port", str(self.port)]
         command += ["--database", f"sqlite:///{self._folder.database.absolute()}"]
         command += ["--port-file", str(self._folder.port_file.absolute())]
         self._process = Process(command, self._environ, self._folder.service_log, [self._lock])
