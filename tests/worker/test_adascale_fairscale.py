@@ -1,0 +1,166 @@
+"""FairScale's AdaScale beside ours, on the same gradients. Where the two differ, the test says why."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from adascale_worker.adascale import AdaScale
+from worker.adascale_problem import PUBLIC_VALUES, Net, backward, batches, network, squared_error, two_groups
+from worker.reference import Batch
+
+with warnings.catch_warnings():
+    # It warns of its own age on import: of pkg_resources and of autocast decorators.
+    warnings.simplefilter("ignore")
+    from fairscale.optim import AdaScale as FairScale
+
+
+def both(micro: int = 2, **arguments: Any) -> tuple[Net, AdaScale, Net, Any]:
+    model = network()
+    other = copy.deepcopy(model)
+    ours = AdaScale(
+        torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9),
+        world_size=1,
+        num_gradients_to_accumulate=micro,
+        sample_every=1,
+        **arguments,
+    )
+    theirs = FairScale(
+        torch.optim.SGD(two_groups(other), lr=0.05, momentum=0.9),
+        world_size=1,
+        num_gradients_to_accumulate=micro,
+        **arguments,
+    )
+    return model, ours, other, theirs
+
+
+def step(optimizer: Any, model: nn.Module, batches_: list[Batch], *, divided: bool = True) -> None:
+    for batch in batches_:
+        loss = squared_error(model, batch)
+        backward(loss / len(batches_) if divided else loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clear(micro: int, seed: int) -> list[Batch]:
+    """Micro-batches that have most samples in common: the true gradient is well above its noise."""
+    (x, y), *_ = first = batches(micro, seed=seed)
+    return [(torch.cat([x, x, x, own]), torch.cat([y, y, y, target])) for own, target in first]
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("one", "other", "gain"), PUBLIC_VALUES)
+def test_public_values(one: list[float], other: list[float], gain: float) -> None:
+    model = nn.Linear(2, 2)
+    theirs = FairScale(
+        torch.optim.SGD(model.parameters(), lr=0.1), world_size=1, num_gradients_to_accumulate=2
+    )
+    for x in (one, other):
+        backward(model(torch.tensor(x)).sum() / 2)
+    assert theirs.gain() == pytest.approx(gain, abs=1e-5)
+    theirs.unhook()
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+@pytest.mark.parametrize("smoothing", [None, 0.0, 0.9])
+@pytest.mark.parametrize("debias", [True, False])
+def test_same_gains_and_weights_where_no_estimate_is_negative(
+    *, micro: int, smoothing: float | None, debias: bool
+) -> None:
+    model, ours, other, theirs = both(micro, smoothing=smoothing, debias_ewma=debias)
+    for number in range(10):
+        data = clear(micro, number)
+        step(ours, model, data)
+        step(theirs, other, data)
+        assert ours.gain() == pytest.approx(theirs.gain(), rel=1e-5)
+        assert ours.gain(0) == pytest.approx(theirs.gain(0), rel=1e-5)
+        assert ours.gain(1) == pytest.approx(theirs.gain(1), rel=1e-5)
+        assert ours.scale == theirs.scale
+        assert ours.smoothing == pytest.approx(theirs.smoothing)
+    same_weights(model, other)
+    theirs.unhook()
+
+
+def test_a_negative_estimate_is_averaged_here_and_clamped_there() -> None:
+    """FairScale clamps each step's estimates before averaging, so that noise raises the average of grad_sqr.
+
+    The more noise, the larger its estimate of the true gradient, and the smaller its gain.
+    """
+    torch.manual_seed(0)
+    weight, other_weight = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    settings: dict[str, Any] = {"scale": 16.0, "num_gradients_to_accumulate": 2, "smoothing": 0.998}
+    ours = AdaScale(torch.optim.SGD([weight], lr=0.0), sample_every=1, **settings)
+    theirs = FairScale(torch.optim.SGD([other_weight], lr=0.0), world_size=1, **settings)
+    for _ in range(1000):
+        for _ in range(2):
+            noise = torch.randn(2)
+            backward((weight * noise).sum() / 2)
+            backward((other_weight * noise).sum() / 2)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    # The true gradient is zero, so the gain is S.
+    assert ours.gain() > 14.0
+    assert theirs.gain() < 12.0
+    theirs.unhook()
+
+
+def test_a_change_of_scale_moves_the_estimate_there_only() -> None:
+    """`grad_var` is the variance at the initial batch size in both; FairScale rescales it nevertheless."""
+    model, ours, other, theirs = both()
+    for number in range(5):
+        data = batches(2, seed=number)
+        step(ours, model, data)
+        step(theirs, other, data)
+    expected = ours.predict_gain(8.0)
+    ours.set_scale(8.0)
+    theirs.set_scale(8.0)
+    assert ours.gain() == expected
+    assert theirs.gain() < expected
+    theirs.unhook()
+
+
+def test_a_summed_loss_is_divided_by_step_here_and_by_a_call_of_its_own_there() -> None:
+    """FairScale steps with the sum if `scale_grad_by_num_grads_to_accum` is forgotten. Calling it is fine."""
+    model, ours, other, theirs = both(is_scaled_loss=False)
+    for number in range(5):
+        data = clear(2, number)
+        step(ours, model, data, divided=False)
+        for batch in data:
+            backward(squared_error(other, batch))
+        theirs.scale_grad_by_num_grads_to_accum()
+        theirs.step()
+        theirs.zero_grad()
+        assert ours.gain() == pytest.approx(theirs.gain(), rel=1e-4)
+    same_weights(model, other)
+    theirs.unhook()
+
+
+def test_what_fairscale_cannot_do() -> None:
+    """One replica without accumulation, S below 1, frozen parameters, smoothing that follows the scale."""
+    sgd = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="does not support a single worker"):
+        FairScale(sgd, world_size=1)
+    assert AdaScale(sgd).gain() == 1.0
+    frozen = network()
+    frozen.first.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        FairScale(torch.optim.SGD(frozen.parameters(), lr=0.1), world_size=2)
+    assert AdaScale(torch.optim.SGD(frozen.parameters(), lr=0.1), world_size=2).gain() == 1.0
+
+
+def test_state_of_fairscale_does_not_load_unnoticed() -> None:
+    model, ours, other, theirs = both()
+    step(theirs, other, batches(2))
+    with pytest.warns(UserWarning, match="no AdaScale part"):
+        ours.load_state_dict(theirs.state_dict())
+    step(ours, model, batches(2))
+    assert ours.state[model.first.weight]["momentum_buffer"] is not None
+    theirs.unhook()

@@ -1,0 +1,278 @@
+"""AdaScale where others take hold of the optimizer: schedulers, torch.compile, Lightning, Accelerate."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
+
+from adascale_worker.adascale import AdaScale
+from worker.adascale_problem import backward, batches, network, squared_error
+from worker.reference import Batch, Reference
+
+Optimizer = torch.optim.Optimizer
+Make = Callable[[Optimizer], Any]
+
+# The constructors that torch's own tests use (test/optim/test_lrscheduler.py), one of each class.
+SCHEDULERS: dict[str, Make] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lr_lambda=lambda epoch: 0.95**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lr_lambda=lambda epoch: 0.95),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, gamma=0.1, step_size=3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, gamma=0.1, milestones=[2, 5, 9]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, factor=0.4, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, start_factor=0.3, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, power=0.9, total_iters=8),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=5, eta_min=1e-3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=30),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o,
+        schedulers=[lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[3],
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=4),
+}
+
+
+def test_the_list_of_schedulers_is_whole() -> None:
+    public = {
+        name
+        for name in lr_scheduler.__all__
+        if inspect.isclass(getattr(lr_scheduler, name)) and name != "LRScheduler"
+    }
+    assert public <= set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("of_inner", [True, False])
+def test_a_scheduler_sees_the_unscaled_lr(*, name: str, of_inner: bool) -> None:
+    """Made for AdaScale or for the optimizer inside, before or after: the schedule is that of plain SGD."""
+    make = SCHEDULERS[name]
+    model, other = network(), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = make(sgd) if of_inner else None
+    optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
+    if scheduler is None:
+        scheduler = make(optimizer)
+    plain = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+    plain_scheduler = make(plain)
+    twin = Reference(other, plain, squared_error, 2.0)
+    data = iter(batches(24))
+    for _ in range(12):
+        step = [next(data), next(data)]
+        for batch in step:
+            backward(squared_error(model, batch) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.step(step)
+        for one in (scheduler, plain_scheduler):
+            one.step(1.0) if isinstance(one, lr_scheduler.ReduceLROnPlateau) else one.step()
+        assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    if isinstance(scheduler, LRScheduler):
+        assert scheduler.get_last_lr() == plain_scheduler.get_last_lr()
+
+
+def run(loop: Callable[[AdaScale, nn.Module, list[Batch]], None], *, micro: int = 2, **sgd: Any) -> None:
+    model = network()
+    twin_model = copy.deepcopy(model)
+    settings = {"lr": 0.05, "momentum": 0.9, **sgd}
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), **settings), num_gradients_to_accumulate=micro, scale=4.0
+    )
+    twin = Reference(
+        twin_model,
+        torch.optim.SGD(twin_model.parameters(), **copy.deepcopy(settings)),
+        squared_error,
+        optimizer.scale,
+    )
+    data = iter(batches(12 * micro))
+    for _ in range(12):
+        step = [next(data) for _ in range(micro)]
+        loop(optimizer, model, step)
+        twin.step(step)
+        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+        for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Without a backend: graphs are captured, guarded and recompiled as ever, and run in eager mode."""
+    torch._dynamo.reset()
+    before = torch._dynamo.config.error_on_recompile
+    try:
+        yield
+    finally:
+        torch._dynamo.config.error_on_recompile = before
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_compiled_model(micro: int) -> None:
+    with compiling():
+        compiled: dict[int, Any] = {}
+
+        def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+            fast = compiled.setdefault(id(model), torch.compile(model, backend="aot_eager"))
+            for batch in step:
+                backward(squared_error(fast, batch) / len(step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run(loop, micro=micro)
+        assert compiled
+
+
+@pytest.mark.parametrize("tensor", [True, False])
+def test_a_compiled_step_of_the_inner_optimizer(*, tensor: bool) -> None:
+    """With a tensor lr the gain changes no code, so nothing is compiled anew."""
+    with compiling():
+        model, other = network(), network()
+        lr: Any = torch.tensor(0.05, dtype=torch.float64) if tensor else 0.05
+        sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        sgd.step = torch.compile(sgd.step, backend="eager")  # type: ignore[method-assign]
+        optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
+        twin = Reference(
+            other, torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9), squared_error, 2.0
+        )
+        data = iter(batches(20))
+        for number in range(10):
+            if tensor and number == 4:
+                torch._dynamo.config.error_on_recompile = True
+            step = [next(data), next(data)]
+            for batch in step:
+                backward(squared_error(model, batch) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            twin.step(step)
+            for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_our_own_step_compiled() -> None:
+    with compiling():
+        compiled: dict[int, Any] = {}
+
+        def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+            fast = compiled.setdefault(id(optimizer), torch.compile(optimizer.step, backend="eager"))
+            for batch in step:
+                backward(squared_error(model, batch) / len(step))
+            fast()
+            optimizer.zero_grad()
+
+        run(loop)
+
+
+# -- frameworks, in the way that they wrap an optimizer ------------------------------------------------------
+
+
+class LightningStyle:
+    """As `lightning.pytorch.core.optimizer.LightningOptimizer`: a class made of the optimizer's own.
+
+    It takes over the instance's `__dict__`, and steps with a closure that trains on the batch.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.__class__ = type("Lightning" + type(optimizer).__name__, (LightningStyle, type(optimizer)), {})
+        self.__dict__.update(
+            {key: value for key, value in optimizer.__dict__.items() if key not in ("step", "__del__")}
+        )
+        self._wrapped = optimizer
+
+    def step(self, closure: Callable[[], Tensor]) -> Any:
+        def wrapped_closure() -> Any:
+            return closure()
+
+        return self._wrapped.step(closure=wrapped_closure)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_lightning(micro: int) -> None:
+    wrapped: dict[int, Any] = {}
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        lightning: Any = wrapped.setdefault(id(optimizer), LightningStyle(optimizer))
+        assert isinstance(lightning, Optimizer)
+
+        for batch in step[:-1]:  # batches that are accumulated are run without the optimizer
+            backward(squared_error(model, batch) / len(step))
+
+        def closure() -> Tensor:
+            if len(step) == 1:
+                lightning.zero_grad()
+            loss = squared_error(model, step[-1]) / len(step)
+            backward(loss)
+            return loss.detach()
+
+        lightning.step(closure)
+        optimizer.zero_grad()
+
+    run(loop, micro=micro)
+
+
+class AccelerateStyle(Optimizer):
+    """As `accelerate.optimizer.AcceleratedOptimizer`: holds the optimizer, and passes its state through."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.skipped = True
+        state = copy.deepcopy(optimizer.state_dict())  # moved to the device, in theirs
+        optimizer.load_state_dict(state)
+        self.original_step = optimizer.step
+        optimizer.step = self._patched_step  # type: ignore[method-assign]
+
+    def _patched_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.skipped = False
+        return self.original_step(*args, **kwargs)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_accelerate(*, micro: int, scaled: bool) -> None:
+    wrapped: dict[int, AccelerateStyle] = {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        if id(optimizer) not in wrapped:
+            wrapped[id(optimizer)] = AccelerateStyle(optimizer)
+        accelerated = wrapped[id(optimizer)]
+        for batch in step:
+            backward(scaler.scale(squared_error(model, batch) / len(step)))
+        scaler.step(accelerated.optimizer)
+        scaler.update()
+        assert not accelerated.skipped
+        accelerated.zero_grad()
+
+    run(loop, micro=micro)
