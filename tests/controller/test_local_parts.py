@@ -60,11 +60,12 @@ def test_a_count_is_not_settled_while_another_is_wanted() -> None:
 def test_a_restart_costs_what_restarts_have_cost() -> None:
     observed = Observation(JOB)
     observed.see(view(1, REPORT), 6.0)
-    observed.see(view(1, replace(REPORT, step=20, time=110.0)), 7.0)
-    observed.see(view(2, replace(REPORT, generation=2, time=112.0)), 8.0)
-    assert observed.last_downtime == 2.0
-    observed.see(view(3, replace(REPORT, generation=3, time=116.0)), 9.0)
-    assert observed.state(view(3, REPORT), None).restart_seconds == 3.0
+    observed.see(view(1, replace(REPORT, step=15, time=105.0)), 7.0)
+    observed.see(view(2, replace(REPORT, step=20, time=110.0)), 7.1)
+    observed.see(view(2, replace(REPORT, generation=2, step=31, time=112.1)), 8.0)
+    assert observed.last_downtime == pytest.approx(2.0)
+    observed.see(view(3, replace(REPORT, generation=3, step=32, time=116.1)), 9.0)
+    assert observed.state(view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
 
 
 def test_what_a_loss_costs_is_no_measure_of_a_restart() -> None:

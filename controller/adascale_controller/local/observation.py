@@ -42,21 +42,19 @@ class Observation:
             the first report of a generation, when it is seen.
         """
         report = view.latest
-        before = self._last
-        if report is None or view.active is None or report.generation != view.active.generation:
+        if report is None or report.generation < self._since:
             return None
-        if report.generation < self._since:
-            return None
-        self._last = report
-        if self._settled is not None and self._settled[0] == report.generation:
+        before, self._last = self._last, report
+        active = view.active.generation if view.active is not None else None
+        settled = self._settled[0] if self._settled is not None else None
+        if report.generation != active or report.generation == settled:
             return None
         self._settled = (report.generation, now)
-        lost, self._losses = self._losses, view.failures + view.disruptions
-        if before is not None:
-            self.last_downtime = max(report.time - before.time, 0.0)
-            # What a loss costs is no measure of what a change that is meant costs.
-            if lost == self._losses:
-                self._downtimes.append(self.last_downtime)
+        losses, self._losses = self._losses, view.failures + view.disruptions
+        self.last_downtime = None if before is None else _downtime(before, report)
+        # What a loss costs is no measure of what a change that is meant costs.
+        if self.last_downtime is not None and losses == self._losses:
+            self._downtimes.append(self.last_downtime)
         return report
 
     def state(self, view: JobView, until: float | None) -> JobState:
@@ -83,3 +81,12 @@ class Observation:
             remaining=None if until is None else max(until - (report.progress if report else 0.0), 0.0),
             restart_seconds=fmean(self._downtimes) if self._downtimes else FIRST_GUESS,
         )
+
+
+def _downtime(before: GainReport, after: GainReport) -> float:
+    """Seconds from the last step of a generation to the first of the next.
+
+    The first report that is seen may be some steps late; the time that they took is taken off.
+    """
+    late = max(after.step - before.step - 1, 0) * after.step_time
+    return max(after.time - late - before.time, 0.0)
