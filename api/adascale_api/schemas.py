@@ -150,7 +150,7 @@ class RegistrationBody(Input):
     model_config = ConfigDict(
         json_schema_extra=_example(
             rank=0, instance="6f1c", phase="running", generation=2, address="127.0.0.1", port=40123,
-            exit_code=None, log=None,
+            exit_code=None, log=None, prepared=2,
         )
     )  # fmt: skip
 
@@ -169,6 +169,9 @@ class RegistrationBody(Input):
     )
     log: Annotated[str, Field(max_length=65536)] | None = Field(
         default=None, description="The last lines that the trainer wrote, where it failed."
+    )
+    prepared: Count | None = Field(
+        default=None, description="The newest generation that the next trainer is ready for, while one runs."
     )
 
     def registration(self) -> Registration:
@@ -252,22 +255,14 @@ class HistoryView:
     points: list[GainReport]
 
 
-@dataclass(frozen=True)
-class ReplicaView:
+@dataclass(frozen=True, kw_only=True)
+class ReplicaView(Registration):
     """The last registration of a replica.
 
     Args:
         seconds_since_seen: since it was last told; none: it is not known any more.
     """
 
-    rank: int
-    instance: str
-    phase: Phase
-    generation: int
-    address: str
-    port: int
-    exit_code: int | None
-    log: str | None
     seconds_since_seen: float | None
 
 

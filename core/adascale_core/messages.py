@@ -223,6 +223,8 @@ class Registration(Message):
         port: port of the listening socket kept for the next generation.
         exit_code: of the trainer, where it has ended; negative for a signal.
         log: the last lines that the trainer wrote, where it failed.
+        prepared: while its trainer runs, the newest generation that it has the next one ready for; none
+            where it makes nothing ready.
     """
 
     rank: int
@@ -233,6 +235,7 @@ class Registration(Message):
     port: int
     exit_code: int | None = None
     log: str | None = None
+    prepared: int | None = None
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:

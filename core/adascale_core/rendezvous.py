@@ -8,7 +8,8 @@ its peers can re-enter without waiting for the controller.
 Invariants, for any order of events, while the state is kept:
 - generations of `wanted` and of `active` only rise, and `active` is never ahead of `wanted`;
 - an allocation becomes active only when each of its replicas is idle, or runs a generation that is not
-  over and so will follow, and under a number that none of them has been in;
+  over and so will follow, with its next trainer ready where it makes one ready, and under a number that
+  none of them has been in;
 - it is active for those agents only that were there then, so an agent that was replaced can't enter;
 - a port of rank 0 is given to one generation only.
 
@@ -289,9 +290,14 @@ def _settle(state: Rendezvous) -> Rendezvous:
 
 def _is_there(state: Rendezvous, told: Registration) -> bool:
     """Whether the replica is idle, or in a generation that is not over and so follows when it is."""
-    if told.phase is Phase.RUNNING:
-        return not state.view(0).is_over(told.generation)
-    return told.phase in IDLE
+    if told.phase is not Phase.RUNNING:
+        return told.phase in IDLE
+    if state.view(0).is_over(told.generation):
+        return False
+    if state.wanted is None or state.active is None or told.prepared is None:
+        # Where nothing is active the state was lost, and so was what this one should make ready for.
+        return True
+    return told.prepared >= state.wanted.generation
 
 
 def _all_run(members: Sequence[Registration], generation: int) -> bool:

@@ -73,6 +73,23 @@ def wanted(state: Rendezvous) -> tuple[int, int] | None:
 # -- becoming active ------------------------------------------------------------------------------------
 
 
+def test_a_generation_begins_only_when_those_that_run_have_the_next_trainer_ready() -> None:
+    def ready_for(rank: int, generation: int) -> Registration:
+        return replace(told(rank, RUNNING, 1), prepared=generation)
+
+    state = after(running(1, 3), ready_for(0, 1), ready_for(1, 1), ready_for(2, 1), Allocation(2, 2))
+    assert active(state) == (1, 3)
+    state = register(state, ready_for(0, 2))
+    assert active(state) == (1, 3)
+    state = register(state, ready_for(1, 2))
+    assert active(state) == (2, 2), "the third is not needed, so it has nothing to make ready"
+
+
+def test_a_replica_that_was_lost_is_not_waited_for_to_make_anything_ready() -> None:
+    state = after(running(1, 2), replace(told(0, RUNNING, 1), prepared=1), told(1, LOST, 1), told(0, LOST, 1))
+    assert active(state) == (2, 2)
+
+
 def test_nothing_is_active_before_something_is_wanted() -> None:
     assert active(after(Rendezvous(), told(0, WAITING, 0))) is None
 
@@ -475,10 +492,15 @@ class Agent:
     seen: AllocationView | None = None
     entered: tuple[int, str, int] | None = None
     """Of its trainer while that runs: generation, address and port."""
+    prepared: int = 0
 
     @property
     def registration(self) -> Registration:
-        return Registration(self.rank, self.instance, self.phase, self.generation, self.instance, self.port)
+        prepared = self.prepared if self.entered is not None else None
+        return Registration(
+            *(self.rank, self.instance, self.phase, self.generation, self.instance, self.port),
+            prepared=prepared,
+        )
 
     @property
     def is_over(self) -> bool:
@@ -490,7 +512,13 @@ class Agent:
             return False
         self.seen = view
         if self.entered is not None:
-            return False
+            wanted = view.wanted
+            prepares = (
+                wanted is not None and self.rank < wanted.replicas and wanted.generation > self.prepared
+            )
+            if prepares and wanted is not None:
+                self.prepared = wanted.generation
+            return prepares
         following = view.next_after(self.generation)
         if following is None or not following.has_place_for(self.rank, self.instance):
             missed = self.rank == 0 and view.spent_port == self.port

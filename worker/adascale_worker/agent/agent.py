@@ -87,6 +87,7 @@ class Agent:
         self._standby: TrainerProcess | None = None
         self._standby_generation = 0
         self._standby_since = 0.0
+        self._ready_for = 0
         self._terminating = False
 
     def run(self) -> int:
@@ -193,6 +194,20 @@ class Agent:
         self._standby = self._spawn()
         return True
 
+    def _prepare_to_follow(self) -> None:
+        """Make the next trainer ready while one runs, and tell when it is."""
+        view = self._link.view
+        if not self._prepare(view):
+            # A failed preparation says nothing about the trainer that runs.
+            self._standby = None
+        wanted = view.wanted if view is not None else None
+        if wanted is None or wanted.generation <= self._ready_for or self._rank >= wanted.replicas:
+            return
+        # Ready, or not worth waiting for any longer.
+        if self._standby is None or self._standby.ready or self._prepared_for > PREPARATION:
+            self._ready_for = wanted.generation
+            self._link.tell(self._registration(Phase.RUNNING))
+
     @property
     def _job_is_complete(self) -> bool:
         return self._link.view is not None and self._link.view.complete
@@ -259,7 +274,7 @@ class Agent:
                 ENV_GENERATION: str(allocation.generation),
             }
         )
-        self._standby_generation = allocation.generation
+        self._standby_generation = self._ready_for = allocation.generation
         if first:
             self._renew_socket()
         self._link.tell(self._registration(Phase.RUNNING))
@@ -274,9 +289,8 @@ class Agent:
             code = trainer.exit_code
             if code is not None:
                 return code
-            if not self._terminating and not self._prepare(self._link.view):
-                # A failed preparation says nothing about the trainer that runs.
-                self._standby = None
+            if not self._terminating:
+                self._prepare_to_follow()
             now = time.monotonic()
             if self._terminating and not asked:
                 asked = True
@@ -336,6 +350,7 @@ class Agent:
             port=self._port,
             exit_code=code,
             log=log,
+            prepared=self._ready_for if phase is Phase.RUNNING else None,
         )
 
     def _renew_socket(self) -> None:
