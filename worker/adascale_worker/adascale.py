@@ -6,18 +6,16 @@ differences. The formulas are in `adascale_core.gain`, the reading of gradients 
 `adascale_worker.statistics`.
 """
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from dataclasses import asdict
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,34 +25,18 @@ from adascale_core.gain import (
     MovingAverage,
     RunningEstimate,
     default_smoothing,
-    from_consecutive_gradients,
-    from_micro_gradients,
     require_scale,
     require_smoothing,
     total,
 )
-from adascale_worker.statistics.backward import BackwardWatch, Reading
-from adascale_worker.statistics.exchange import Exchange, Statistics, sqr_norms_of_mean
-from adascale_worker.statistics.fingerprint import Fingerprint
-from adascale_worker.statistics.loss_scale import GradScaler, LossScale
-from adascale_worker.statistics.norms import local, sqr_norms, widest_type
-from adascale_worker.statistics.previous import Label, PreviousGradient
+from adascale_worker.statistics.gauge import Gauge, Samples, Setup
+from adascale_worker.statistics.loss_scale import GradScaler
 from adascale_worker.statistics.sampling import Sampling
-
-if TYPE_CHECKING:
-    from adascale_worker.statistics.sharded import ShardedGradients
 
 STATE_KEY = "adascale"
 """Where AdaScale's own part lies in its state_dict, beside the inner optimizer's."""
 
 STATE_VERSION = 1
-
-AVERAGING_HOOKS = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
-"""DDP communication hooks after which `.grad` is the mean of the ranks' gradients, up to rounding."""
 
 
 class UnsupportedOptimizerError(AdaScaleError, TypeError):
@@ -120,9 +102,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         )
         Joinable.__init__(self)
         self._optimizer = optimizer
-        self._model = model if isinstance(model, DistributedDataParallel) else None
-        self._process_group = None if self._model is None else self._model.process_group
-        self._world_size = _world_size(self._process_group) if world_size is None else world_size
+        process_group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._world_size = _world_size(process_group) if world_size is None else world_size
         self._accumulation = num_gradients_to_accumulate
         _require_count("world_size", self._world_size)
         _require_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
@@ -134,16 +115,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._is_scaled_loss = is_scaled_loss
         self._debias_ewma = debias_ewma
         self._sampling = Sampling(sample_every)
-        self._loss_scale = LossScale(grad_scaler)
-        self._previous = PreviousGradient()
         self._estimates: list[RunningEstimate] = []
         self._steps = 0
         self._sampled_since = 0
-        self.flags: Sequence[float] = ()
         self._flags_sum: tuple[float, ...] | None = None
-        self._sharded = _sharded_gradients(model, self._parameters(), self._world_size)
-        self._attach()
-        self._prepare_step()
+        self._attach(Gauge(optimizer, self._setup(), model, grad_scaler))
 
     # -- what is known ----------------------------------------------------------------------------------
 
@@ -203,6 +179,19 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         require_scale(scale)
         return self._gain(scale, None)
+
+    @property
+    def flags(self) -> Sequence[float]:
+        """Local numbers to be summed over ranks in the same all-reduce; as many on all ranks.
+
+        Read when the last backward pass of a measured step ends, so what is set before `step()` travels with
+        the next one.
+        """
+        return self._gauge.flags
+
+    @flags.setter
+    def flags(self, flags: Sequence[float]) -> None:
+        self._gauge.flags = flags
 
     @property
     def flags_sum(self) -> tuple[float, ...] | None:
@@ -289,8 +278,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def unhook(self) -> None:
         """Take all hooks off the parameters. The gain stays what it is from then on."""
-        self._watch.stop()
-        self._abandon()
+        self._gauge.stop()
         self._unhooked = True
 
     # -- a step -----------------------------------------------------------------------------------------
@@ -314,12 +302,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_in()
+        self._flags_sum = self._take_in()
         if not self._is_scaled_loss and not self._divided:
             self._divide_gradients()
         with self._scaled_lr():
             returned = self._inner_step()
-        if not self._joined_without_us():
+        if not self._gauge.left_out_of_join():
             self._steps += 1
         self._prepare_step()
         return loss if closure is not None else returned
@@ -327,7 +315,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
         self.optimizer.zero_grad(set_to_none)
-        self._abandon()
+        self._divided = False
+        self._gauge.abandon()
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -342,7 +331,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             "version": STATE_VERSION,
             "steps": self._steps,
             "sampled_since": self._sampled_since,
-            "loss_scale": self._loss_scale.seen,
             "groups": [
                 {
                     "unbiased": asdict(running.unbiased),
@@ -350,7 +338,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 }
                 for running in self._estimates
             ],
-            "previous": self._previous.state_dict(),
+            "gauge": self._gauge.state_dict(),
         }
         return state
 
@@ -371,7 +359,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             )
         self.optimizer.load_state_dict(inner)
         self._share()
-        self._abandon()
         if own is None:
             warnings.warn(
                 "the loaded state has no AdaScale part: it was saved by another optimizer. Its estimates "
@@ -379,10 +366,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 UserWarning,
                 stacklevel=2,
             )
-            own = {"steps": 0, "sampled_since": 0, "loss_scale": 1.0, "groups": [], "previous": None}
+            gauge = {"loss_scale": 1.0, "previous": None}
+            own = {"steps": 0, "sampled_since": 0, "groups": [], "gauge": gauge}
         self._steps = own["steps"]
         self._sampled_since = own["sampled_since"]
-        self._loss_scale.seen = own["loss_scale"]
         self._estimates = [
             RunningEstimate(
                 MovingAverage(**group["unbiased"]),
@@ -390,331 +377,72 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             )
             for group in own["groups"]
         ]
-        self._previous.load_state_dict(own["previous"], self._parameters())
+        self._gauge.load_state_dict(own["gauge"])
         self._prepare_step()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in ("_watch", "_inner_step", "_exchange", "_model", "_sharded", "_process_group", "step"):
-            state.pop(name, None)
-        for name in [name for name in state if name.startswith("_optimizer_")]:
-            del state[name]
-        state["_loss_scale_seen"] = state.pop("_loss_scale").seen
+        """Everything but what is tied to this process: hooks, the model, a GradScaler, a replaced `step`."""
+        state = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_gauge", "_inner_step", "step") and not name.startswith("_optimizer_")
+        }
+        state["gauge"] = self._gauge.state_dict()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        seen = state.pop("_loss_scale_seen", None)
-        super().__setstate__(state)
-        if seen is None:
+        if "gauge" not in state:  # `Optimizer.__init__` and others use it in their own way
+            super().__setstate__(state)
             return
-        self._model = None
-        self._sharded = None
-        self._process_group = None
-        self._loss_scale = LossScale()
-        self._loss_scale.seen = seen
-        self._attach()
+        gauge = state.pop("gauge")
+        super().__setstate__(state)
+        self._attach(Gauge(self.optimizer, self._setup()))
+        self._gauge.load_state_dict(gauge)
         self._prepare_step()
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
+    def _attach(self, gauge: Gauge) -> None:
         """Connect to the inner optimizer, whose `step` may be replaced later by one that calls ours."""
         self._inner_step: Callable[[], float | None] = self.optimizer.step
-        self._exchange: Exchange | None = None
-        self._pass_loss_scale: float | None = None
-        self._before: Label | None = None
-        self._divided = False
+        self._gauge = gauge
+        self._gauge.joinable = weakref.proxy(self)
         self._unhooked = False
-        self._warned_of_passes = False
-        self._warned_of_join = False
-        self._compressed = False
-        itself = weakref.ref(self)
-        self._watch: BackwardWatch = BackwardWatch(
-            lambda: None if (one := itself()) is None else one._on_pass_start(),
-            lambda: None if (one := itself()) is None else one._on_pass_end(),
-        )
-        weakref.finalize(self, self._watch.stop)
+        weakref.finalize(self, gauge.stop)
         self._share()
+        itself = weakref.ref(self)
         self.optimizer.register_load_state_dict_post_hook(
             lambda _: None if (one := itself()) is None else one._share()
         )
+        self._prepare_step()
 
     def _share(self) -> None:
         """Have the inner optimizer's groups and state, which it replaces when it loads."""
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
-        parameters = [parameter for group in self._parameters() for parameter in group]
-        on_cpu = all(parameter.is_cpu for parameter in parameters)
-        self._fingerprint = Fingerprint(p for p in parameters if p.requires_grad) if on_cpu else None
 
-    @property
-    def _micro_gradients(self) -> int:
-        return self._world_size * self._accumulation
-
-    def _parameters(self) -> list[list[Tensor]]:
-        return [group["params"] for group in self.param_groups]
-
-    def _trained(self) -> list[bool]:
-        """Whether each group has a parameter that is not frozen."""
-        return [any(parameter.requires_grad for parameter in group) for group in self._parameters()]
-
-    def _device(self) -> torch.device:
-        return self._parameters()[0][0].device
-
-    def _gradients(self) -> list[list[Tensor]]:
-        return [
-            [local(parameter.grad) for parameter in group if parameter.grad is not None]
-            for group in self._parameters()
-        ]
-
-    def _measures(self) -> bool:
-        step = self._steps - self._sampled_since
-        if self._micro_gradients == 1:
-            return self._sampling.measures_pair(step, self.smoothing)
-        return self._sampling.measures(step, self.smoothing)
+    def _setup(self) -> Setup:
+        return Setup(self._world_size, self._accumulation, self._scale, self._is_scaled_loss)
 
     def _prepare_step(self) -> None:
-        """Hook the parameters if the coming step is to be measured, unhook them if not."""
-        self._measuring = self._measures() and not self._unhooked
-        self._abandon()
-        if self._micro_gradients > 1 or not self._measuring:
-            self._previous.drop()
-        if not self._measuring:
-            self._watch.stop()
-            return
-        if self._sharded is not None or self._micro_gradients == 1:
-            reading = Reading.NOT_AT_ALL
-        elif self._accumulation > 1:
-            reading = Reading.BEFORE_GRAD
-        elif self._model is not None and not (
-            self._model.gradient_as_bucket_view or self._model.static_graph
-        ):
-            reading = Reading.AFTER_PASS
-        else:
-            reading = Reading.IN_GRAD
-        self._watch.watch(self._parameters(), reading)
-
-    def _abandon(self) -> None:
-        """Forget what this step's passes have measured."""
-        if self._exchange is not None:
-            self._exchange.finish()
-            self._exchange = None
-            self._previous.drop()
         self._divided = False
-        self._watch.begin_step()
-        if self._sharded is not None:
-            self._sharded.begin_step()
-            self._sharded.watching = self._measuring
+        step, alone = self._steps - self._sampled_since, self._world_size * self._accumulation == 1
+        measures = self._sampling.measures_pair if alone else self._sampling.measures
+        measuring = measures(step, self.smoothing) and not self._unhooked
+        self._gauge.prepare(self._setup(), self._steps, measuring=measuring)
 
-    # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
+    def _take_in(self) -> tuple[float, ...] | None:
+        """Average what this step's passes have measured into the estimates; return the sums of flags."""
+        outcome = self._gauge.take(divided=self._divided)
+        if outcome.samples is not None:
+            self._estimates = self._updated(outcome.samples)
+        return tuple(self.flags) if self._world_size == 1 else outcome.flags
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
-        """Return what a rank without data does in each step of its peers, in `Join([model, optimizer])`."""
-        return _Shadow(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the all-reduce of statistics is."""
-        return self._device()
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks that the statistics are of."""
-        return dist.group.WORLD if self._process_group is None else self._process_group
-
-    def _shadow_step(self) -> None:
-        """Match the all-reduce of peers that still have data. They leave the step out of the estimates."""
-        if self._measuring and self._world_size > 1:
-            device = self._device()
-            nothing = torch.zeros(len(self.param_groups), dtype=widest_type(device), device=device)
-            self._exchange = Exchange(
-                nothing,
-                nothing,
-                self.flags,
-                ranks=self._world_size,
-                complete=False,
-                process_group=self._process_group,
-            )
-        self._steps += 1
-        self._prepare_step()
-
-    def _joined_without_us(self) -> bool:
-        """Whether the model takes part in a `Join` that AdaScale does not: peers may be without data."""
-        if self._model is None or not self._model._join_config.enable or self._join_config.enable:
-            return False
-        if not self._warned_of_join:
-            self._warned_of_join = True
-            warnings.warn(
-                "the model takes uneven inputs and AdaScale is not told: it measures nothing, for its "
-                "all-reduce would wait for ranks without data. Use `with Join([model, optimizer]):` of "
-                "torch.distributed.algorithms.join instead of `with model.join():`",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return True
-
-    # -- measuring --------------------------------------------------------------------------------------
-
-    def _on_pass_start(self) -> None:
-        self._watch.keep = self._compresses()
-        # A GradScaler leaves out the step after gradients that are not finite: then a new one begins here.
-        if self._exchange is not None and not _finite(self._exchange.statistics()):
-            self._abandon()
-
-    def _on_pass_end(self) -> None:
-        if self._watch.passes == self._accumulation and not self._joined_without_us():
-            self._measure()
-
-    def _compresses(self) -> bool:
-        """Whether gradients are averaged by a communication hook that may lose some of them."""
-        hooks = () if self._model is None else getattr(self._model, "_comm_hooks", ())
-        return any(hook not in AVERAGING_HOOKS for hook, _ in hooks)
-
-    def _measure(self) -> None:
-        """Read the averaged gradients, and start the all-reduce."""
-        gradients, device = self._gradients(), self._device()
-        averaged = sqr_norms(gradients, device)
-        self._compressed = self._watch.keep and self._world_size > 1
-        if self._compressed:
-            averaged = sqr_norms_of_mean(
-                self._watch.kept(), device, ranks=self._world_size, process_group=self._process_group
-            )
-        if self._sharded is not None and self._micro_gradients > 1:
-            first = self._sharded.local_sqr(device)
-            complete = self._sharded.complete(self._accumulation)
-            averaged = averaged * self._sharded.shards  # so that the mean over ranks is the sum over shards
-        elif self._micro_gradients > 1:
-            first = self._watch.local_sqr(len(gradients), device)
-            complete = self._watch.saw_any and self._watch.sees_all()
-        else:
-            first = self._compare(device)
-            complete = True
-        if self._fingerprint is not None:
-            self._fingerprint.take()
-        self._pass_loss_scale = self._loss_scale.ask()
-        if self._exchange is not None:
-            self._exchange.finish()
-        self._exchange = Exchange(
-            first,
-            averaged,
-            self.flags,
-            ranks=self._world_size,
-            complete=complete,
-            replicated=self._sharded is None,
-            process_group=self._process_group,
-        )
-
-    def _compare(self, device: torch.device) -> Tensor:
-        """Return the inner product with the previous gradient, per group, and hold the current one."""
-        parameters = self._parameters()
-        products = torch.zeros(len(parameters), dtype=widest_type(device), device=device)
-        self._before = None
-        if self._previous.fits(self._steps, parameters):
-            products = self._previous.inner_products(parameters, device)
-            self._before = self._previous.label
-        self._previous.hold(parameters, step=self._steps)
-        return products
-
-    def _take_in(self) -> None:
-        """Average what this step's passes have measured into the estimates."""
-        self._flags_sum = tuple(self.flags) if self._world_size == 1 else None
-        if not self._measuring or self._joined_without_us():
-            return
-        if self._exchange is None:
-            self._measure()
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
-            return
-        now = self._gradients_now()
-        statistics = exchange.statistics(now)
-        if self._world_size > 1:
-            self._flags_sum = statistics.flags or None
-        statistics, loss_scale = self._as_of_backward(statistics)
-        samples = self._samples(statistics, loss_scale)
-        self._previous.label = None
-        if _finite(statistics) and loss_scale is not None:
-            self._previous.label = Label(statistics.second, self._scale, loss_scale)
-        if samples is not None:
-            self._estimates = self._updated(samples)
-
-    def _gradients_now(self) -> Tensor | None:
-        """Return the squared norms of what will be stepped with, (groups,); None if surely unchanged.
-
-        Between backward and step gradients may have been unscaled, clipped, or averaged by hand. On the
-        CPU a look at the smallest ones saves the reading of all; elsewhere the look would cost more.
-        """
-        if self._fingerprint is not None and self._fingerprint.matches():
-            return None
-        norms = sqr_norms(self._gradients(), self._device())
-        return norms * self._accumulation**2 if self._divided else norms
-
-    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, float | None]:
-        """Return the statistics of averaged gradients, and the loss scale that they are in units of."""
-        now = statistics.now
-        if not statistics.agreed and now is not None:
-            # Averaged by hand after backward: what is stepped with is the mean.
-            return replace(statistics, second=now, agreed=True), self._pass_loss_scale or 1.0
-        if self._pass_loss_scale is not None or self._compressed or self._sharded is not None:
-            return statistics, self._pass_loss_scale or 1.0
-        after = statistics.second if now is None else now
-        return statistics, self._loss_scale.infer(sum(statistics.second), sum(after))
-
-    def _samples(
-        self, statistics: Statistics, loss_scale: float | None
-    ) -> list[GradientEstimate | None] | None:
-        """Return what the step says of each group, None for a frozen group; None if unusable."""
-        if loss_scale is None or not statistics.complete or not statistics.agreed or not _finite(statistics):
-            return None
-        if self._micro_gradients == 1:
-            return self._difference_samples(statistics, loss_scale)
-        if self._watch.passes not in (0, self._accumulation):
-            self._warn_of_passes()
-            return None
-        count, unit = self._micro_gradients, loss_scale**2
-        local_unit = unit / self._accumulation**2 if self._is_scaled_loss else unit
-        mean_unit = unit if self._is_scaled_loss else unit * self._accumulation**2
-        return [
-            from_micro_gradients(count, local / local_unit / count, mean / mean_unit, self._scale)
-            if trained
-            else None
-            for local, mean, trained in zip(statistics.first, statistics.second, self._trained(), strict=True)
-        ]
-
-    def _difference_samples(
-        self, statistics: Statistics, loss_scale: float
-    ) -> list[GradientEstimate | None] | None:
-        if self._before is None:
-            return None
-        samples: list[GradientEstimate | None] = []
-        before = self._before
-        numbers = zip(statistics.first, statistics.second, before.sqr, self._trained(), strict=True)
-        for product, now, then, trained in numbers:
-            product /= loss_scale * before.loss_scale
-            now, then = now / loss_scale**2, then / before.loss_scale**2
-            difference = max(now + then - 2.0 * product, 0.0)
-            samples.append(
-                from_consecutive_gradients(product, difference, before.scale, self._scale)
-                if trained
-                else None
-            )
-        return samples
-
-    def _warn_of_passes(self) -> None:
-        if not self._warned_of_passes:
-            self._warned_of_passes = True
-            warnings.warn(
-                f"got {self._watch.passes} backward passes in a step, num_gradients_to_accumulate is "
-                f"{self._accumulation}: such steps are left out of the estimates. Add up losses before one "
-                "backward(), or tell what the loop does: set_num_gradients_to_accumulate() and set_scale()",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-
-    def _updated(self, samples: list[GradientEstimate | None]) -> list[RunningEstimate]:
-        smoothing = self.smoothing ** self._sampling.distance(
-            self._steps - self._sampled_since, self.smoothing
-        )
+    def _updated(self, samples: Samples) -> list[RunningEstimate]:
+        # A sample stands for all the steps from one to the next.
+        distance = self._sampling.distance(self._steps - self._sampled_since, self.smoothing)
+        smoothing = self.smoothing**distance
         running = self._estimates + [RunningEstimate()] * (len(samples) - len(self._estimates))
         return [
             old if sample is None else old.updated(sample, smoothing, debias=self._debias_ewma)
@@ -723,10 +451,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def _current(self) -> list[RunningEstimate]:
         """What is known of each group, with what the coming step has measured so far."""
-        if self._exchange is None:
-            return self._estimates
-        loss_scale = self._pass_loss_scale or self._loss_scale.seen
-        samples = self._samples(self._exchange.statistics(), loss_scale)
+        samples = self._gauge.peek()
         return self._estimates if samples is None else self._updated(samples)
 
     def _gain(self, scale: float, group: int | None) -> float:
@@ -742,7 +467,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def _divide_gradients(self) -> None:
         if self._accumulation > 1 and not self._divided:
-            gradients = [gradient for group in self._gradients() for gradient in group]
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_div_(gradients, float(self._accumulation))
             self._divided = True
 
@@ -759,15 +484,38 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             for group, lr in zip(self.param_groups, originals, strict=True):
                 group["lr"] = lr
 
+    # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
+        """Return what a rank without data does in each step of its peers, in `Join([model, optimizer])`."""
+        return _Shadow(self._shadow_step)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the all-reduce of statistics is."""
+        parameter: Tensor = self.param_groups[0]["params"][0]
+        return parameter.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that the statistics are of."""
+        group = self._gauge.process_group
+        return dist.group.WORLD if group is None else group
+
+    def _shadow_step(self) -> None:
+        self._gauge.shadow()
+        self._steps += 1
+        self._prepare_step()
+
 
 class _Shadow(JoinHook):
     """What a rank that is out of data does for AdaScale."""
 
-    def __init__(self, adascale: AdaScale) -> None:
-        self._adascale = adascale
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
 
     def main_hook(self) -> None:
-        self._adascale._shadow_step()
+        self._step()
 
 
 def _require_sgd(optimizer: object) -> None:
@@ -788,16 +536,6 @@ def _require_sgd(optimizer: object) -> None:
         )
 
 
-def _sharded_gradients(
-    model: torch.nn.Module | None, parameters: list[list[Tensor]], ranks: int
-) -> "ShardedGradients | None":
-    if model is None or not hasattr(model, "set_custom_reduce_scatter"):
-        return None
-    from adascale_worker.statistics.sharded import ShardedGradients  # FSDP2 takes long to import
-
-    return ShardedGradients(model, parameters, ranks)
-
-
 def _require_count(name: str, value: int) -> None:
     if value != int(value) or value < 1:
         raise ValueError(f"got {name}={value}; it must be an integer, at least 1")
@@ -805,7 +543,3 @@ def _require_count(name: str, value: int) -> None:
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
-
-
-def _finite(statistics: Statistics) -> bool:
-    return all(math.isfinite(value) for value in (*statistics.first, *statistics.second))

@@ -5,6 +5,7 @@ the last backward pass ends and is waited for when somebody asks, so that it ove
 between. All ranks read the same sums, to the bit, and so compute the same gain.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,11 @@ class Statistics:
     complete: bool
     agreed: bool
     now: tuple[float, ...] | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients were."""
+        return all(math.isfinite(number) for number in (*self.first, *self.second))
 
 
 class Exchange:

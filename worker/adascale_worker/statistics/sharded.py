@@ -33,7 +33,7 @@ class ShardedGradients:
         self._units = 0
         self._calls = 0
         self._unknown = False
-        self.watching = False
+        self._watching = False
         self.shards = 1
         """Ranks that one copy of the parameters is spread over."""
         for module in model.modules():
@@ -49,8 +49,9 @@ class ShardedGradients:
             module.set_custom_reduce_scatter(_Measured(unit._reduce_scatter_comm, self, groups, sizes))
             self._units += 1
 
-    def begin_step(self) -> None:
-        """Forget the passes so far."""
+    def begin_step(self, *, watching: bool) -> None:
+        """Forget the passes so far, and read the next ones if `watching`."""
+        self._watching = watching
         for norms in self._norms:
             norms.clear()
         self._calls = 0
@@ -66,7 +67,7 @@ class ShardedGradients:
 
     def take(self, gradients: Tensor, groups: Sequence[int | None], sizes: Sequence[int]) -> None:
         """Read a unit's gradients: for each rank, a piece of each of its parameters."""
-        if not self.watching:
+        if not self._watching:
             return
         self._calls += 1
         divisor = _divisor(self._ranks, gradients.dtype)

@@ -1,0 +1,396 @@
+"""Measures steps: from the first backward pass to what the step says of each parameter group."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from adascale_core.gain import GradientEstimate, from_consecutive_gradients, from_micro_gradients
+from adascale_worker.statistics.backward import BackwardWatch, Reading
+from adascale_worker.statistics.exchange import Exchange, Statistics, sqr_norms_of_mean
+from adascale_worker.statistics.fingerprint import Fingerprint
+from adascale_worker.statistics.loss_scale import GradScaler, LossScale
+from adascale_worker.statistics.norms import local, sqr_norms, widest_type
+from adascale_worker.statistics.previous import Label, PreviousGradient
+
+if TYPE_CHECKING:
+    from adascale_worker.statistics.sharded import ShardedGradients
+
+AVERAGING_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+"""DDP communication hooks after which `.grad` is the mean of the ranks' gradients, up to rounding."""
+
+Samples = list[GradientEstimate | None]
+"""What a step says of each parameter group; None of a group that is frozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a step is made.
+
+    Attributes:
+        world_size: replicas.
+        accumulation: backward passes.
+        scale: S of the whole step.
+        is_scaled_loss: whether each loss is divided by `accumulation`.
+    """
+
+    world_size: int
+    accumulation: int
+    scale: float
+    is_scaled_loss: bool
+
+    @property
+    def micro_gradients(self) -> int:
+        """n: the gradients that a step is the mean of."""
+        return self.world_size * self.accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a step's measurement.
+
+    Attributes:
+        samples: None if the step is of no use: not finite, not complete, or the first of a difference.
+        flags: sums over ranks; None if there was no all-reduce, or no flag in it.
+    """
+
+    samples: Samples | None = None
+    flags: tuple[float, ...] | None = None
+
+
+class Gauge:
+    """Measures the steps of one optimizer.
+
+    For each step: `prepare`, the backward passes, perhaps `peek`, then `take` before the gradients are used.
+
+    Args:
+        optimizer: whose parameters are watched.
+        setup: how steps are made.
+        model: a `DistributedDataParallel` or a `fully_shard`ed model, if known.
+        grad_scaler: of the training loop, if known.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        setup: Setup,
+        model: torch.nn.Module | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._setup = setup
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._sharded = _sharded_gradients(model, self._parameters(), setup.world_size)
+        self._watch = BackwardWatch(self._on_pass_start, self._on_pass_end)
+        self._previous = PreviousGradient()
+        self._loss_scale = LossScale(grad_scaler)
+        self._fingerprint: Fingerprint | None = None
+        self._exchange: Exchange | None = None
+        self._asked_loss_scale: float | None = None
+        self._before: Label | None = None
+        self._compressed = False
+        self._measuring = False
+        self._step = 0
+        self._warned: set[str] = set()
+        self.flags: Sequence[float] = ()
+        """Local numbers to be summed over ranks along with the statistics."""
+        self.joinable: Joinable | None = None
+        """Whoever stands for this gauge in a `Join` context."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Of the ranks; None for the default one."""
+        return None if self._ddp is None else self._ddp.process_group
+
+    # -- a step -----------------------------------------------------------------------------------------
+
+    def prepare(self, setup: Setup, step: int, *, measuring: bool) -> None:
+        """Get ready for a step: hook the parameters if it is to be measured, unhook them if not.
+
+        Args:
+            setup: how it is made.
+            step: its number.
+            measuring: whether to measure it.
+        """
+        self._setup, self._step, self._measuring = setup, step, measuring
+        self.abandon()
+        if setup.micro_gradients > 1 or not measuring:
+            self._previous.drop()
+        if not measuring:
+            self._watch.stop()
+            return
+        self._watch.watch(self._parameters(), self._reading())
+
+    def abandon(self) -> None:
+        """Forget what this step's passes have measured."""
+        if self._exchange is not None:
+            self._exchange.finish()
+            self._exchange = None
+            self._previous.drop()
+        self._watch.begin_step()
+        if self._sharded is not None:
+            self._sharded.begin_step(watching=self._measuring)
+
+    def stop(self) -> None:
+        """Take all hooks off the parameters."""
+        self._measuring = False
+        self.abandon()
+        self._watch.stop()
+
+    def peek(self) -> Samples | None:
+        """Return what the passes so far say, as far as it can be known before the step."""
+        if self._exchange is None:
+            return None
+        loss_scale = self._asked_loss_scale or self._loss_scale.seen
+        return self._samples(self._exchange.statistics(), loss_scale)
+
+    def take(self, *, divided: bool) -> Outcome:
+        """Return what the step says. Called when its gradients are ready to be stepped with.
+
+        Args:
+            divided: whether gradients were divided by the accumulation count since backward.
+        """
+        if not self._measuring or self.left_out_of_join():
+            return Outcome()
+        if self._exchange is None:
+            self._measure()
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return Outcome()
+        statistics = exchange.statistics(self._gradients_now(divided=divided))
+        statistics, loss_scale = self._as_of_backward(statistics)
+        samples = self._samples(statistics, loss_scale)
+        self._previous.label = None
+        if statistics.finite and loss_scale is not None:
+            self._previous.label = Label(statistics.second, self._setup.scale, loss_scale)
+        return Outcome(samples, statistics.flags or None)
+
+    def shadow(self) -> None:
+        """Match the all-reduce of peers that still have data. They leave the step out of the estimates."""
+        if self._measuring and self._setup.world_size > 1:
+            nothing = torch.zeros(len(self._parameters()), **self._number())
+            self._start(nothing, nothing, complete=False)
+
+    # -- state ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a restart, as tensors and numbers."""
+        return {"loss_scale": self._loss_scale.seen, "previous": self._previous.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned. What this step has measured so far is forgotten."""
+        self.abandon()
+        self._loss_scale.seen = state["loss_scale"]
+        self._previous.load_state_dict(state["previous"], self._parameters())
+
+    # -- reading gradients ------------------------------------------------------------------------------
+
+    def _reading(self) -> Reading:
+        if self._sharded is not None or self._setup.micro_gradients == 1:
+            return Reading.NOT_AT_ALL
+        if self._setup.accumulation > 1:
+            return Reading.BEFORE_GRAD
+        # If .grad is a view into DDP's bucket, or DDP averages before our callback, it must be read at once.
+        if self._ddp is None or self._ddp.gradient_as_bucket_view or self._ddp.static_graph:
+            return Reading.IN_GRAD
+        return Reading.AFTER_PASS
+
+    def _on_pass_start(self) -> None:
+        # A GradScaler leaves out the step after gradients that are not finite: then a new one begins here.
+        if self._exchange is not None and not self._exchange.statistics().finite:
+            self.abandon()
+        self._watch.keep = self._setup.world_size > 1 and self._compresses()
+
+    def _on_pass_end(self) -> None:
+        if self._watch.passes == self._setup.accumulation and not self.left_out_of_join():
+            self._measure()
+
+    def _measure(self) -> None:
+        """Read the averaged gradients, and start the all-reduce."""
+        gradients, device = self._gradients(), self._device()
+        averaged, complete = sqr_norms(gradients, device), True
+        self._compressed = self._watch.keep
+        if self._compressed:
+            kept, ranks = self._watch.kept(), self._setup.world_size
+            averaged = sqr_norms_of_mean(kept, device, ranks=ranks, process_group=self.process_group)
+        if self._setup.micro_gradients == 1:
+            first = self._compare(device)
+        elif self._sharded is not None:
+            first = self._sharded.local_sqr(device)
+            complete = self._sharded.complete(self._setup.accumulation)
+            averaged = averaged * self._sharded.shards  # so that the mean over ranks is the sum over shards
+        else:
+            first = self._watch.local_sqr(len(gradients), device)
+            complete = self._watch.saw_any and self._watch.sees_all()
+        self._asked_loss_scale = self._loss_scale.ask()
+        self._remember(device)
+        self._start(first, averaged, complete=complete)
+
+    def _start(self, first: Tensor, second: Tensor, *, complete: bool) -> None:
+        if self._exchange is not None:
+            self._exchange.finish()
+        self._exchange = Exchange(
+            first,
+            second,
+            self.flags,
+            ranks=self._setup.world_size,
+            complete=complete,
+            replicated=self._sharded is None,
+            process_group=self.process_group,
+        )
+
+    def _compare(self, device: torch.device) -> Tensor:
+        """Return the inner product with the previous gradient, per group, and hold the current one."""
+        parameters = self._parameters()
+        products = torch.zeros(len(parameters), **self._number())
+        self._before = None
+        if self._previous.fits(self._step, parameters):
+            products = self._previous.inner_products(parameters, device)
+            self._before = self._previous.label
+        self._previous.hold(parameters, step=self._step)
+        return products
+
+    def _compresses(self) -> bool:
+        """Whether gradients are averaged by a communication hook that may lose some of them."""
+        hooks = () if self._ddp is None else getattr(self._ddp, "_comm_hooks", ())
+        return any(hook not in AVERAGING_HOOKS for hook, _ in hooks)
+
+    def left_out_of_join(self) -> bool:
+        """Whether the model takes uneven inputs without AdaScale: peers may be without data."""
+        if self._ddp is None or not self._ddp._join_config.enable:
+            return False
+        if self.joinable is not None and self.joinable._join_config.enable:
+            return False
+        self._warn(
+            "the model takes uneven inputs and AdaScale is not told: it measures nothing, for its all-reduce "
+            "would wait for ranks without data. Use `with Join([model, optimizer]):` of "
+            "torch.distributed.algorithms.join instead of `with model.join():`"
+        )
+        return True
+
+    # -- making sense of them ---------------------------------------------------------------------------
+
+    def _remember(self, device: torch.device) -> None:
+        """Keep in mind what gradients are like, to tell whether they are scaled before the step."""
+        if device.type != "cpu":
+            self._fingerprint = (
+                None  # a look would cost a synchronisation, and reading all costs nothing more
+            )
+            return
+        if self._fingerprint is None:
+            self._fingerprint = Fingerprint(
+                p for group in self._parameters() for p in group if p.requires_grad
+            )
+        self._fingerprint.take()
+
+    def _gradients_now(self, *, divided: bool) -> Tensor | None:
+        """Return the squared norms of what will be stepped with, (groups,); None if surely unchanged.
+
+        Between backward and step gradients may have been unscaled, clipped, or averaged by hand.
+        """
+        if self._fingerprint is not None and self._fingerprint.matches():
+            return None
+        norms = sqr_norms(self._gradients(), self._device())
+        return norms * self._setup.accumulation**2 if divided else norms
+
+    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, float | None]:
+        """Return the statistics of averaged gradients, and the loss scale that they are in units of."""
+        asked, now = self._asked_loss_scale, statistics.now
+        if not statistics.agreed and now is not None:
+            # Averaged by hand after backward: what is stepped with is the mean.
+            return replace(statistics, second=now, agreed=True), asked or 1.0
+        if asked is not None or self._compressed or self._sharded is not None:
+            return statistics, asked or 1.0
+        after = statistics.second if now is None else now
+        return statistics, self._loss_scale.infer(sum(statistics.second), sum(after))
+
+    def _samples(self, statistics: Statistics, loss_scale: float | None) -> Samples | None:
+        if loss_scale is None or not (statistics.complete and statistics.agreed and statistics.finite):
+            return None
+        if self._setup.micro_gradients == 1:
+            return self._from_difference(statistics, loss_scale)
+        if self._watch.passes not in (0, self._setup.accumulation):
+            self._warn(
+                f"got {self._watch.passes} backward passes in a step, num_gradients_to_accumulate is "
+                f"{self._setup.accumulation}: such steps are left out of the estimates. Add up losses before "
+                "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()"
+            )
+            return None
+        return self._from_micro_gradients(statistics, loss_scale)
+
+    def _from_micro_gradients(self, statistics: Statistics, loss_scale: float) -> Samples:
+        count, passes = self._setup.micro_gradients, self._setup.accumulation
+        local_unit = mean_unit = loss_scale**2
+        if self._setup.is_scaled_loss:
+            local_unit /= passes**2
+        else:
+            mean_unit *= passes**2
+        return [
+            from_micro_gradients(count, one / local_unit / count, mean / mean_unit, self._setup.scale)
+            if trained
+            else None
+            for one, mean, trained in zip(statistics.first, statistics.second, self._trained(), strict=True)
+        ]
+
+    def _from_difference(self, statistics: Statistics, loss_scale: float) -> Samples | None:
+        before = self._before
+        if before is None:
+            return None
+        samples: Samples = []
+        groups = zip(statistics.first, statistics.second, before.sqr, self._trained(), strict=True)
+        for product, now, then, trained in groups:
+            product /= loss_scale * before.loss_scale
+            now, then = now / loss_scale**2, then / before.loss_scale**2
+            difference = max(now + then - 2.0 * product, 0.0)
+            sample = from_consecutive_gradients(product, difference, before.scale, self._setup.scale)
+            samples.append(sample if trained else None)
+        return samples
+
+    # -- the optimizer's parameters -----------------------------------------------------------------------
+
+    def _parameters(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def _trained(self) -> list[bool]:
+        """Whether each group has a parameter that is not frozen."""
+        return [any(parameter.requires_grad for parameter in group) for group in self._parameters()]
+
+    def _gradients(self) -> list[list[Tensor]]:
+        return [
+            [local(parameter.grad) for parameter in group if parameter.grad is not None]
+            for group in self._parameters()
+        ]
+
+    def _device(self) -> torch.device:
+        return self._parameters()[0][0].device
+
+    def _number(self) -> dict[str, Any]:
+        device = self._device()
+        return {"dtype": widest_type(device), "device": device}
+
+    def _warn(self, message: str) -> None:
+        kind = message[:12]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def _sharded_gradients(
+    model: torch.nn.Module | None, parameters: list[list[Tensor]], ranks: int
+) -> "ShardedGradients | None":
+    if model is None or not hasattr(model, "set_custom_reduce_scatter"):
+        return None
+    from adascale_worker.statistics.sharded import ShardedGradients  # FSDP2 takes long to import
+
+    return ShardedGradients(model, parameters, ranks)
