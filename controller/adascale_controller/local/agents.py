@@ -91,9 +91,9 @@ class Agents:
                 self._dismissed.discard(rank)
         return gone
 
-    def last_lines(self, rank: int) -> str:
+    def last_lines(self, rank: int, lines: int = 20) -> str:
         """What the replica of `rank` wrote last."""
-        return tail(self._folder.replica_log(rank))
+        return tail(self._folder.replica_log(rank), lines)
 
     def leave(self, hurry: Callable[[], bool], while_waiting: Callable[[], None]) -> list[Ended]:
         """Ask all to save and leave, and wait for it.

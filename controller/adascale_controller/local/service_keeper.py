@@ -42,7 +42,7 @@ class ServiceKeeper:
         self._display = display
         self._signals = signals
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
-        self._silent = False
+        self._unanswered = 0
         self._version: int | None = None
 
     def keep_up(self, now: float) -> None:
@@ -56,7 +56,8 @@ class ServiceKeeper:
             return
         if len(self._restarts) == MOST_RESTARTS and now - self._restarts[0] < 60:
             raise ServiceProcessError(
-                f"the metrics service ended {MOST_RESTARTS + 1} times within a minute ({describe_exit(code)})"
+                f"the metrics service ended {MOST_RESTARTS + 1} times within a minute "
+                f"({describe_exit(code)}): see {self._process.log}"
             )
         self._restarts.append(now)
         self._display.note(
@@ -70,15 +71,16 @@ class ServiceKeeper:
         try:
             view = self._client.job(self._job_id)
         except (ServiceUnreachableError, ServiceRefusedError) as error:
-            if not self._silent and self._process.exit_code is None:
-                self._silent = True
+            self._unanswered += 1
+            # Once, it may just be ending: then that is what there is to tell.
+            if self._unanswered == 2 and self._process.exit_code is None:
                 self._display.note(
                     f"No answer from the metrics service; training goes on ({error})", "yellow"
                 )
             return None
-        if self._silent:
-            self._silent = False
+        if self._unanswered > 1:
             self._display.note("The metrics service answers again")
+        self._unanswered = 0
         self._version = view.version
         return view
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from adascale_controller.local.processes import Process, tail
 from adascale_controller.local.state_dir import StateDir
@@ -55,6 +56,11 @@ class ServiceProcess:
     def url(self) -> str:
         """Its address."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        """What it writes."""
+        return self._folder.service_log
 
     @property
     def exit_code(self) -> int | None:

@@ -30,6 +30,8 @@ DECISION_INTERVAL = 1.0
 """Seconds between two decisions."""
 FINISH_TIMEOUT = 60.0
 """Seconds that the other replicas have to finish after the first one has."""
+SILENCE = 30.0
+"""Seconds without a step after which the user is pointed to the program's output."""
 LOSS_PATIENCE = 1.0
 """Seconds to wait for word of which replica was lost."""
 
@@ -93,6 +95,8 @@ class Training:
         self._finished_at: float | None = None
         self._disruptions: int | None = None
         self._loss_since: float | None = None
+        self._last_step: tuple[int, int] | None = None
+        self._stepped_at: float | None = self._began
 
     @property
     def total(self) -> float | None:
@@ -161,6 +165,7 @@ class Training:
         first = self._observation.see(view, now)
         if first is not None:
             self._tell_of_generation(first)
+        self._tell_of_silence(view, now)
 
     def _tell_of_losses(self, view: JobView, now: float) -> None:
         before, self._disruptions = self._disruptions, view.disruptions
@@ -189,6 +194,16 @@ class Training:
             f"Generation {first.generation} trains on {plural(first.replicas, 'replica')}, {batch}, "
             f"scale {trimmed(first.scale)}{after}"
         )
+
+    def _tell_of_silence(self, view: JobView, now: float) -> None:
+        step = (view.latest.generation, view.latest.step) if view.latest else None
+        if step != self._last_step:
+            self._last_step, self._stepped_at = step, now
+        elif self._stepped_at is not None and now - self._stepped_at > SILENCE:
+            self._stepped_at = None
+            said = self._replicas.agents.last_lines(0, 1)
+            ends = f", whose output ends with: {said}" if said else ""
+            self._display.note(f"No step was reported for {SILENCE:.0f} s by replica 0{ends}", "yellow")
 
     # -- moving --------------------------------------------------------------------------------------------
 
