@@ -25,14 +25,23 @@ class LeaveSignal:
     def __init__(self, *numbers: int) -> None:
         self.received: int | None = None
         """The signal that was received, if one was."""
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                signal.signal(number, self._note)
+        self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
+        for number in self._numbers:
+            signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Listen no longer: signals act as if nobody ever had."""
+        for number in self._numbers:
+            _act_as_ever(number)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
-        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, default)
+        _act_as_ever(number)
+
+
+def _act_as_ever(number: int) -> None:
+    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    signal.signal(number, default)
 
 
 class QuickExit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ def patch_optimizer(
         at_first_micro_batch: whether the next backward pass is the first of its step.
     """
 
-    # wraps() keeps the mark that a scheduler left on the method it wrapped.
+    # wraps() keeps the mark that a scheduler left on the method it wrapped; one that is made later wraps
+    # this one, which has to be a method for that.
     @functools.wraps(optimizer.step)
-    def patched(*args: Any, **kwargs: Any) -> Any:
+    def patched(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
-    optimizer.step = patched  # type: ignore[method-assign]
+    optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
     for owner in (optimizer, model):
         _guard_zero_grad(owner, at_first_micro_batch)
 
@@ -61,7 +63,7 @@ def patch_scheduler(
     outside it, where programs step once per epoch, it advances by one as ever, since an epoch is as long
     in scale-invariant steps at any scale.
     """
-    own = scheduler.step
+    own, own_state = scheduler.step, scheduler.state_dict
 
     @functools.wraps(own)
     def step(*args: Any, **kwargs: Any) -> None:
@@ -71,9 +73,10 @@ def patch_scheduler(
         while scheduler.last_epoch < int(progress()):
             own()
 
+    @functools.wraps(own_state)
+    def state_dict() -> dict[str, Any]:
+        # It takes in all attributes, so the replaced methods too.
+        return {name: value for name, value in own_state().items() if name not in ("step", "state_dict")}
+
     scheduler.step = step  # type: ignore[method-assign]
-
-
-def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """The scheduler's own state; `state_dict` takes in all its attributes, so the patched method too."""
-    return {name: value for name, value in scheduler.state_dict().items() if name != "step"}
+    scheduler.state_dict = state_dict  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ class Position:
         step: optimizer steps made.
         progress: sum of gains, in steps at `batch_size`.
         epoch: the epoch being trained, from 0.
-        consumed: samples of the stream that were trained on, all replicas together.
+        consumed: samples of the stream that were taken, all replicas together.
     """
 
     step: int = 0
@@ -22,11 +22,11 @@ class Position:
     epoch: int = 0
     consumed: int = 0
 
-    def advance(self, gain: float, samples: int) -> None:
-        """A step was made."""
+    def advance(self, gain: float, consumed: int) -> None:
+        """A step worth `gain` was made; `consumed` samples of the stream were taken by then."""
         self.step += 1
         self.progress += gain
-        self.consumed += samples
+        self.consumed = consumed
 
     def state_dict(self) -> dict[str, int | float]:
         """The position in plain numbers."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,8 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.errors import CheckpointError
-from adascale_worker.patching import scheduler_state
+from adascale_worker.errors import CheckpointError, WorkerError
 
 
 class Stateful(Protocol):
@@ -45,7 +47,8 @@ class Program:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": scheduler_state(self.scheduler) if self.scheduler is not None else None,
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scheduler_type": self._scheduler_type,
             "registered": {name: dict(one.state_dict()) for name, one in self.registered.items()},
         }
 
@@ -55,21 +58,61 @@ class Program:
         Raises:
             CheckpointError: it was saved by a program with other parts.
         """
-        if (self.scheduler is None) != (state["scheduler"] is None):
-            had, has = ("no scheduler", "one") if self.scheduler is not None else ("a scheduler", "none")
+        had, has = state["scheduler_type"], self._scheduler_type
+        if had != has:
             raise CheckpointError(
-                f"the checkpoint was saved with {had}, program_reentry was given {has}: give it the same"
+                f"the checkpoint was saved with {_a(had)}, program_reentry was given {_a(has)}: "
+                "give it the same, or give another checkpoint folder"
             )
         if set(self.registered) != set(state["registered"]):
             raise CheckpointError(
                 f"the checkpoint has {sorted(state['registered']) or 'nothing'} registered, the program "
                 f"registers {sorted(self.registered) or 'nothing'}: register the same"
             )
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer: {error}. Make the one that it was saved from, or "
+                "give another checkpoint folder"
+            ) from error
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
+
+    def require_loadable(self) -> None:
+        """Find out now what could be saved well enough, and not be loaded when it is needed.
+
+        Raises:
+            WorkerError: a part's state has something in it that is not loaded without trust in its origin.
+        """
+        model = self.model.state_dict()
+        parts = {
+            "the model": {name: one for name, one in model.items() if not isinstance(one, torch.Tensor)},
+            "the scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            **{f"registered {name!r}": dict(one.state_dict()) for name, one in self.registered.items()},
+        }
+        for name, state in parts.items():
+            try:
+                file = io.BytesIO()
+                torch.save(state, file)
+                file.seek(0)
+                torch.load(file, map_location="cpu", weights_only=True)
+            except (pickle.PickleError, AttributeError, TypeError) as error:
+                found = re.search(r"GLOBAL (\S+)", str(error))
+                raise WorkerError(
+                    f"the state_dict of {name} holds {found[1] if found else error}, which a checkpoint "
+                    "cannot give back: let it hold tensors, numbers, texts, lists and dicts only"
+                ) from error
+
+    @property
+    def _scheduler_type(self) -> str | None:
+        return type(self.scheduler).__name__ if self.scheduler is not None else None
+
+
+def _a(scheduler_type: str | None) -> str:
+    return "no scheduler" if scheduler_type is None else f"a {scheduler_type}"
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:

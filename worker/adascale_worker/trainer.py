@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from adascale_core.batch import BatchPlan, is_valid_replicas, plan_batch, valid_replicas
+from adascale_core.batch import BatchPlan, batch_choice, is_valid_replicas, plan_batch, valid_replicas
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import EXIT_REENTRY
 from adascale_core.throughput import StepTimeModel
@@ -141,6 +141,8 @@ class ElasticTrainer:
         self._planned_at = time.monotonic()
         self._micro_batch = 0
         self._position = Position()
+        self._delivered = 0
+        self._loop: object = None
         self._stream: SampleStream | None = None
         self._seed = seed
         self._inside_epoch = False
@@ -205,7 +207,7 @@ class ElasticTrainer:
     @property
     def adascale(self) -> AdaScale:
         """The AdaScale optimizer around the program's own."""
-        return self._entered.optimizer
+        return self._require_entered().optimizer
 
     def get_local_bsz(self) -> int:
         """The local batch size of the current epoch: samples per micro-batch on each replica."""
@@ -255,6 +257,7 @@ class ElasticTrainer:
 
         Raises:
             CheckpointError: no whole checkpoint is left, or it is of another program.
+            WorkerError: something's state could not be loaded again; or this was called before.
             UnsupportedOptimizerError: not an SGD.
         """
         if self._program is not None:
@@ -266,6 +269,8 @@ class ElasticTrainer:
             self._ddp = replicate(model, self.device, find_unused_parameters=find_unused_parameters)
         adascale = AdaScale(optimizer, world_size=self.replicas, is_scaled_loss=False, model=self._ddp)
         self._program = Program(model, adascale, lr_scheduler, dict(register or {}))
+        if self._folder is not None:
+            self._program.require_loadable()
         if loaded is not None:
             self._restore(*loaded)
         self._apply_plan()
@@ -276,8 +281,7 @@ class ElasticTrainer:
         position = self._position
         return ReentryState(position.epoch, position.step, position.progress, restored=loaded is not None)
 
-    @property
-    def _entered(self) -> Program:
+    def _require_entered(self) -> Program:
         if self._program is None:
             raise WorkerError(
                 "there is no model and no optimizer yet: call program_reentry(model, optimizer) first"
@@ -326,34 +330,44 @@ class ElasticTrainer:
         Raises:
             DatasetError: a data set that has no length, is smaller than a batch, or has changed.
         """
-        taken = {"batch_size", "sampler", "batch_sampler", "drop_last"} & set(options)
+        taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator"} & set(options)
         if taken:
             raise DatasetError(
                 f"dataloader() got {', '.join(sorted(taken))}, but the trainer chooses the batches: give "
                 "bounds to ElasticTrainer, and use a DataLoader of your own for anything else"
             )
+        self._require_entered()
         length = self._require_large_enough(dataset)
-        self._plan_acknowledged = self._entered is not None
+        self._plan_acknowledged = True
         self._stream = SampleStream(length, self._seed, shuffle=shuffle)
         return self._epoch(dataset, self._stream, options)
 
     def _epoch(self, dataset: Sized, stream: SampleStream, options: dict[str, Any]) -> Iterator[Any]:
         end = (self._position.epoch + 1) * stream.length / self._bounds.batch_size
         batches: Iterator[Any] | None = None
+        self._loop = loop = object()
+        self._begin_step()
+        self._delivered = self._position.consumed
         self._telemetry.stopwatch.pause()
         try:
             while True:
+                if self._loop is not loop:
+                    raise WorkerError(
+                        "another loop over trainer.dataloader() has begun before this one has ended: take "
+                        "training data from one at a time, and use a DataLoader of your own for anything else"
+                    )
                 if self._micro_batch == 0:
+                    # Also past batches that the program has left out, without a step.
+                    self._position.consumed = self._delivered
                     self._between_steps()
                     if self.finished or self.progress >= end:
+                        self._restore_random_state()
                         return
                 if batches is None:
                     batches = self._batches(dataset, stream, options)
-                if self._random_state is not None:
-                    # Last of all, so that nothing on the way in has drawn from it.
-                    randomness.restore(self._random_state)
-                    self._random_state = None
+                self._restore_random_state()
                 batch = next(batches)
+                self._delivered += self.replicas * self._plan.local_bsz
                 self._inside_epoch = True
                 yield batch
                 self._inside_epoch = False
@@ -373,6 +387,11 @@ class ElasticTrainer:
         return iter(loader)
 
     def _require_large_enough(self, dataset: Sized) -> int:
+        if isinstance(dataset, IterableDataset):
+            raise DatasetError(
+                f"the data set, a {type(dataset).__name__}, has no items by index: an elastic job needs one "
+                "with __len__ and __getitem__, so that replicas can share it out anew"
+            )
         try:
             length = len(dataset)
         except TypeError:
@@ -380,9 +399,10 @@ class ElasticTrainer:
                 f"the data set, a {type(dataset).__name__}, has no length: an elastic job needs one with "
                 "__len__ and __getitem__, so that replicas can share it out anew"
             ) from None
-        largest = self._bounds.max_batch_size or self._plan.global_bsz
+        # Where nothing bounds the global batch, a step may take more than a pass.
+        largest = self._bounds.max_batch_size or self._bounds.batch_size
         if length < largest:
-            name = "max_batch_size" if self._bounds.max_batch_size else "the global batch"
+            name = "max_batch_size" if self._bounds.max_batch_size else "batch_size"
             raise DatasetError(
                 f"the data set has {length} samples, fewer than {name} of {largest}: "
                 f"lower it to {length} or less, or use more data"
@@ -413,8 +433,14 @@ class ElasticTrainer:
         adascale.flags = self._wishes()
         adascale.step()
         self._flags.add(adascale.flags_sum)
-        self._position.advance(adascale.gain(), self._plan.global_bsz)
+        self._position.advance(adascale.gain(), self._delivered)
         self._telemetry.step(self._plan, self._position, adascale)
+
+    def _begin_step(self) -> None:
+        """Begin with the first micro-batch; of a step that a loop has broken off, nothing is left."""
+        self._micro_batch = 0
+        self._exchange_gradients_in_last_micro_batch()
+        self.adascale.zero_grad()
 
     def _exchange_gradients_in_last_micro_batch(self) -> None:
         if self._ddp is not None:
@@ -442,6 +468,8 @@ class ElasticTrainer:
             except CheckpointError as error:
                 # What was saved before is untouched, so training on loses nothing that stopping would keep.
                 print(f"adascale: {error}; training goes on", flush=True)
+            # What was wished for before is done; it must not ride on the next all-reduce too.
+            self.adascale.flags = self._wishes()
             self._telemetry.stopwatch.pause()
 
     # -- the end of an epoch ----------------------------------------------------------------------------
@@ -457,6 +485,7 @@ class ElasticTrainer:
                 f"trainer.step({epoch}) was called, but the current epoch is {self._position.epoch}: "
                 "begin at the epoch that program_reentry returned, and call step(epoch) once for each"
             )
+        self._begin_step()
         self._position.epoch += 1
         if self.finished:
             self._save_the_end()
@@ -466,6 +495,7 @@ class ElasticTrainer:
             self._planned_at = time.monotonic()
             self._choose_plan()
             self._apply_plan()
+            self.adascale.flags = self._wishes()
         self._between_steps()
 
     def _save_the_end(self) -> None:
@@ -474,6 +504,9 @@ class ElasticTrainer:
         self._telemetry.report(self._plan, self._position, self.adascale)
         self._save()
         self._end_is_saved = True
+        if self._leave_signal is not None and self._generation == 0:
+            # What follows, an evaluation perhaps, has no step after which it could be left.
+            self._leave_signal.close()
 
     def _choose_plan(self) -> None:
         """Rank 0 chooses the local batch size and accumulation, and all take them."""
@@ -496,8 +529,7 @@ class ElasticTrainer:
     def _apply_plan(self) -> None:
         self.adascale.set_num_gradients_to_accumulate(self._plan.accumulation)
         self.adascale.update_scale(self._plan.scale(self._bounds), self.replicas)
-        self._micro_batch = 0
-        self._exchange_gradients_in_last_micro_batch()
+        self._begin_step()
 
     # -- leaving ----------------------------------------------------------------------------------------
 
@@ -521,6 +553,12 @@ class ElasticTrainer:
             dist.destroy_process_group()
 
     # -- state ------------------------------------------------------------------------------------------
+
+    def _restore_random_state(self) -> None:
+        """Last of all on the way in, so that nothing there draws from what was saved."""
+        if self._random_state is not None:
+            randomness.restore(self._random_state)
+            self._random_state = None
 
     def _save(self) -> None:
         """Save the state: rank 0 writes, with the random states of all; all learn whether it went well.
@@ -550,7 +588,7 @@ class ElasticTrainer:
             finished=self.finished,
         )
         state = {
-            "program": self._entered.state_dict(),
+            "program": self._require_entered().state_dict(),
             "position": position.state_dict(),
             "plan": [self._plan.replicas, self._plan.local_bsz, self._plan.accumulation],
             "batch_size": self._bounds.batch_size,
@@ -588,7 +626,7 @@ class ElasticTrainer:
                 "progress counts steps at batch_size, so it cannot change. Put it back, or give another "
                 "checkpoint folder"
             )
-        self._entered.load_state_dict(state["program"])
+        self._require_entered().load_state_dict(state["program"])
         self._position = Position.from_state_dict(state["position"])
         self._seed = state["seed"]
         if state["samples"] is not None:
@@ -598,7 +636,9 @@ class ElasticTrainer:
             self._random_state = state["random"][self.rank]
         self._manifest, self._result = manifest, dict(manifest.result)
         before = BatchPlan(*state["plan"])
-        if before.replicas == self.replicas:
+        choice = batch_choice(self._bounds, self.replicas)
+        allowed = before.local_bsz in choice.local_bsz
+        if allowed and before == BatchPlan(self.replicas, before.local_bsz, choice.accumulation):
             self._plan = before
         else:
             self._choose_plan()

@@ -1,0 +1,84 @@
+"""A small program to train: data, a model, an optimizer and a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
+
+from adascale_worker import ElasticTrainer
+
+MakeTrainer = Callable[..., ElasticTrainer]
+
+FIXED = {"batch_size": 8}
+ACCUMULATING = {"batch_size": 12, "local_bsz_bounds": (2, 4)}
+"""Three micro-batches of 4 make a step."""
+
+
+def samples(count: int = 48) -> TensorDataset:
+    """Their index, features and class."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(count, 6, generator=generator)
+    return TensorDataset(torch.arange(count), features, (features.sum(1) > 0).long())
+
+
+def network(*, dropout: float = 0.0) -> nn.Sequential:
+    """The same weights each time."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    """Made by a recipe that is sensitive to what is done to it."""
+    return torch.optim.SGD(
+        model.parameters(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options}
+    )
+
+
+def learn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Forward and backward."""
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def train(
+    trainer: ElasticTrainer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None = None,
+    *,
+    epochs: range = range(1),
+    data: TensorDataset | None = None,
+) -> list[list[int]]:
+    """Train some epochs; the samples of each micro-batch."""
+    seen = []
+    for epoch in epochs:
+        for index, x, y in trainer.dataloader(data or samples()):
+            optimizer.zero_grad()
+            trainer.log(loss=learn(model, x, y))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            seen.append(index.tolist())
+        trainer.step(epoch)
+    return seen
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Copies of them."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Whether tensors are the same, bit for bit."""
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def together(batches: list[list[int]]) -> list[int]:
+    """The samples of all of them."""
+    return [index for batch in batches for index in batch]

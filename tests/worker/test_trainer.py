@@ -1,0 +1,539 @@
+"""The elastic trainer on one replica, in the test's own process."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import Dataset, IterableDataset
+
+from adascale_core.batch import BatchPlan
+from adascale_core.errors import InvalidJobError
+from adascale_worker import AdaScale, StaleBatchSizeError
+from adascale_worker.adascale import UnsupportedOptimizerError
+from adascale_worker.errors import DatasetError, WorkerError
+from adascale_worker.stream import SampleStream
+from support.training import (
+    ACCUMULATING,
+    FIXED,
+    MakeTrainer,
+    equal,
+    learn,
+    network,
+    parameters_of,
+    samples,
+    sgd,
+    together,
+    train,
+)
+
+# -- what it computes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_at_scale_one_it_trains_as_a_plain_loop_would_bit_for_bit(
+    make_trainer: MakeTrainer, dropout: float
+) -> None:
+    trainer = make_trainer(**FIXED, seed=5)
+    model = network(dropout=dropout)
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = sgd(model), sgd(twin)
+    scheduler, twin_scheduler = (
+        MultiStepLR(one, milestones=[4, 9], gamma=0.3) for one in (optimizer, twin_optimizer)
+    )
+    trainer.program_reentry(model, optimizer, scheduler)
+    torch.manual_seed(3)
+    train(trainer, model, optimizer, scheduler, epochs=range(3))
+
+    torch.manual_seed(3)
+    _, features, targets = samples().tensors
+    stream = SampleStream(48, seed=5)
+    for start in range(0, 3 * 48, 8):
+        order = torch.tensor(stream[start : start + 8])
+        twin_optimizer.zero_grad()
+        learn(twin, features[order], targets[order])
+        twin_optimizer.step()
+        twin_scheduler.step()
+    assert equal(parameters_of(model), parameters_of(twin))
+    assert scheduler.get_last_lr() == twin_scheduler.get_last_lr()
+    assert optimizer.param_groups[0]["lr"] == twin_optimizer.param_groups[0]["lr"]
+
+
+def test_micro_batches_add_up_to_the_step_of_one_large_batch(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = sgd(model), sgd(twin)
+    trainer.program_reentry(model, optimizer)
+    assert (trainer.get_local_bsz(), trainer.accumulation) == (4, 3)
+    seen = train(trainer, model, optimizer, epochs=range(2))
+    assert {len(micro_batch) for micro_batch in seen} == {4}
+    _, features, targets = samples().tensors
+    for first in range(0, len(seen), 3):
+        order = torch.tensor(together(seen[first : first + 3]))
+        twin_optimizer.zero_grad()
+        learn(twin, features[order], targets[order])
+        twin_optimizer.step()
+    for ours, theirs in zip(parameters_of(model), parameters_of(twin), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert trainer.progress == 8
+
+
+def test_between_the_micro_batches_of_a_step_nothing_moves_and_nothing_is_zeroed(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    optimizer = sgd(model)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    trainer.program_reentry(model, optimizer, scheduler)
+    batches = iter(trainer.dataloader(samples()))
+    before = parameters_of(model)
+    sums: list[float] = []
+    for micro_batch in range(3):
+        _, x, y = next(batches)
+        optimizer.zero_grad()
+        model.zero_grad()
+        learn(model, x, y)
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        sums.append(gradient.abs().sum().item())
+        optimizer.step()
+        scheduler.step()
+        assert equal(before, parameters_of(model)) == (micro_batch < 2)
+        assert scheduler.last_epoch == (micro_batch == 2)
+    assert len(set(sums)) == 3, "gradients add up"
+    next(batches)
+    optimizer.zero_grad()
+    assert next(model.parameters()).grad is None
+
+
+def test_the_optimizer_that_the_trainer_made_is_there_to_ask(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    with pytest.raises(WorkerError, match=r"call program_reentry\(model, optimizer\) first"):
+        trainer.adascale  # noqa: B018
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    assert isinstance(trainer.adascale, AdaScale)
+    assert trainer.adascale.optimizer is optimizer
+
+
+def test_the_users_model_keeps_its_names_and_its_forward(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    names = list(model.state_dict())
+    trainer.program_reentry(model, sgd(model))
+    assert list(model.state_dict()) == names
+    x = samples().tensors[1]
+    model.eval()
+    assert model(x).requires_grad
+    with torch.no_grad():
+        assert not model(x).requires_grad
+
+
+# -- epochs ---------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_every_sample_once_where_the_batch_divides_the_data_set(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for epoch in range(3):
+        seen = train(trainer, model, optimizer, epochs=range(epoch, epoch + 1))
+        assert sorted(together(seen)) == list(range(48))
+    assert trainer.progress == 18
+
+
+def test_epochs_are_so_many_scale_invariant_steps_also_where_the_batch_does_not_divide(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(batch_size=9)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    steps = [
+        len(train(trainer, model, optimizer, epochs=range(e, e + 1), data=samples(20))) for e in range(9)
+    ]
+    assert steps == [3, 2, 2, 2, 3, 2, 2, 2, 2], "20/9 steps an epoch, whole steps at a time"
+    assert sum(steps) == trainer.progress == 20
+
+
+def test_unshuffled_epochs_are_in_the_order_of_the_data_set(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    seen = []
+    for index, x, y in trainer.dataloader(samples(), shuffle=False):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+        seen += index.tolist()
+    assert seen == list(range(48))
+
+
+def test_training_is_finished_when_the_scale_invariant_steps_are_made(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED, scale_invariant_steps=8)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    assert len(train(trainer, model, optimizer, epochs=range(1))) == 6
+    assert not trainer.finished
+    assert len(train(trainer, model, optimizer, epochs=range(1, 2))) == 2
+    assert trainer.finished
+    assert train(trainer, model, optimizer, epochs=range(2, 4)) == []
+
+
+def test_a_step_of_another_epoch_is_told(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    with pytest.raises(WorkerError, match=r"step\(1\) was called, but the current epoch is 0"):
+        trainer.step(1)
+
+
+def test_a_loop_that_breaks_off_goes_on_with_the_next_samples(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    seen: list[int] = []
+    for _ in range(3):
+        for index, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+            seen += index.tolist()
+            if len(seen) % 16 == 0:
+                break
+    assert sorted(seen) == list(range(48))
+
+
+def test_a_loop_that_breaks_off_within_a_step_makes_that_step_anew(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for index, x, y in trainer.dataloader(samples()):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+        first = index.tolist()
+        break
+    seen = train(trainer, model, optimizer)
+    assert seen[0] == first
+    assert sorted(together(seen)) == list(range(48))
+    undisturbed = make_trainer(**ACCUMULATING)
+    optimizer = sgd(twin)
+    undisturbed.program_reentry(twin, optimizer)
+    train(undisturbed, twin, optimizer)
+    assert equal(parameters_of(model), parameters_of(twin))
+
+
+def test_an_error_in_the_loop_leaves_the_trainer_where_it_was(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+
+    def fail_in_the_middle_of_a_step() -> None:
+        for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+            if number == 4:
+                raise ArithmeticError
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+
+    with pytest.raises(ArithmeticError):
+        fail_in_the_middle_of_a_step()
+    assert trainer.progress == 1
+    assert len(train(trainer, model, optimizer)) == 9
+
+
+def test_a_batch_that_the_program_leaves_out_is_not_met_again(make_trainer: MakeTrainer) -> None:
+    """As with a GradScaler, which makes no step where gradients are not finite."""
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    taken: list[int] = []
+    left_out: list[int] = []
+    for _ in range(2):
+        for number, (index, x, y) in enumerate(trainer.dataloader(samples())):
+            if number == 1:
+                left_out += index.tolist()
+                continue
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+            taken += index.tolist()
+            if number == 2:
+                break
+    assert sorted(taken + left_out) == list(range(48))
+
+
+def test_loops_over_the_data_within_each_other_are_told(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    outer = trainer.dataloader(samples())
+    next(outer)
+    inner = trainer.dataloader(samples())
+    next(inner)
+    with pytest.raises(WorkerError, match=r"another loop over trainer\.dataloader"):
+        next(outer)
+
+
+# -- the local batch size -------------------------------------------------------------------------------
+
+
+def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(batch_size=8, local_bsz_bounds=(2, 8))
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    monkeypatch.setattr("adascale_worker.trainer.REPLAN_INTERVAL", 0.0)
+    train(trainer, model, optimizer)
+    # One replica keeps its plan; the change of it is that of a larger job.
+    monkeypatch.setattr("adascale_worker.trainer.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
+    _, x, y = samples()[:8]
+    learn(model, x, y)
+    optimizer.step()
+    trainer.step(1)
+    assert trainer.accumulation == 2
+    learn(model, x, y)
+    with pytest.raises(StaleBatchSizeError, match=r"is 4 now.*get_local_bsz\(\) or trainer.dataloader\(\)"):
+        optimizer.step()
+    assert trainer.get_local_bsz() == 4
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no batch size is given"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"batch_size": 8, "max_batch_size": 4}, "max_batch_size 4 is below batch_size 8"),
+        ({"batch_size": 8, "local_bsz_bounds": (4, 2)}, "lower 4 is over upper 2"),
+        ({"batch_size": 8, "local_bsz_bounds": [4]}, "must be a pair"),
+        ({"batch_size": 7, "local_bsz_bounds": (2, 6)}, "1 replicas are not valid"),
+    ],
+)
+def test_bounds_that_contradict_themselves_are_told(
+    make_trainer: MakeTrainer, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidJobError, match=message):
+        make_trainer(**arguments)
+
+
+# -- the data set ---------------------------------------------------------------------------------------
+
+
+class Doubled:
+    """A collate_fn that can be sent to another process."""
+
+    def __call__(self, items: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tensor, Tensor]:
+        index, x, y = zip(*items, strict=True)
+        return [int(i) for i in index], 2 * torch.stack(x), torch.stack(y)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_options_of_the_data_loader_are_passed_on(make_trainer: MakeTrainer, workers: int) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    data = samples()
+    seen: list[int] = []
+    for index, x, y in trainer.dataloader(data, num_workers=workers, collate_fn=Doubled(), pin_memory=False):
+        assert torch.equal(x, 2 * data.tensors[1][index])
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+        seen += index
+    assert sorted(seen) == list(range(48))
+
+
+@pytest.mark.parametrize("option", ["batch_size", "sampler", "batch_sampler", "drop_last", "generator"])
+def test_options_that_would_choose_the_batches_are_refused(make_trainer: MakeTrainer, option: str) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    with pytest.raises(DatasetError, match=f"got {option}, but the trainer chooses the batches"):
+        trainer.dataloader(samples(), shuffle=True, **{option: None})
+
+
+class Endless(IterableDataset[int]):
+    """Has a length and no items by index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+    def __len__(self) -> int:
+        return 100
+
+
+class Unmeasured(Dataset[int]):
+    """Has no length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("bounds", "data", "message"),
+    [
+        (FIXED, samples(7), "has 7 samples, fewer than batch_size of 8"),
+        (
+            {"batch_size": 8, "max_batch_size": 64},
+            samples(48),
+            "has 48 samples, fewer than max_batch_size of 64",
+        ),
+        (
+            {"batch_size": 8, "local_bsz_bounds": (4, 64)},
+            samples(7),
+            "has 7 samples, fewer than batch_size of 8",
+        ),
+        (FIXED, Unmeasured(), "a Unmeasured, has no length"),
+        (FIXED, Endless(), "a Endless, has no items by index"),
+    ],
+)
+def test_a_data_set_that_cannot_be_shared_out_is_refused(
+    make_trainer: MakeTrainer, bounds: dict[str, Any], data: Any, message: str
+) -> None:
+    trainer = make_trainer(**bounds)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    with pytest.raises(DatasetError, match=message):
+        trainer.dataloader(data)
+
+
+def test_a_data_set_of_another_length_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    trainer.dataloader(samples(48))
+    with pytest.raises(DatasetError, match="has 40 samples, but had 48 before"):
+        trainer.dataloader(samples(40))
+
+
+def test_data_before_a_model_is_refused(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(WorkerError, match="call program_reentry"):
+        make_trainer(**FIXED).dataloader(samples())
+
+
+# -- what it refuses ------------------------------------------------------------------------------------
+
+
+def test_a_second_program_reentry_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    with pytest.raises(WorkerError, match="was called already"):
+        trainer.program_reentry(model, optimizer)
+
+
+def test_an_optimizer_that_is_not_an_sgd_is_refused(make_trainer: MakeTrainer) -> None:
+    model = network()
+    with pytest.raises(UnsupportedOptimizerError, match=r"got Adam; .*torch.optim.SGD"):
+        make_trainer(**FIXED).program_reentry(model, torch.optim.Adam(model.parameters()))
+
+
+def test_a_closure_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    trainer.get_local_bsz()
+    with pytest.raises(WorkerError, match=r"step\(closure\) is not supported"):
+        optimizer.step(lambda: 0.0)
+
+
+# -- schedules ------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_within_the_loop_follows_progress(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    trainer.program_reentry(model, optimizer, scheduler)
+    monkeypatch.setattr(trainer.adascale, "gain", lambda: 1.75)
+    lrs = []
+    for _, x, y in trainer.dataloader(samples()):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+        scheduler.step()
+        lrs.append((int(trainer.progress), optimizer.param_groups[0]["lr"]))
+    assert [whole for whole, _ in lrs] == [1, 3, 5, 7], "6 scale-invariant steps in 4 steps"
+    assert [lr for _, lr in lrs] == pytest.approx([0.1 * 0.5**whole for whole, _ in lrs])
+
+
+def test_a_schedule_after_the_loop_steps_once_per_epoch(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    trainer.program_reentry(model, optimizer, scheduler)
+    for epoch in range(3):
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+        scheduler.step()
+        trainer.step(epoch)
+        assert scheduler.last_epoch == epoch + 1
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (epoch + 1))
+
+
+def test_a_schedule_that_follows_a_metric_steps_with_it(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    trainer.program_reentry(model, optimizer, scheduler)
+    for epoch, (metric, lr) in enumerate([(1.0, 0.1), (0.5, 0.1), (0.6, 0.05)]):
+        train(trainer, model, optimizer, epochs=range(epoch, epoch))
+        scheduler.step(metric)
+        trainer.step(epoch)
+        assert optimizer.param_groups[0]["lr"] == lr
+
+
+def test_a_scheduler_may_be_made_afterwards(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    train(trainer, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    assert trainer.progress == 6
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+# -- losses and results ---------------------------------------------------------------------------------
+
+
+def test_losses_are_taken_and_off_a_service_not_kept(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    for loss in (torch.tensor(0.5), torch.tensor([0.5, 0.6])):
+        trainer.log(loss=loss)
+    assert not trainer._telemetry._losses

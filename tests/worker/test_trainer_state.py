@@ -1,0 +1,337 @@
+"""What a trainer saves and finds again, on one replica, in the test's own process."""
+
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.errors import CheckpointError, DatasetError, WorkerError
+from support.training import (
+    ACCUMULATING,
+    FIXED,
+    MakeTrainer,
+    equal,
+    learn,
+    network,
+    parameters_of,
+    samples,
+    sgd,
+    train,
+)
+
+
+class CrashError(Exception):
+    """Ends a loop as a kill would: nothing is saved on the way out."""
+
+
+class Draws:
+    """Registered state, which also tells the random numbers that a program meets."""
+
+    def __init__(self) -> None:
+        self.met: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"met": list(self.met)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.met = list(state_dict["met"])
+
+    def draw(self) -> None:
+        self.met += [random.random(), float(numpy.random.random()), torch.rand(1).item()]
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """That of the newest checkpoint."""
+    return dict(json.loads(sorted(folder.glob("*.json"))[-1].read_text()))
+
+
+def program(
+    make_trainer: MakeTrainer, folder: Path, bounds: dict[str, Any], crash_at: int | None = None
+) -> tuple[nn.Module, torch.optim.SGD, LRScheduler, Draws]:
+    """Three epochs that draw random numbers wherever a program may."""
+    trainer = make_trainer(**bounds, checkpoint_dir=folder, checkpoint_interval=0)
+    random.seed(1)
+    numpy.random.seed(1)
+    model = network(dropout=0.3)
+    optimizer = sgd(model)
+    scheduler = MultiStepLR(optimizer, milestones=[4, 9], gamma=0.3)
+    draws = Draws()
+    state = trainer.program_reentry(model, optimizer, scheduler, register={"draws": draws})
+    assert (state.step, state.progress) == (trainer.progress, trainer.progress)
+    step = state.step
+    for epoch in range(state.epoch, 3):
+        for micro_batch, (_, x, y) in enumerate(trainer.dataloader(samples()), start=1):
+            optimizer.zero_grad()
+            draws.draw()
+            learn(model, x, y)
+            optimizer.step()
+            scheduler.step()
+            if micro_batch % trainer.accumulation == 0:
+                step += 1
+            if step == crash_at:
+                raise CrashError
+        draws.draw()
+        trainer.step(epoch)
+    return model, optimizer, scheduler, draws
+
+
+@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["plain", "accumulating"])
+@pytest.mark.parametrize("crashes", [[1], [4], [5], [6], [7], [3, 3, 9, 11]], ids=str)
+def test_after_a_crash_everything_is_as_if_nothing_had_happened(
+    make_trainer: MakeTrainer, tmp_path: Path, bounds: dict[str, Any], crashes: list[int]
+) -> None:
+    undisturbed = program(make_trainer, tmp_path / "undisturbed", bounds)
+    for crash_at in crashes:
+        with pytest.raises(CrashError):
+            program(make_trainer, tmp_path / "disturbed", bounds, crash_at)
+    model, optimizer, scheduler, draws = program(make_trainer, tmp_path / "disturbed", bounds)
+    assert equal(parameters_of(model), parameters_of(undisturbed[0]))
+    momenta, others = (
+        [state["momentum_buffer"] for state in one.state.values()] for one in (optimizer, undisturbed[1])
+    )
+    assert equal(momenta, others)
+    assert scheduler.state_dict() == undisturbed[2].state_dict()
+    assert draws.met == undisturbed[3].met
+
+
+def test_where_to_go_on_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def enter() -> tuple[ElasticTrainer, Any, nn.Module, torch.optim.SGD]:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
+        model = network()
+        optimizer = sgd(model)
+        return trainer, trainer.program_reentry(model, optimizer), model, optimizer
+
+    trainer, state, model, optimizer = enter()
+    assert (state.epoch, state.step, state.progress, state.restored) == (0, 0, 0.0, False)
+    train(trainer, model, optimizer, epochs=range(2))
+    trainer, state, model, optimizer = enter()
+    assert (state.epoch, state.step, state.progress, state.restored) == (1, 12, 12.0, True)
+    assert train(trainer, model, optimizer, epochs=range(1, 2)) == [], "the last save was at the epoch's end"
+
+
+def test_a_finished_job_is_saved_and_takes_a_result(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=6)
+    trainer.report_result(note="told before the end")
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    train(trainer, model, optimizer)
+    assert manifest(tmp_path)["finished"]
+    trainer.report_result(accuracy=0.5)
+    assert manifest(tmp_path)["result"] == {"note": "told before the end", "accuracy": 0.5}
+
+
+# -- leaving --------------------------------------------------------------------------------------------
+
+
+def train_and_signal(
+    trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, within: int
+) -> None:
+    """Train, and send this process a signal within a micro-batch, counted from 0."""
+    for micro_batch, (_, x, y) in enumerate(trainer.dataloader(samples())):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        if micro_batch == within:
+            signal.raise_signal(number)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_at_the_next_step_and_leaves(
+    make_trainer: MakeTrainer, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(**ACCUMULATING, checkpoint_dir=tmp_path)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    with pytest.raises(SystemExit) as left:
+        train_and_signal(trainer, model, optimizer, number, within=4)
+    assert left.value.code == 128 + number
+    assert manifest(tmp_path)["step"] == 2
+    assert "saved at step 2; the same command goes on from there" in capsys.readouterr().out
+
+
+def test_ctrl_c_twice_does_not_wait_for_a_step(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_once_the_end_is_saved_there_is_nothing_for_a_signal_to_wait_for(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=6)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    train(trainer, model, optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_without_a_folder_signals_are_left_alone(make_trainer: MakeTrainer) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(**FIXED)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -- checkpoints of something else ----------------------------------------------------------------------
+
+
+def save_one(make_trainer: MakeTrainer, folder: Path, **register: Any) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=folder, checkpoint_interval=0)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer, StepLR(optimizer, 1), register=register)
+    train(trainer, model, optimizer)
+
+
+Enter = Callable[[ElasticTrainer], object]
+
+
+def with_other_model(trainer: ElasticTrainer) -> object:
+    model = nn.Linear(6, 2)
+    return trainer.program_reentry(model, sgd(model))
+
+
+def with_other_groups(trainer: ElasticTrainer) -> object:
+    model = network()
+    optimizer = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
+    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+
+
+def with_other_scheduler(trainer: ElasticTrainer) -> object:
+    model = network()
+    optimizer = sgd(model)
+    return trainer.program_reentry(model, optimizer, CosineAnnealingLR(optimizer, 10))
+
+
+def without_scheduler(trainer: ElasticTrainer) -> object:
+    model = network()
+    return trainer.program_reentry(model, sgd(model))
+
+
+def with_registered(trainer: ElasticTrainer) -> object:
+    model = network()
+    optimizer = sgd(model)
+    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1), register={"draws": Draws()})
+
+
+@pytest.mark.parametrize(
+    ("enter", "message"),
+    [
+        (with_other_model, r"is of another model: weight is missing; bias is missing; 0.weight is not in"),
+        (with_other_groups, "is of another optimizer: .*parameter groups"),
+        (with_other_scheduler, "was saved with a StepLR, program_reentry was given a CosineAnnealingLR"),
+        (without_scheduler, "was saved with a StepLR, program_reentry was given no scheduler"),
+        (with_registered, r"has nothing registered, the program registers \['draws'\]"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_told(
+    make_trainer: MakeTrainer, tmp_path: Path, enter: Enter, message: str
+) -> None:
+    save_one(make_trainer, tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        enter(make_trainer(**FIXED, checkpoint_dir=tmp_path))
+
+
+def test_a_checkpoint_of_another_batch_size_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    save_one(make_trainer, tmp_path)
+    trainer = make_trainer(batch_size=12, checkpoint_dir=tmp_path)
+    model = network()
+    optimizer = sgd(model)
+    with pytest.raises(CheckpointError, match="has batch_size 8, now it is 12"):
+        trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+
+
+def test_a_checkpoint_of_another_data_set_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    save_one(make_trainer, tmp_path)
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+    with pytest.raises(DatasetError, match="has 40 samples, but had 48 before"):
+        trainer.dataloader(samples(40))
+
+
+def test_bounds_that_have_changed_hold_after_re_entry(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    plans = []
+    for upper in (12, 4):
+        trainer = make_trainer(batch_size=12, local_bsz_bounds=(2, upper), checkpoint_dir=tmp_path)
+        model = network()
+        optimizer = sgd(model)
+        trainer.program_reentry(model, optimizer)
+        plans.append((trainer.get_local_bsz(), trainer.accumulation))
+        with pytest.raises(SystemExit):
+            train_and_signal(trainer, model, optimizer, signal.SIGTERM, within=0)
+    assert plans == [(12, 1), (4, 3)]
+
+
+# -- what can be saved ----------------------------------------------------------------------------------
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    return [
+        LambdaLR(optimizer, lambda step: 0.9**step),
+        MultiStepLR(optimizer, [2, 4]),
+        OneCycleLR(optimizer, 0.2, total_steps=50),
+        ReduceLROnPlateau(optimizer),
+        SequentialLR(optimizer, [StepLR(optimizer, 2), CosineAnnealingLR(optimizer, 10)], milestones=[3]),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_schedulers_are_found_again(make_trainer: MakeTrainer, tmp_path: Path, kind: int) -> None:
+    def enter() -> tuple[ElasticTrainer, nn.Module, torch.optim.SGD, LRScheduler]:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
+        model = network()
+        optimizer = sgd(model)
+        scheduler = schedulers(optimizer)[kind]
+        trainer.program_reentry(model, optimizer, scheduler)
+        return trainer, model, optimizer, scheduler
+
+    trainer, model, optimizer, scheduler = enter()
+    train(trainer, model, optimizer, None if kind == 3 else scheduler)
+    before = [group["lr"] for group in optimizer.param_groups]
+    _, _, optimizer, found = enter()
+    assert [group["lr"] for group in optimizer.param_groups] == before
+    assert found.last_epoch == scheduler.last_epoch
+
+
+class Opaque(Draws):
+    """Its state could be written, and not be read again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("somewhere")}
+
+
+def test_state_that_could_not_be_loaded_again_is_refused_at_once(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
+    model = network()
+    with pytest.raises(WorkerError, match=r"'opaque' .*PosixPath.*tensors, numbers, texts, lists and dicts"):
+        trainer.program_reentry(model, sgd(model), register={"draws": Draws(), "opaque": Opaque()})
