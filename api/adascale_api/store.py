@@ -331,7 +331,8 @@ def _lock_job(connection: Connection, job_id: str, now: float) -> Job:
             .values(
                 id=job_id,
                 created_at=now,
-                version=1 if former is None else former + 1,
+                # From the clock, so that they rise also for agents that outlive the loss of the database.
+                version=max(int(1000 * now), 0 if former is None else former + 1),
                 state=state_to_text(Rendezvous()),
             )
             .on_conflict_do_nothing(index_elements=["id"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,17 @@ class Service:
 
     def job(self) -> dict[str, Any]:
         """All that it knows of the job."""
-        return self.call("GET", "")
+        known: dict[str, Any] = self.call("GET", "")
+        return known
+
+    def knows_job(self) -> bool:
+        """Whether it has heard of the job."""
+        try:
+            self.job()
+        except urllib.error.HTTPError as refusal:
+            assert refusal.code == 404
+            return False
+        return True
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """Call it about the job."""

@@ -252,3 +252,20 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
     assert "does not answer" in run.stderr
     assert "is the address right" in run.stderr
     assert time.monotonic() - began > 1
+
+
+def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
+    job.service.allocate(1, 1)
+    job.start(0, **LONG)
+    job.trains_in(1, steps=3)
+    job.service.stop(signal.SIGKILL)
+    for path in job.folder.glob("api.sqlite*"):
+        path.unlink()
+    job.service.start()
+    wait_until(job.service.knows_job, "the agent's registration")
+    job.service.allocate(1, 1)  # published again: it is what runs already
+    wait_until(lambda: job.generation() == 1, "the generation that runs")
+    job.service.allocate(2, 2)
+    job.start(1, **LONG)
+    job.trains_in(2, replicas=2)
+    assert len(job.journal.attempts()) == 2
