@@ -16,6 +16,7 @@ from rich.console import Console
 from adascale_controller.gain_view import gain_view, service_urls
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
+from adascale_controller.local.machine import LEAST_ON_CPU
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_controller.local.state_dir import DEFAULT_ROOT
 from adascale_controller.service_client import MetricsService, ServiceUnreachableError
@@ -60,7 +61,9 @@ def _show_version(asked: bool) -> None:
 def adascale(
     _version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+        typer.Option(
+            "--version", metavar="", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models on as many replicas as help, at the accuracy of the small batch."""
@@ -77,7 +80,7 @@ def run(
             metavar="N",
             min=1,
             help="The most replicas at once. Default: the number of GPUs; without one, the number of cores, "
-            f"or {4} if that is more.",
+            f"or {LEAST_ON_CPU} if that is more.",
             show_default=False,
         ),
     ] = None,
@@ -113,7 +116,10 @@ def run(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget what was saved, and begin anew.", show_default=False)
+        bool,
+        typer.Option(
+            "--fresh", metavar="", help="Forget what was saved, and begin anew.", show_default=False
+        ),
     ] = False,
 ) -> None:
     """Train a job on this machine, moving it to more replicas while that helps.
@@ -156,7 +162,8 @@ def gain(
         ),
     ] = DEFAULT_ROOT,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the service's answer as it is.", show_default=False)
+        bool,
+        typer.Option("--json", metavar="", help="Print the service's answer as it is.", show_default=False),
     ] = False,
 ) -> None:
     """Show the gain of a job that runs, and what other replica counts would be worth."""

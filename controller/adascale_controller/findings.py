@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol, get_args
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
-from adascale_controller.schema import Document, JobSection, LocalBszBounds
+from adascale_controller.schema import Document, JobSection
 from adascale_controller.yamltext import Place, dotted
 from adascale_core import names
 from adascale_core.batch import BatchBounds, InvalidBoundsError, require_valid_replicas
@@ -38,8 +39,8 @@ def examine(content: Any) -> Document | list[Finding]:
         document = Document.model_validate(content)
     except ValidationError as invalid:
         shape = [_shape_finding(error) for error in invalid.errors(include_url=False)]
-        return shape + _rule_findings(_sizes(content, shape))
-    return _rule_findings(document.spec) or document
+        return shape + _rule_findings(_Sizes.among(content, shape))
+    return _rule_findings(_Sizes.of(document.spec)) or document
 
 
 # -- shape ---------------------------------------------------------------------------------------------
@@ -151,57 +152,64 @@ def _near(wrong: str, known: Sequence[str]) -> str | None:
 _CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds)\b")
 
 
-class _Sizes(Protocol):
-    """The fields of `spec` that the core has rules for; none stands for one that has no right value."""
+@dataclass(frozen=True)
+class _Sizes:
+    """The fields of `spec` that the core has rules for; none where there is no right value."""
 
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def max_batch_size(self) -> int | None: ...
-    @property
-    def local_bsz_bounds(self) -> LocalBszBounds | None: ...
-    @property
-    def min_replicas(self) -> int | None: ...
-    @property
-    def max_replicas(self) -> int | None: ...
+    batch_size: int | None
+    max_batch_size: int | None
+    local_bsz_bounds: tuple[int, int] | None
+    min_replicas: int | None
+    max_replicas: int | None
+
+    @classmethod
+    def of(cls, spec: JobSection) -> Self:
+        """Those of a spec that has the right shape."""
+        local = spec.local_bsz_bounds
+        return cls(
+            spec.batch_size,
+            spec.max_batch_size,
+            (local.lower, local.upper) if local else None,
+            spec.min_replicas,
+            spec.max_replicas,
+        )
+
+    @classmethod
+    def among(cls, content: Mapping[str, Any], wrong: Sequence[Finding]) -> Self:
+        """The right ones of a file of which some fields are wrong, perhaps of these too."""
+        spec = content.get("spec")
+        spec = spec if isinstance(spec, dict) else {}
+        at = {place[1] for place, _ in wrong if len(place) > 1 and place[0] == "spec"}
+        right = {field: spec[field] for field in _RULED if spec.get(field) is not None and field not in at}
+        local = right.get("localBszBounds")
+        return cls(
+            right.get("batchSize"),
+            right.get("maxBatchSize"),
+            (local["lower"], local["upper"]) if local else None,
+            right.get("minReplicas", None if "minReplicas" in at else 1),
+            right.get("maxReplicas"),
+        )
 
 
-def _sizes(content: Mapping[str, Any], wrong: Sequence[Finding]) -> _Sizes:
-    """The sizes and counts in a file of which some fields are wrong, perhaps of these too."""
-    spec = content.get("spec")
-    spec = spec if isinstance(spec, dict) else {}
-    at = {place[1] for place, _ in wrong if len(place) > 1 and place[0] == "spec"}
-    right = {field: spec[field] for field in _RULED if spec.get(field) is not None and field not in at}
-    local = right.get("localBszBounds")
-    return JobSection.model_construct(
-        batch_size=right.get("batchSize"),
-        max_batch_size=right.get("maxBatchSize"),
-        local_bsz_bounds=LocalBszBounds(**local) if local else None,
-        min_replicas=right.get("minReplicas", None if "minReplicas" in at else 1),
-        max_replicas=right.get("maxReplicas"),
-    )
-
-
-def _rule_findings(spec: _Sizes) -> list[Finding]:
+def _rule_findings(sizes: _Sizes) -> list[Finding]:
     """What the core says of the sizes and counts."""
     findings: list[Finding] = []
-    local = (spec.local_bsz_bounds.lower, spec.local_bsz_bounds.upper) if spec.local_bsz_bounds else None
     # Each bound by itself, so that both are told of.
-    pairs = ((spec.max_batch_size, None), (None, local))
-    for max_batch_size, local_bsz_bounds in pairs:
+    for max_batch_size, local_bsz_bounds in ((sizes.max_batch_size, None), (None, sizes.local_bsz_bounds)):
         try:
-            BatchBounds(spec.batch_size or 1, max_batch_size, local_bsz_bounds)
+            BatchBounds(sizes.batch_size or 1, max_batch_size, local_bsz_bounds)
         except InvalidBoundsError as error:
             findings.append(_at_its_field(error))
-    low, high = spec.min_replicas, spec.max_replicas
+    low, high = sizes.min_replicas, sizes.max_replicas
     if low is not None and high is not None and low > high:
         findings.append(
             (("spec", "minReplicas"), f"{low} is over maxReplicas {high}: it must be at most that")
         )
-    if findings or spec.batch_size is None or low is None or high is None:
+    if findings or sizes.batch_size is None or low is None or high is None:
         return findings
     try:
-        require_valid_replicas(BatchBounds(spec.batch_size, spec.max_batch_size, local), low, high)
+        bounds = BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds)
+        require_valid_replicas(bounds, low, high)
     except InvalidJobError as error:
         return [(("spec",), _spelled_as_in_yaml(str(error)))]
     return []

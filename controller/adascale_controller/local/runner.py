@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.text import Text
-
 from adascale_controller.job import Job
 from adascale_controller.local import checkpoints, machine
 from adascale_controller.local.agents import LEAVE_TIMEOUT, Agents
@@ -24,10 +22,10 @@ from adascale_controller.local.service_keeper import ServiceKeeper
 from adascale_controller.local.service_process import ServiceProcess, choose_port
 from adascale_controller.local.signals import Signals
 from adascale_controller.local.state_dir import DEFAULT_ROOT, Lock, StateDir
-from adascale_controller.local.summary import generations_table, repeated_steps, result_text
+from adascale_controller.local.telling import already_done, conclude, introduce
 from adascale_controller.local.training import Ending, Training
 from adascale_controller.service_client import MetricsService
-from adascale_controller.words import count, duration, plural
+from adascale_controller.words import plural
 from adascale_core import names
 from adascale_core.batch import require_valid_replicas
 from adascale_core.errors import AdaScaleError
@@ -85,7 +83,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
         try:
             if options.fresh:
                 folder.forget(saved_at)
-            done = _already_done(job, options, checkpoints.newest(saved_at))
+            done = already_done(job, options.until, checkpoints.newest(saved_at))
             if done is not None:
                 display.note(done)
                 return 0
@@ -123,22 +121,6 @@ def _capacity(job: Job, options: RunOptions, devices: list[str]) -> int:
     return min(capacity, spec.max_replicas)
 
 
-def _already_done(job: Job, options: RunOptions, saved: checkpoints.Saved | None) -> str | None:
-    """That there is nothing to do, in words; none if there is."""
-    if saved is None:
-        return None
-    steps = job.spec.scale_invariant_steps
-    if saved.finished and (steps is None or saved.progress >= steps):
-        result = f": {result_text(saved.result)}" if saved.result else ""
-        return (
-            f"{job.short_id} has finished already, at progress {count(saved.progress)}{result}. "
-            "To go on, raise spec.scaleInvariantSteps; to begin anew, give --fresh"
-        )
-    if options.until is not None and saved.progress >= options.until:
-        return f"{job.short_id} is at progress {count(saved.progress)} already; --until is {options.until}"
-    return None
-
-
 class _Run:
     """What belongs to one run while it lasts."""
 
@@ -171,7 +153,8 @@ class _Run:
             if not process.start(lambda: self._signals.asked):
                 return self._leave_before_start()
             self._folder.announce(process.url, self._job.id)
-            self._introduce(process.url, program, capacity)
+            saved = checkpoints.newest(self._saved_at)
+            introduce(self._display, self._job, process.url, self._folder, capacity, program, saved)
             return self._train(program, devices, capacity, process)
         finally:
             process.stop()
@@ -208,22 +191,6 @@ class _Run:
                 agents.leave(lambda: signals.hurry, lambda: None)
             client.close()
 
-    def _introduce(self, url: str, program: Program, capacity: int) -> None:
-        job, spec = self._job, self._job.spec
-        most = spec.max_batch_size
-        batch = f"batch {spec.batch_size}" + (f" to {most}" if most else "")
-        counts = f"{spec.min_replicas} to {plural(capacity, 'replica')}"
-        steps = f", {count(spec.scale_invariant_steps)} steps" if spec.scale_invariant_steps else ""
-        self._display.note(f"{job.short_id}: {batch} on {counts}{steps}", "bold")
-        self._display.note(f"service  curl {url}/jobs/{job.short_id}/gain")
-        self._display.note(f"state    {self._folder.path}")
-        self._display.note(f"output   {self._folder.replica_log(0)}")
-        for left_out in program.left_out:
-            self._display.note(f"Left out on this machine: {left_out}", "yellow")
-        saved = checkpoints.newest(self._saved_at)
-        if saved is not None:
-            self._display.note(f"Going on from step {count(saved.step)}, progress {count(saved.progress)}")
-
     def _leave(self, ending: Ending, training: Training, agents: Agents) -> None:
         """Have the agents save and leave, unless they have."""
         if not ending.finished:
@@ -245,37 +212,16 @@ class _Run:
         return 128 + number
 
     def _conclude(self, ending: Ending, client: MetricsService) -> None:
-        display = self._display
-        display.close()
-        self._show_generations(client)
-        saved = checkpoints.newest(self._saved_at)
-        took = duration(time.monotonic() - self._began)
-        if ending.log:
-            display.show(Text(f"\nThe last lines of its output:\n{ending.log}\n", "dim"))
-        if ending.finished:
-            progress = f" at progress {count(saved.progress)}" if saved else ""
-            result = f": {result_text(saved.result)}" if saved and saved.result else ""
-            display.note(f"Finished{progress} in {took}{result}", "bold green")
-        elif saved is None:
-            display.note("Nothing was saved yet; the same command begins anew")
-        else:
-            display.note(
-                f"Saved at step {count(saved.step)}, progress {count(saved.progress)}; "
-                "the same command goes on from there",
-                "bold",
-            )
-
-    def _show_generations(self, client: MetricsService) -> None:
+        self._display.close()
         try:
             reports = client.history(self._job.id, HISTORY_POINTS)
         except AdaScaleError as error:
             self._display.note(f"There is no table of the generations: {error}", "yellow")
-            return
-        generations = summarize(reports, self._runs)
-        if generations:
-            self._display.show(Text())
-            self._display.show(generations_table(generations))
-            repeated = repeated_steps(generations)
-            if repeated is not None:
-                self._display.show(Text(f" {repeated}", "dim"))
-            self._display.show(Text())
+            reports = []
+        conclude(
+            self._display,
+            ending,
+            summarize(reports, self._runs),
+            checkpoints.newest(self._saved_at),
+            time.monotonic() - self._began,
+        )
