@@ -1,7 +1,9 @@
 """Sees the gradients that this rank computes, micro-batch by micro-batch, as backward makes them.
 
 One hook on each parameter, and only for the steps that are measured. The hooks return nothing and keep no
-gradient, so `.grad` is what it would be without them.
+gradient, so `.grad` is what it would be without them. They are hooks on the incoming gradient: those, unlike
+hooks on the accumulated one, can be taken away without a trace. (Autograd enters Python for every parameter
+that ever had one of the latter, 0.3 ms for 400 parameters, even when none is left.)
 
 A backward pass ends when autograd has run the last callback queued for it. Under
 DistributedDataParallel their order matters: a first callback, queued by the first hook of a pass, runs
@@ -26,8 +28,8 @@ class Reading(Enum):
 
     NOT_AT_ALL = "only the ends of passes are of interest"
     AFTER_PASS = "all at once from .grad, when the pass is over and before they are averaged"
-    IN_GRAD = "from .grad, as soon as the gradient of the only micro-batch is in it"
-    BEFORE_GRAD = "each micro-batch's, before it is added to .grad"
+    ARRIVING = "each micro-batch's by itself, before it is added to .grad"
+    ELSEWHERE = "not here; .grad is not written by autograd but by FSDP, which calls hooks on its own"
 
 
 class SparseGradientError(TypeError):
@@ -48,12 +50,12 @@ class BackwardWatch:
         self._reading = Reading.NOT_AT_ALL
         self._parameters: list[Tensor] = []
         self._group_of: list[int] = []
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._handles: dict[int, RemovableHandle] = {}
         self._tasks: set[int] = set()
+        self._ignored: set[int] = set()
         self._fired: list[int] = []
-        self._incoming: dict[int, Tensor] = {}
         self._norms: dict[int, Tensor] = {}
-        self._added: list[tuple[int, Tensor]] = []
+        self._arrived: list[tuple[int, Tensor]] = []
         self._whole: list[Tensor] | None = None
         self._kept: dict[int, Tensor] = {}
         self.keep = False
@@ -79,20 +81,18 @@ class BackwardWatch:
 
     def stop(self) -> None:
         """Take the hooks away."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
+        for index, handle in self._handles.items():
+            handle.remove()
+            parameter = self._parameters[index]
+            if not parameter._backward_hooks:
+                # As before the first hook: an empty collection of hooks is still looked through.
+                parameter._backward_hooks = None
         self._handles.clear()
-
-    @property
-    def watching(self) -> bool:
-        """Whether there are hooks."""
-        return bool(self._handles)
 
     @property
     def saw_any(self) -> bool:
         """Whether a gradient was read in this step."""
-        return bool(self._norms) or bool(self._added) or self._whole is not None
+        return bool(self._norms) or bool(self._arrived) or self._whole is not None
 
     def sees_all(self) -> bool:
         """Whether each parameter that has a gradient is watched: not if one was unfrozen just now."""
@@ -105,9 +105,10 @@ class BackwardWatch:
         """Forget the passes so far."""
         self.passes = 0
         self._tasks.clear()
+        self._ignored.clear()
         self._fired.clear()
         self._norms.clear()
-        self._added.clear()
+        self._arrived.clear()
         self._kept.clear()
         self._whole = None
 
@@ -116,7 +117,7 @@ class BackwardWatch:
         found: list[list[Tensor]] = [[] for _ in range(groups)]
         for index, value in self._norms.items():
             found[self._group_of[index]].append(value)
-        for index, value in self._added:
+        for index, value in self._arrived:
             found[self._group_of[index]].append(value)
         sums = [sum_of_squares(values, device) for values in found]
         if self._whole is not None:
@@ -137,53 +138,48 @@ class BackwardWatch:
 
     # -- hooks ------------------------------------------------------------------------------------------
 
-    def _hook(self, index: int, parameter: Tensor) -> list[RemovableHandle]:
-        reading = {
-            Reading.NOT_AT_ALL: self._note,
-            Reading.AFTER_PASS: self._note,
-            Reading.IN_GRAD: self._read,
-            Reading.BEFORE_GRAD: self._confirm,
-        }[self._reading]
-        handles = [parameter.register_post_accumulate_grad_hook(partial(reading, index))]
-        if self._reading is Reading.BEFORE_GRAD:
-            handles.append(parameter.register_hook(partial(self._arrive, index)))
-        return handles
+    def _hook(self, index: int, parameter: Tensor) -> RemovableHandle:
+        if self._reading is Reading.ELSEWHERE:
+            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._written)
+        else:
+            hook = self._read if self._reading is Reading.ARRIVING else self._note
+            handle = parameter.register_hook(partial(hook, index))
+        return handle
 
-    def _note(self, index: int, parameter: Tensor) -> None:
+    def _note(self, index: int, gradient: Tensor) -> None:
         """Note that there is a gradient, to be read later. This runs most often of all: keep it short."""
+        if current_task() in self._tasks or self._enter(index):
+            self._fired.append(index)
+            if self.keep:
+                self._keep(index, gradient)
+
+    def _read(self, index: int, gradient: Tensor) -> None:
+        """Read a micro-gradient."""
+        if current_task() in self._tasks or self._enter(index):
+            self._arrived.append((index, norm(_dense(gradient))))
+            if self.keep:
+                self._keep(index, gradient)
+
+    def _written(self, _: Tensor) -> None:
+        """See FSDP write a gradient."""
         if current_task() not in self._tasks:
-            self._enter()
-        self._fired.append(index)
-        if self.keep:
-            self._keep(index, parameter)
+            self._begin()
 
-    def _read(self, index: int, parameter: Tensor) -> None:
-        """Read the gradient now that it is in .grad, before it can be averaged."""
-        if current_task() not in self._tasks:
-            self._enter()
-        self._norms[index] = norm(_dense(parameter))
-        if self.keep:
-            self._keep(index, parameter)
+    def _keep(self, index: int, gradient: Tensor) -> None:
+        kept = self._kept.get(index)
+        self._kept[index] = _dense(gradient).clone() if kept is None else kept.add_(_dense(gradient))
 
-    def _arrive(self, index: int, gradient: Tensor) -> None:
-        """Read a micro-gradient. It counts when it is accumulated: torch.autograd.grad() ends here."""
-        if gradient.layout is torch.strided:
-            self._incoming[index] = norm(gradient.detach())
+    def _enter(self, index: int) -> bool:
+        """Begin a pass, or one inside it; False in `torch.autograd.grad`, which leaves .grad alone."""
+        if current_task() in self._ignored:
+            return False
+        if not _accumulates(self._parameters[index]):
+            self._ignored.add(current_task())
+            return False
+        self._begin()
+        return True
 
-    def _confirm(self, index: int, parameter: Tensor) -> None:
-        """Count the micro-gradient that has arrived."""
-        if current_task() not in self._tasks:
-            self._enter()
-        _dense(parameter)
-        self._added.append((index, self._incoming.pop(index)))
-        if self.keep:
-            self._keep(index, parameter)
-
-    def _keep(self, index: int, parameter: Tensor) -> None:
-        self._kept[index] = _dense(parameter).clone()
-
-    def _enter(self) -> None:
-        """Begin a pass, or a pass inside it."""
+    def _begin(self) -> None:
         if not self._tasks:
             self._on_pass_start()
         self._tasks.add(current_task())
@@ -200,13 +196,19 @@ class BackwardWatch:
         if self._norms or _inside_a_pass():
             # Part of a pass: an outer one may add to the same gradients, and replaces what is read here.
             for index in fired:
-                self._norms[index] = norm(_dense(self._parameters[index]))
+                self._norms[index] = norm(_dense(self._gradient(index)))
             return
         groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
         for index in fired:
-            groups[self._group_of[index]].append(_dense(self._parameters[index]))
+            groups[self._group_of[index]].append(_dense(self._gradient(index)))
         device = self._parameters[0].device
         self._whole = [sqr_norm(gradients, device) for gradients in groups]
+
+    def _gradient(self, index: int) -> Tensor:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            raise LookupError("a gradient was taken away while it was accumulated")
+        return gradient
 
     def _after_averaging(self) -> None:
         if _inside_a_pass():
@@ -226,14 +228,22 @@ def _inside_a_pass() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def _dense(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter that has one."""
-    gradient = parameter.grad
-    if gradient is None:
-        raise LookupError("a parameter without a gradient was said to have one")
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the backward pass that runs now adds to .grad of this parameter, unlike torch.autograd.grad."""
+    with torch.enable_grad():
+        view = parameter.view_as(parameter).grad_fn
+    accumulation = None if view is None else view.next_functions[0][0]
+    try:
+        return accumulation is not None and torch._C._will_engine_execute_node(accumulation)
+    except RuntimeError:  # a leaf is not to be asked about in torch.autograd.grad
+        return False
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient without its history, or refuse it."""
     if gradient.layout is not torch.strided:
         raise SparseGradientError(
-            f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(parameter.shape)}; "
+            f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(gradient.shape)}; "
             "AdaScale needs dense ones: make the layer with sparse=False, or give the parameter to an "
             "optimizer of its own"
         )

@@ -197,13 +197,15 @@ class Gauge:
     # -- reading gradients ------------------------------------------------------------------------------
 
     def _reading(self) -> Reading:
-        if self._sharded is not None or self._setup.micro_gradients == 1:
+        if self._sharded is not None:
+            return Reading.ELSEWHERE
+        if self._setup.micro_gradients == 1:
             return Reading.NOT_AT_ALL
-        if self._setup.accumulation > 1:
-            return Reading.BEFORE_GRAD
-        # If .grad is a view into DDP's bucket, or DDP averages before our callback, it must be read at once.
-        if self._ddp is None or self._ddp.gradient_as_bucket_view or self._ddp.static_graph:
-            return Reading.IN_GRAD
+        if self._setup.accumulation > 1 or self._ddp is None:
+            return Reading.ARRIVING
+        # If .grad is a view into DDP's bucket, or DDP averages before our callback, that would be too late.
+        if self._ddp.gradient_as_bucket_view or self._ddp.static_graph:
+            return Reading.ARRIVING
         return Reading.AFTER_PASS
 
     def _on_pass_start(self) -> None:
