@@ -32,13 +32,20 @@ GROWTH = 2
 HORIZON = 600.0
 """Seconds ahead for which a change must pay where the end of the job is not known."""
 SETTLE_RESTARTS = 2.0
-"""A change may follow another once the job has trained for this many restarts' time since."""
+"""A change may follow another once the job has trained for this many restarts' time since..."""
+SETTLE_SECONDS = 5.0
+"""...and for so many seconds, because what it has gained has to be measured first."""
 
 _UNITS = 10**9
 """Worth is counted in whole numbers of this fraction, so that sums are exact and ties are ties."""
 _FORCED = 10**18
 """What a change costs that is made only for want of room: more than all other worth together."""
 _IMPOSSIBLE = -(10**30)
+
+
+def settle_seconds(restart_seconds: float) -> float:
+    """Seconds that a job is left alone after a change that stopped it for `restart_seconds`."""
+    return max(SETTLE_SECONDS, SETTLE_RESTARTS * restart_seconds)
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,7 @@ class _Outlook:
 
     def _cost_of_change(self, now: float) -> int:
         job = self.job
-        if job.settled_at is None or now - job.settled_at < SETTLE_RESTARTS * job.restart_seconds:
+        if job.settled_at is None or now - job.settled_at < settle_seconds(job.restart_seconds):
             return _FORCED
         if job.replicas not in self.predicted:
             return _FORCED
