@@ -10,7 +10,7 @@ import urllib3
 
 from adascale_core.messages import AllocationView, GainReport, Registration
 from adascale_worker.environment import ServiceAddress
-from adascale_worker.errors import ServiceError
+from adascale_worker.errors import EnvironmentVariableError, ServiceError
 
 
 class ServiceClient:
@@ -33,7 +33,7 @@ class ServiceClient:
             ServiceError: nobody answers, or the service refuses.
         """
         answer = self._call("POST", "gain", [report.to_json() for report in reports])
-        return AllocationView.from_json(answer["allocation"])
+        return self._view(answer.get("allocation") if isinstance(answer, dict) else answer)
 
     def register(self, registration: Registration) -> AllocationView:
         """Tell what the agent of a replica is doing.
@@ -42,7 +42,7 @@ class ServiceClient:
             ServiceError: as above.
         """
         answer = self._call("PUT", f"replicas/{registration.rank}", registration.to_json())
-        return AllocationView.from_json(answer)
+        return self._view(answer)
 
     def allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
         """The job's generations; waits for up to `wait` seconds while they are as in `known_version`.
@@ -51,16 +51,28 @@ class ServiceClient:
             ServiceError: as above.
         """
         query = "" if known_version is None else f"?version={known_version}&wait={wait:g}"
-        return AllocationView.from_json(self._call("GET", f"allocation{query}", wait=wait))
+        return self._view(self._call("GET", f"allocation{query}", wait=wait))
 
     def close(self) -> None:
         """Close its connections."""
         self._pool.clear()
 
+    def _view(self, members: Any) -> AllocationView:
+        try:
+            return AllocationView.from_json(members)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ServiceError(
+                f"{self._address.url} does not answer as the metrics service does: is it one?"
+            ) from error
+
     def _call(self, method: str, path: str, body: object = None, wait: float = 0.0) -> Any:
         url = f"{self._address.url}/jobs/{self._address.job_id}/{path}"
         headers = {"accept": "application/json"}
-        token = self._address.bearer()
+        try:
+            token = self._address.bearer()
+        except EnvironmentVariableError as error:
+            # A file that is renewed may be away for a moment: as a service that is.
+            raise ServiceError(str(error)) from error
         if token:
             headers["authorization"] = f"Bearer {token}"
         data = None

@@ -80,9 +80,9 @@ class ServiceLink:
             with self._changed:
                 while self._registration is None:
                     self._changed.wait()
-                registration = self._registration
+                registration, known = self._registration, self._view
             try:
-                self._hear(self._client.register(registration))
+                self._hear(self._client.register(registration), known)
             except ServiceError as error:
                 self._complain(error)
                 with self._changed:
@@ -99,20 +99,27 @@ class ServiceLink:
 
     def _listen(self) -> None:
         while True:
-            version = self._view.version if self._view is not None else None
+            known = self._view
             try:
-                self._hear(self._client.allocation(version, WAIT if version is not None else 0.0))
+                if known is None:
+                    self._hear(self._client.allocation(), known)
+                else:
+                    self._hear(self._client.allocation(known.version, WAIT), known)
             except ServiceError as error:
                 self._complain(error)
                 time.sleep(0.2)
 
-    def _hear(self, view: AllocationView) -> None:
+    def _hear(self, view: AllocationView, known: AllocationView | None) -> None:
+        """Take up an answer to a question that was put when `known` was what had been heard last."""
         with self._changed:
-            # Answers to the two threads can overtake each other.
-            if self._view is not None and view.version <= self._view.version:
+            self._complaint = None
+            # Answers to the two threads can overtake each other. Where that cannot be, a lower version
+            # comes from a service that has lost its data and counts anew.
+            last = self._view
+            overtaken = last is not None and last is not known and view.version <= last.version
+            if overtaken or view == last:
                 return
             self._view = view
-            self._complaint = None
         self._on_change()
 
     def _complain(self, error: ServiceError) -> None:

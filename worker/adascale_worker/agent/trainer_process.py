@@ -7,6 +7,7 @@ re-entry, the import of torch, out of the time that training stands still.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,6 +24,8 @@ from adascale_core.names import ENV_AGENT_FD, ENV_LISTEN_FD
 LOG_LINES = 40
 """Last lines of output kept for the case that the program fails."""
 LINE_LENGTH = 500
+LAST_OUTPUT = 2.0
+"""Seconds after the end of a trainer within which the rest of its output is read."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -63,6 +66,8 @@ class TrainerProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=inherited,
+                    # A terminal's Ctrl-C is for the agent, which ends the trainer in its own way.
+                    process_group=0,
                     preexec_fn=_die_with_parent(os.getpid()),
                     text=True,
                     errors="replace",
@@ -73,12 +78,14 @@ class TrainerProcess:
         self.ready = False
         """Whether it waits for its place."""
         self._ended = False
-        threading.Thread(target=self._pass_on, name="adascale-output", daemon=True).start()
+        output = threading.Thread(target=self._pass_on, name="adascale-output", daemon=True)
+        output.start()
         threading.Thread(target=self._await_ready, name="adascale-ready", daemon=True).start()
+        threading.Thread(target=self._await_end, args=[output], name="adascale-end", daemon=True).start()
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal, once it has ended and its output is read."""
+        """Its exit code, negative for a signal, once it has ended and what it wrote is read."""
         return self._process.poll() if self._ended else None
 
     @property
@@ -100,27 +107,45 @@ class TrainerProcess:
 
     def end(self) -> None:
         """End it without ceremony; it has nothing to lose before it is told its place."""
-        self._process.kill()
+        if self._process.poll() is None:
+            self._kill_group()
         self._process.wait()
 
+    def _await_end(self, output: threading.Thread) -> None:
+        """Wait for its end, and end what it has left running: loaders of data, which hold its connections
+        and its output open."""
+        with contextlib.suppress(ChildProcessError):
+            # Not reaped yet, its number cannot be another's.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            self._kill_group()
+        self._process.wait()
+        # What has moved to another group lives on, and may hold the output open for good.
+        output.join(LAST_OUTPUT)
+        self._channel.close()
+        self._ended = True
+        self._on_change()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _await_ready(self) -> None:
-        if self._channel.recv(1):
-            self.ready = True
-            self._on_change()
+        with contextlib.suppress(OSError):
+            if self._channel.recv(1):
+                self.ready = True
+                self._on_change()
 
     def _pass_on(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.append(line.rstrip("\n")[:LINE_LENGTH])
-            try:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-            except OSError:
-                # Nobody reads us any more; the program goes on all the same.
-                continue
-        self._process.wait()
-        self._ended = True
-        self._on_change()
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.append(line.rstrip("\n")[:LINE_LENGTH])
+                try:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                except OSError:
+                    # Nobody reads us any more; the program goes on all the same.
+                    continue
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:

@@ -1,0 +1,70 @@
+"""A trainer as a process: its end is seen, and nothing of it is left."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from adascale_worker.agent.trainer_process import LAST_OUTPUT, TrainerProcess
+from support.launch import wait_until
+
+
+def shell(script: str) -> tuple[TrainerProcess, Callable[[], int]]:
+    """A shell script in the place of a trainer, and a wait for its exit code."""
+    changed = threading.Event()
+    trainer = TrainerProcess(["sh", "-c", script], os.environ, None, on_change=changed.set)
+
+    def exit_code() -> int:
+        wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
+        assert changed.is_set()
+        assert trainer.exit_code is not None
+        return trainer.exit_code
+
+    return trainer, exit_code
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+        return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_its_exit_code_and_last_lines_are_told() -> None:
+    trainer, exit_code = shell("for i in $(seq 100); do echo line $i; done; exit 7")
+    assert exit_code() == 7
+    assert trainer.log.splitlines() == [f"line {number}" for number in range(61, 101)]
+
+
+def test_what_it_has_left_running_ends_with_it() -> None:
+    trainer, exit_code = shell("sleep 1000 & echo $!; exit 3")
+    assert exit_code() == 3
+    wait_until(lambda: is_gone(int(trainer.log)), "the end of what it left running")
+
+
+def test_a_process_that_holds_its_output_open_does_not_hide_its_end() -> None:
+    began = time.monotonic()
+    trainer, exit_code = shell("setsid sleep 1000 & echo $!; exit 3")
+    try:
+        assert exit_code() == 3
+        assert time.monotonic() - began >= LAST_OUTPUT, "what may still come is waited for"
+        assert not is_gone(int(trainer.log)), "in a group of its own it lives on"
+    finally:
+        os.kill(int(trainer.log), signal.SIGKILL)
+        wait_until(
+            lambda: not any(thread.name == "adascale-output" for thread in threading.enumerate()),
+            "the end of the output",
+        )
+
+
+def test_a_terminals_ctrl_c_does_not_reach_it() -> None:
+    trainer, exit_code = shell("echo $$; exec sleep 1000")
+    wait_until(lambda: trainer.log, "its start")
+    assert os.getpgid(int(trainer.log)) != os.getpgid(0)
+    trainer.end()
+    assert exit_code() == -signal.SIGKILL
+    trainer.place({})
+    trainer.send(signal.SIGTERM)
