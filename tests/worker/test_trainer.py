@@ -17,6 +17,7 @@ from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.adascale import UnsupportedOptimizerError
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.stream import SampleStream
+from adascale_worker.trainer import _device
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -537,3 +538,16 @@ def test_losses_are_taken_and_off_a_service_not_kept(make_trainer: MakeTrainer) 
     for loss in (torch.tensor(0.5), torch.tensor([0.5, 0.6])):
         trainer.log(loss=loss)
     assert not trainer._telemetry._losses
+
+
+@pytest.mark.parametrize(
+    ("asked", "local_rank", "device"),
+    [
+        ("cpu", 1, "cpu"),
+        ("cuda", 0, "cuda:0"),
+        ("cuda:3", 1, "cuda:3"),
+        (torch.device("cuda", 2), 0, "cuda:2"),
+    ],
+)
+def test_a_gpu_is_named_by_its_number(asked: Any, local_rank: int, device: str) -> None:
+    assert str(_device(asked, local_rank)) == device

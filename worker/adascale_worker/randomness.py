@@ -16,7 +16,7 @@ _NumpyState = tuple[str, numpy.typing.NDArray[numpy.uint32], int, int, float]
 
 
 def capture() -> dict[str, Any]:
-    """The state of the generators of Python, NumPy, and torch on the CPU and the current GPU."""
+    """The state of the generators of Python, NumPy, and torch on the CPU and, if it is used, the GPU."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(_NumpyState, numpy.random.get_state(legacy=True))
     state: dict[str, Any] = {
@@ -24,7 +24,7 @@ def capture() -> dict[str, Any]:
         "numpy": [name, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

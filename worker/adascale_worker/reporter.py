@@ -1,14 +1,14 @@
 """Posts the gain from a thread of its own, so that no step ever waits for the metrics service.
 
-Reports wait while the service is away, the newest thousand of them. What it answers, the job's
-generations, is kept for the trainer to look at.
+Reports wait while the service is away, the newest thousand of them. One that it refuses is left out, and
+takes no other with it. What it answers, the job's generations, is kept for the trainer to look at.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
+from itertools import islice
 
 from adascale_core.messages import AllocationView, GainReport
 from adascale_worker.errors import ServiceError
@@ -16,8 +16,12 @@ from adascale_worker.service import ServiceClient
 
 MOST_WAITING = 1000
 """Reports kept while the service does not answer."""
+NOT_KNOWN_YET = 404
+"""Status where nobody has told the service of the job so far."""
 LONGEST_PAUSE = 5.0
 """Seconds between two attempts while the service does not answer."""
+UNFIT = frozenset({400, 413, 422})
+"""Statuses of an answer that no repetition of the same reports would change."""
 IDLE = 1.0
 """Seconds without a report after which the reporter asks for the generations instead."""
 
@@ -61,18 +65,26 @@ class Reporter:
 
     def _run(self) -> None:
         pause = 0.1
+        at_once = MOST_WAITING
         while True:
             with self._changed:
                 if not self._waiting and not self._closing:
                     self._changed.wait(IDLE)
-                batch = list(self._waiting)
+                batch = list(islice(self._waiting, at_once))
                 if self._closing and not batch:
                     return
             try:
                 self._view = self._client.post_gain(batch) if batch else self._client.allocation()
             except ServiceError as error:
-                if error.status is not None and 400 <= error.status < 500:
-                    self._drop(batch, error)
+                if batch and error.status in UNFIT:
+                    # Find the one that is meant by halves.
+                    at_once = len(batch) // 2
+                    if at_once == 0:
+                        print(f"adascale: {error}; this report is left out", flush=True)
+                        self._drop(batch)
+                        at_once = MOST_WAITING
+                    continue
+                if not batch and error.status == NOT_KNOWN_YET:
                     continue
                 self._complain(error)
                 with self._changed:
@@ -87,11 +99,8 @@ class Reporter:
             pause = 0.1
             self._drop(batch)
 
-    def _drop(self, batch: list[GainReport], refused: ServiceError | None = None) -> None:
+    def _drop(self, batch: list[GainReport]) -> None:
         """Forget reports that were posted, or that the service will never take."""
-        if refused is not None:
-            self._complain(refused)
-            time.sleep(0.1)
         with self._changed:
             for report in batch:
                 if self._waiting and self._waiting[0] is report:

@@ -34,13 +34,17 @@ class Telemetry:
 
     @property
     def generation_is_over(self) -> bool:
-        """Whether the service has told that this generation has to be left."""
-        return self._reporter is not None and self._reporter.generation_is_over
+        """Whether the service has told that this generation has to be left.
 
-    def log_loss(self, loss: torch.Tensor) -> None:
+        One that no agent has started (generation 0) has nowhere to go on.
+        """
+        return self._generation > 0 and self._reporter is not None and self._reporter.generation_is_over
+
+    def log_loss(self, loss: torch.Tensor | float) -> None:
         """Keep the loss of a micro-batch for the next report, without waiting for the device."""
         if self._reporter is not None:
-            self._losses.append(loss.detach())
+            loss = torch.as_tensor(loss).detach()
+            self._losses.append(loss.mean() if loss.dim() else loss)
 
     def step(self, plan: BatchPlan, position: Position, optimizer: AdaScale) -> None:
         """A step was made: measure it, and report if it is time."""
@@ -80,6 +84,6 @@ class Telemetry:
     def _mean_loss(self) -> float | None:
         if not self._losses:
             return None
-        mean = torch.stack(self._losses).mean().item()
+        mean = torch.stack(self._losses).float().mean().item()
         self._losses.clear()
         return mean if abs(mean) < float("inf") else None

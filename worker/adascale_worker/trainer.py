@@ -214,7 +214,7 @@ class ElasticTrainer:
         self._plan_acknowledged = True
         return self._plan.local_bsz
 
-    def log(self, *, loss: torch.Tensor) -> None:
+    def log(self, *, loss: torch.Tensor | float) -> None:
         """Tell the loss of a micro-batch, to be reported with the gain. Does not wait for the device."""
         self._telemetry.log_loss(loss)
 
@@ -663,10 +663,12 @@ class _Flags:
 
 def _device(asked: torch.device | str | None, local_rank: int) -> torch.device:
     if asked is not None:
-        return torch.device(asked)
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+        device = torch.device(asked)
+        if device.type != "cuda" or device.index is not None:
+            return device
+    elif not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
 
 
 def _pair(bounds: Sequence[int] | None) -> tuple[int, int] | None:
