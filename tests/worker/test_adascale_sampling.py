@@ -1,0 +1,55 @@
+"""Which steps are measured."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adascale_worker.adascale import AdaScale
+from adascale_worker.statistics.sampling import FIRST_STEPS, MOST_APART, SAMPLES_PER_WINDOW, Sampling
+from worker.adascale_problem import backward, batches, network, squared_error
+
+
+def test_all_of_the_first_steps_are_measured() -> None:
+    assert all(Sampling().measures(step, 0.999) for step in range(FIRST_STEPS))
+
+
+@pytest.mark.parametrize(("scale", "distance"), [(1, 16), (4, 15), (16, 3), (32, 1), (2000, 1)])
+def test_the_distance_of_samples_follows_the_window(scale: int, distance: int) -> None:
+    smoothing = max(1 - scale / 1000, 0.0)
+    assert Sampling().distance(FIRST_STEPS, smoothing) == distance
+
+
+@given(st.floats(0, 0.9999))
+def test_the_window_holds_enough_samples(smoothing: float) -> None:
+    distance = Sampling().distance(FIRST_STEPS, smoothing)
+    assert 1 <= distance <= MOST_APART
+    assert distance == 1 or distance * SAMPLES_PER_WINDOW <= 1 / (1 - smoothing) + 1e-5
+
+
+@given(st.integers(1, 50), st.integers(0, 1000))
+def test_a_chosen_distance_is_kept(every: int, step: int) -> None:
+    assert Sampling(every).measures(step, 0.9) == (step % every == 0)
+    assert Sampling(every).measures_pair(step, 0.9) == (step % every <= 1)
+
+
+def test_hooks_of_others_stay_and_ours_leave_no_trace() -> None:
+    model = network()
+    seen = []
+
+    def hook(gradient: Tensor) -> None:
+        seen.append(gradient.shape)
+
+    model.first.weight.register_hook(hook)
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, sample_every=2
+    )
+    for number in range(4):
+        for batch in batches(2, seed=number):
+            backward(squared_error(model, batch) / 2)
+        optimizer.step()
+        if number % 2 == 0:
+            assert model.second.weight._backward_hooks is None
+            assert len(model.first.weight._backward_hooks or ()) == 1
+    assert len(seen) == 8
