@@ -20,11 +20,10 @@ from adascale_core.messages import (
     Registration,
     StepTime,
 )
+from adascale_core.names import MOST_REPLICAS
 
 MOST_REPORTS = 1000
 """Reports in one request."""
-MOST_REPLICAS = 1024
-"""Replicas of a job."""
 LARGEST_BATCH = 2**20
 """Samples in a step."""
 LARGEST_INTEGER = 2**31 - 1

@@ -19,12 +19,10 @@ from adascale_core.names import (
     DEFAULT_CHECKPOINT_INTERVAL,
     DEFAULT_EFFICIENCY_TARGET,
     DEFAULT_NAMESPACE,
+    MOST_REPLICAS,
     InvalidJobIdError,
     job_id,
 )
-
-MOST_REPLICAS = 1024
-"""No job may ask for more: every count up to it is looked at."""
 
 
 def told(message: str) -> PydanticCustomError:

@@ -62,6 +62,8 @@ DEFAULT_CHECKPOINT_INTERVAL = 30.0
 DEFAULT_API_PORT = 8265
 DEFAULT_SERVICE_PATIENCE = 60.0
 
+MOST_REPLICAS = 1024
+"""No job may ask for more: every count up to it is looked at."""
 REPORT_INTERVAL = 0.25
 """Seconds between two reports of a trainer."""
 HEARTBEAT_INTERVAL = 3.0

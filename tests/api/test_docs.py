@@ -13,8 +13,8 @@ from adascale_api.cli import DEFAULT_DATABASE, main
 from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
 from adascale_api.limits import LARGEST_BODY
-from adascale_api.schemas import LARGEST_BATCH, MOST_REPLICAS, MOST_REPORTS, GainReportBody, Posted
-from adascale_core.names import DEFAULT_API_PORT, HEARTBEAT_TIMEOUT
+from adascale_api.schemas import LARGEST_BATCH, MOST_REPORTS, GainReportBody, Posted
+from adascale_core.names import DEFAULT_API_PORT, HEARTBEAT_TIMEOUT, MOST_REPLICAS
 from api.client import TOKEN, Client, a_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()

@@ -10,9 +10,10 @@ from adascale_api import store
 from adascale_api.bodies import Body
 from adascale_api.errors import ConflictBody, InvalidInputError, Problem, error_response
 from adascale_api.routes.common import READ, WRITE, JobId, ServiceOf, errors
-from adascale_api.schemas import LARGEST_STEP, MOST_REPLICAS, AllocationBody, RegistrationBody
+from adascale_api.schemas import LARGEST_STEP, AllocationBody, RegistrationBody
 from adascale_core import rendezvous
 from adascale_core.messages import AllocationView
+from adascale_core.names import MOST_REPLICAS
 from adascale_core.rendezvous import StaleAllocationError
 
 LONGEST_WAIT = 60.0
