@@ -9,8 +9,9 @@ over all turns of the ratio of step times, with its quartiles, and the median ra
 does not depend on who else uses the machine.
 
 Contenders: `adascale` (as a user gets it, with `model=ddp`, past its first 100 steps), `every step`
-(`sample_every=1`), `model unknown` (default settings, without `model=`), `fairscale`, and `hook`: a plain
-communication hook in Python that reads each bucket before and after its all-reduce, for comparison.
+(`sample_every=1`), `model unknown` (default settings, without `model=`), `fairscale`, `hook` (a plain
+communication hook in Python that reads each bucket before and after its all-reduce, for comparison), and
+`plain again`, which shows how far two equal contenders are apart.
 """
 
 import argparse
@@ -95,6 +96,7 @@ def with_hook(model: DistributedDataParallel, sgd: torch.optim.SGD) -> Any:
 
 CONTENDERS: dict[str, Callable[[DistributedDataParallel, torch.optim.SGD], Any]] = {
     "plain": lambda _, sgd: sgd,
+    "plain again": lambda _, sgd: sgd,
     "adascale": lambda model, sgd: AdaScale(sgd, model=model),
     "every step": lambda model, sgd: AdaScale(sgd, model=model, sample_every=1),
     "model unknown": lambda _, sgd: AdaScale(sgd),

@@ -274,10 +274,11 @@ class Gauge:
             return False
         if self.joinable is not None and self.joinable._join_config.enable:
             return False
-        self._warn(
+        self._warn_once(
+            "join",
             "the model takes uneven inputs and AdaScale is not told: it measures nothing, for its all-reduce "
             "would wait for ranks without data. Use `with Join([model, optimizer]):` of "
-            "torch.distributed.algorithms.join instead of `with model.join():`"
+            "torch.distributed.algorithms.join instead of `with model.join():`",
         )
         return True
 
@@ -323,10 +324,11 @@ class Gauge:
         if self._setup.micro_gradients == 1:
             return self._from_difference(statistics, loss_scale)
         if self._watch.passes not in (0, self._setup.accumulation):
-            self._warn(
+            self._warn_once(
+                "passes",
                 f"got {self._watch.passes} backward passes in a step, num_gradients_to_accumulate is "
                 f"{self._setup.accumulation}: such steps are left out of the estimates. Add up losses before "
-                "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()"
+                "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()",
             )
             return None
         return self._from_micro_gradients(statistics, loss_scale)
@@ -381,10 +383,9 @@ class Gauge:
         device = self._device()
         return {"dtype": widest_type(device), "device": device}
 
-    def _warn(self, message: str) -> None:
-        kind = message[:12]
-        if kind not in self._warned:
-            self._warned.add(kind)
+    def _warn_once(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
