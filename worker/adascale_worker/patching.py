@@ -6,6 +6,7 @@ the objects that the program made go through here. Only these methods of these o
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from types import MethodType
@@ -39,19 +40,40 @@ def patch_optimizer(
         return step(*args, **kwargs)
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
-    for owner in (optimizer, model):
-        _guard_zero_grad(owner, at_first_micro_batch)
+    optimizer.zero_grad = _ZeroGrad(optimizer.zero_grad, at_first_micro_batch)  # type: ignore[method-assign]
+    model.zero_grad = _ZeroGrad(model.zero_grad, at_first_micro_batch)  # type: ignore[method-assign]
 
 
-def _guard_zero_grad(owner: Any, at_first_micro_batch: Callable[[], bool]) -> None:
-    own = owner.zero_grad
+class StandIn:
+    """Stands in for a method of one object.
 
-    @functools.wraps(own)
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        if at_first_micro_batch():
-            own(*args, **kwargs)
+    A copy of the object, as an average of weights makes one, has the method itself, as its own; so has one
+    that is saved whole and loaded.
 
-    owner.zero_grad = zero_grad
+    Args:
+        own: the object's method.
+    """
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.own, memo)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return self.own.__reduce__()
+
+
+class _ZeroGrad(StandIn):
+    """Does nothing while the gradients of a step add up."""
+
+    def __init__(self, own: Callable[..., Any], at_first_micro_batch: Callable[[], bool]) -> None:
+        super().__init__(own)
+        self._at_first_micro_batch = at_first_micro_batch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._at_first_micro_batch():
+            self.own(*args, **kwargs)
 
 
 def patch_scheduler(

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.environment import ReplicaPlace
+from adascale_worker.patching import StandIn
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 
@@ -104,13 +105,22 @@ def replicate(
         gradient_as_bucket_view=True,
     )
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and model.training:
-            return ddp(*args, **kwargs)
-        return shell.own_forward(*args, **kwargs)
-
-    model.forward = forward
+    model.forward = _Forward(shell, ddp)
     return ddp
+
+
+class _Forward(StandIn):
+    """The forward of a model that is data-parallel in place."""
+
+    def __init__(self, shell: _Shell, ddp: DistributedDataParallel) -> None:
+        super().__init__(shell.own_forward)
+        self._shell = shell
+        self._ddp = ddp
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._shell.model.training:
+            return self._ddp(*args, **kwargs)
+        return self.own(*args, **kwargs)
 
 
 class _Shell(torch.nn.Module):

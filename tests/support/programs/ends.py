@@ -1,0 +1,56 @@
+"""A program that comes to an end in the way that ENDS names; it saves into STATE where that is set."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from adascale_worker import ElasticTrainer
+from support.training import samples
+
+
+class Ballast:
+    """Registered state of a size that grows with what is told by GROW, in bytes per state."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ballast": torch.zeros(self.size, dtype=torch.uint8)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.size = len(state_dict["ballast"])
+
+
+ends = os.environ["ENDS"]
+state = Path(os.environ["STATE"]) if os.environ.get("STATE") else None
+trainer = ElasticTrainer(
+    batch_size=8,
+    max_batch_size=4 if ends == "bounds" else None,
+    checkpoint_dir=state,
+    checkpoint_interval=0 if ends == "full disk" else 1000,
+)
+model = nn.Linear(6, 2)
+kind = torch.optim.Adam if ends == "adam" else torch.optim.SGD
+optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
+ballast = Ballast()
+trainer.program_reentry(model, optimizer, register={"ballast": ballast})
+for step, (_, x, y) in enumerate(trainer.dataloader(samples(4 if ends == "small data" else 48)), start=1):
+    if step == 3:
+        if ends == "error":
+            raise ArithmeticError("the program's own")
+        if ends.startswith("full disk"):
+            ballast.size = 3_000_000
+        if ends in ("signal", "full disk when leaving"):
+            signal.raise_signal(signal.SIGTERM)
+    if step == 5:
+        ballast.size = 0
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+trainer.step(0)
+print("trained", step, "steps", file=sys.stderr)

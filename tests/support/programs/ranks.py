@@ -1,0 +1,176 @@
+"""What two replicas under torchrun find out together; each writes it to OUT/rank<rank>.json."""
+
+import copy
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.checkpoint import CheckpointFolder
+
+OUT = Path(os.environ["OUT"])
+generator = torch.Generator().manual_seed(1)
+features = torch.randn(64, 6, generator=generator)
+dataset = TensorDataset(features, (features.sum(1) > 0).long())
+
+
+class Net(nn.Module):
+    """Normalized, with a frozen layer and one that is used every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, 2)
+        self.frozen = nn.Linear(6, 16).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(16)
+        self.seldom = nn.Linear(16, 16)
+        self.never = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden: Tensor = torch.relu(self.norm(self.frozen(x)))
+        if self.calls % 2:
+            hidden = hidden + self.seldom(hidden)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def digest(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(
+        torch.cat([one.detach().flatten() for one in tensors]).numpy().tobytes()
+    ).hexdigest()
+
+
+def train(trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    for epoch in range(epochs):
+        for x, y in trainer.dataloader(dataset):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        trainer.step(epoch)
+
+
+def network_of_all_kinds() -> dict[str, Any]:
+    trainer = ElasticTrainer(batch_size=8, max_batch_size=32, local_bsz_bounds=(4, 16))
+    torch.manual_seed(10 + trainer.rank)
+    model = Net()
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    frozen = [one.detach().clone() for one in model.frozen.parameters()]
+    trainer.program_reentry(model, optimizer, find_unused_parameters=True)
+    trained = digest(list(model.never.parameters()))
+    train(trainer, model, optimizer, 3)
+    return {
+        "weights": digest(list(model.parameters())),
+        "same_names": names == list(model.state_dict()),
+        "frozen_moved": trainer.rank == 0
+        and not all(map(torch.equal, frozen, (one.detach() for one in model.frozen.parameters()))),
+        "never_moved": digest(list(model.never.parameters())) != trained,
+        "progress": trainer.progress,
+        "steps": trainer._position.step,
+        "gain": trainer.adascale.gain(),
+        "scale": trainer.adascale.scale,
+    }
+
+
+def micro_batches() -> dict[str, Any]:
+    """Two replicas that make up the batch by accumulation, beside one large batch."""
+    trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer)
+    plan = [trainer.replicas, trainer.get_local_bsz(), trainer.accumulation]
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    largest = 0.0
+    batches = trainer.dataloader(dataset)
+    for start in range(0, 64, 16):
+        order = torch.tensor(trainer._stream[start : start + 16])  # type: ignore[index]
+        for _ in range(trainer.accumulation):
+            x, y = next(batches)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        twin_optimizer.zero_grad()
+        nn.functional.cross_entropy(twin(features[order]), dataset.tensors[1][order]).backward()
+        twin_optimizer.step()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            largest = max(largest, (one - other).abs().max().item())
+    return {"plan": plan, "difference": largest, "weights_of_micro_batches": digest(list(model.parameters()))}
+
+
+def copies_of_the_model() -> dict[str, Any]:
+    trainer = ElasticTrainer(batch_size=8)
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 2))
+    trainer.program_reentry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    found: dict[str, Any] = {}
+    for name, one in {"copied": average, "saved_and_loaded": loaded}.items():
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.zero_()
+        one.eval()
+        model.eval()
+        found[name] = {
+            "own": one(features).abs().sum().item(),
+            "original": model(features).abs().sum().item(),
+        }
+        one.train()
+        found[name]["training"] = one(features).abs().sum().item()
+    return {"copies": found}
+
+
+def alone() -> dict[str, Any]:
+    """Rank 0 evaluates while the other does not."""
+    trainer = ElasticTrainer(batch_size=8)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 2))
+    trainer.program_reentry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if trainer.is_main:
+        with torch.no_grad():
+            model(features)
+        model.eval()
+        model(features)
+    return {}
+
+
+def saves() -> dict[str, Any]:
+    """A checkpoint that is due once is saved once."""
+    trainer = ElasticTrainer(batch_size=8, checkpoint_dir=OUT / "checkpoints", checkpoint_interval=10_000)
+    model = nn.Sequential(nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer)
+    saved: list[int] = []
+    own = CheckpointFolder.save
+
+    def save(self: CheckpointFolder, state: dict[str, Any], *arguments: Any) -> Any:
+        saved.append(state["position"]["step"])
+        return own(self, state, *arguments)
+
+    CheckpointFolder.save = save  # type: ignore[method-assign, assignment]
+    for number, (x, y) in enumerate(trainer.dataloader(dataset)):
+        if number == 2:
+            trainer._saved_at = float("-inf")
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return {"saved": saved}
+
+
+told: dict[str, Any] = {}
+for case in (network_of_all_kinds, micro_batches, copies_of_the_model, alone, saves):
+    told |= case()
+(OUT / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
