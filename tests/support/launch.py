@@ -75,12 +75,11 @@ class Journal:
         return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
 
     def effective(self) -> dict[int, list[Step]]:
-        """The steps that count, by number, from all ranks: those undone by a restart are left out."""
+        """The steps that count, by number, from all ranks in order: those undone by a restart are left out."""
         rounds: dict[int, list[Attempt]] = {}
-        for rank in {
-            path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")
-        }:
-            for attempt in self.attempts(int(rank)):
+        names = {path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")}
+        for rank in sorted(map(int, names)):
+            for attempt in self.attempts(rank):
                 rounds.setdefault(attempt.header["round"], []).append(attempt)
         counted: dict[int, list[Step]] = {}
         for number in sorted(rounds):

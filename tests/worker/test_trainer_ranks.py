@@ -12,7 +12,7 @@ import pytest
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def python(*arguments: str, **environ: object) -> str:
@@ -33,7 +33,7 @@ def python(*arguments: str, **environ: object) -> str:
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two replicas found out."""
     folder = tmp_path_factory.mktemp("ranks")
-    python(*TORCHRUN, str(PROGRAMS / "ranks.py"), OUT=folder)
+    python(*TORCHRUN, "2", str(PROGRAMS / "ranks.py"), OUT=folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -87,7 +87,7 @@ def test_the_example_trains_by_itself() -> None:
 
 def test_the_example_trains_under_torchrun_with_a_gain_over_one(tmp_path: Path) -> None:
     output = python(
-        *TORCHRUN, str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
+        *TORCHRUN, "2", str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
     )
     found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
     assert found, output
@@ -98,3 +98,9 @@ def test_the_example_trains_under_torchrun_with_a_gain_over_one(tmp_path: Path) 
     assert manifest["progress"] >= 1000
     assert manifest["step"] < manifest["progress"], "a step is worth more than one at batch size 4"
     assert manifest["result"]["accuracy"] == pytest.approx(float(found[1]) / 100, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_three_replicas_that_begin_again_round_as_those_that_go_on() -> None:
+    undisturbed, *disturbed = python(*TORCHRUN, "3", str(PROGRAMS / "buckets.py")).split()
+    assert disturbed == [undisturbed] * 2

@@ -97,7 +97,7 @@ def replicate(
     Returns:
         the DDP around the model.
     """
-    shell = _Shell(model)
+    shell = _Shell(model, last_first=not find_unused_parameters)
     ddp = DistributedDataParallel(
         shell,
         device_ids=[device] if device.type == "cuda" else None,
@@ -105,6 +105,8 @@ def replicate(
         gradient_as_bucket_view=True,
     )
 
+    if not find_unused_parameters:
+        _keep_buckets(ddp)
     model.forward = _Forward(shell, ddp)
     return ddp
 
@@ -123,11 +125,32 @@ class _Forward(StandIn):
         return self.own(*args, **kwargs)
 
 
-class _Shell(torch.nn.Module):
-    """What DDP wraps: the model under the forward that it had."""
+def _keep_buckets(ddp: DistributedDataParallel) -> None:
+    """Let gradients be exchanged in the same buckets from the first step on.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    DDP begins with a guess and fills its buckets anew after one step. The order in which the gradients of
+    three or more replicas are added up depends on their places in the buckets, so a program that is
+    started again would round its first step differently from one that goes on. Here the buckets are filled
+    "anew" before there is a step, with the parameters in the order of `_Shell`, as DDP's own joining ranks
+    do it.
+    """
+    ddp.reducer._push_all_rebuilt_params()
+    ddp.reducer._rebuild_buckets()
+
+
+class _Shell(torch.nn.Module):
+    """What DDP wraps: the model under the forward that it had.
+
+    Args:
+        model: the program's.
+        last_first: list its parameters in the order in which their gradients mostly come, for DDP to
+            exchange the first ones while the others are still computed.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, last_first: bool) -> None:
         super().__init__()
+        if last_first:
+            self.last_first = torch.nn.ParameterList(reversed(list(model.parameters())))
         self.own_forward: Callable[..., Any] = model.forward
         self.model = model
 

@@ -1,0 +1,69 @@
+"""Replicas under torchrun that begin again in the middle; rank 0 prints the weights, with and without."""
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from adascale_worker.replicate import replicate
+
+STEPS = 12
+
+
+class Net(nn.Module):
+    """Its layers are used in another order than they are listed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+        self.middle = nn.Linear(300, 64)
+        self.first = nn.Linear(20, 300)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
+        return out
+
+
+def begin(state: dict[str, Any] | None = None) -> tuple[nn.Module, torch.optim.SGD]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    replicate(model, torch.device("cpu"))
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        x = torch.randn(8, 20, generator=generator)
+        y = torch.randint(0, 10, (8,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def digest(model: nn.Module) -> str:
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+
+
+dist.init_process_group("gloo")
+model, optimizer = begin()
+train(model, optimizer, range(STEPS))
+digests = [digest(model)]
+for middle in (1, 5):
+    model, optimizer = begin()
+    train(model, optimizer, range(middle))
+    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    model, optimizer = begin(state)
+    train(model, optimizer, range(middle, STEPS))
+    digests.append(digest(model))
+if dist.get_rank() == 0:
+    print(*digests)
+dist.destroy_process_group()
