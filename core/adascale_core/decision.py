@@ -65,6 +65,7 @@ class JobState:
         efficiency_target: gain per scale that a batch must be worth while throughput is not known.
         remaining: steps at `batch_size` that it still has to make, if known.
         restart_seconds: how long a change of its count stops it.
+        prepare_seconds: how long a change is prepared, while it goes on as before.
     """
 
     id: str
@@ -80,6 +81,7 @@ class JobState:
     efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
     remaining: float | None = None
     restart_seconds: float = 10.0
+    prepare_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class _Outlook:
         if job.replicas not in self.predicted:
             return _FORCED
         speed = self.predicted[job.replicas].goodput
-        left = HORIZON if job.remaining is None else job.remaining / speed
+        left = HORIZON if job.remaining is None else job.remaining / speed - job.prepare_seconds
         if left <= job.restart_seconds:
             return _FORCED
         # So much faster it must be to be as far at the end as without the change.

@@ -13,7 +13,7 @@ from adascale_controller.job import Checkpointing, Job
 from adascale_controller.local import checkpoints, machine
 from adascale_controller.local.failures import Failures
 from adascale_controller.local.generations import Span, summarize
-from adascale_controller.local.observation import FIRST_GUESS, Observation
+from adascale_controller.local.observation import FIRST_GUESS, FIRST_PREPARATION, Observation
 from adascale_controller.local.processes import describe_exit, tail
 from adascale_controller.local.program import ProgramError, local_program
 from adascale_controller.local.service_process import PortTakenError, choose_port
@@ -66,6 +66,17 @@ def test_a_restart_costs_what_restarts_have_cost() -> None:
     assert observed.last_downtime == pytest.approx(2.0)
     observed.see(view(3, replace(REPORT, generation=3, step=32, time=116.1)), 9.0)
     assert observed.state(view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
+
+
+def test_a_preparation_lasts_from_the_decision_to_the_standstill() -> None:
+    observed = Observation(JOB)
+    observed.see(view(1, REPORT), 6.0)
+    assert observed.state(view(1, REPORT), None).prepare_seconds == FIRST_PREPARATION
+    observed.see(view(1, REPORT, wanted=2), 10.0)
+    observed.see(view(1, replace(REPORT, time=114.0), wanted=2), 15.0)
+    observed.see(view(2, replace(REPORT, generation=2, step=11, time=115.0)), 16.0)
+    assert observed.last_downtime == pytest.approx(1.0)
+    assert observed.state(view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
 
 
 def test_what_a_loss_costs_is_no_measure_of_a_restart() -> None:

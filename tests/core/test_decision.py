@@ -178,6 +178,13 @@ def test_a_change_must_pay_for_its_restart(remaining: float | None, restart: flo
     assert counts([state], 8)["a"] == (2 if moves else 1)
 
 
+@pytest.mark.parametrize(("prepare", "moves"), [(0.0, True), (100.0, True), (250.0, False), (1e6, False)])
+def test_only_what_is_left_after_its_preparation_counts_for_a_change(prepare: float, moves: bool) -> None:
+    """330 s are left; the restart stops it for 50 s."""
+    state = job("a", 1, remaining=1000.0, restart=50.0, settled_for=inf)
+    assert counts([replace(state, prepare_seconds=prepare)], 8)["a"] == (2 if moves else 1)
+
+
 @pytest.mark.parametrize(
     ("settled_for", "restart", "moves"),
     [

@@ -269,3 +269,16 @@ def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
     job.start(1, **LONG)
     job.trains_in(2, replicas=2)
     assert len(job.journal.attempts()) == 2
+
+
+def test_a_job_that_ends_on_the_way_to_a_generation_ends_for_all_at_once(job: Job) -> None:
+    options = {**SHORT, "ADASCALE_SCALE_INVARIANT_STEPS": 200}
+    job.service.allocate(1, 1)
+    first, _ = job.start(0, 1, **options)
+    job.trains_in(1)
+    # Only a trainer that hurries to its end while the next generation begins leaves its peers waiting.
+    wait_until(lambda: job.journal.last_step() >= 190, "the last steps")
+    job.service.allocate(2, 2)
+    assert [agent.wait() for agent in job.agents] == [0, 0]
+    assert job.service.job()["complete"]
+    assert first.process.returncode == 0

@@ -12,6 +12,8 @@ from adascale_core.messages import GainReport
 
 FIRST_GUESS = 1.0
 """Seconds that a change of replicas is taken to cost before one has been measured."""
+FIRST_PREPARATION = 5.0
+"""Seconds that a change is taken to be prepared before one has been measured."""
 
 
 class Observation:
@@ -26,6 +28,8 @@ class Observation:
         self._since = 0
         self._last: GainReport | None = None
         self._downtimes: list[float] = []
+        self._preparations: list[float] = []
+        self._wanted: tuple[int, float] | None = None
         self._losses = 0
         self.last_downtime: float | None = None
         """Seconds between the last step before the last change of generation, and the first one after it."""
@@ -41,6 +45,8 @@ class Observation:
         Returns:
             the first report of a generation, when it is seen.
         """
+        if view.wanted is not None and (self._wanted is None or self._wanted[0] != view.wanted.generation):
+            self._wanted = (view.wanted.generation, now)
         report = view.latest
         if report is None or report.generation < self._since:
             return None
@@ -55,6 +61,8 @@ class Observation:
         # What a loss costs is no measure of what a change that is meant costs.
         if self.last_downtime is not None and losses == self._losses:
             self._downtimes.append(self.last_downtime)
+            if self._wanted is not None and self._wanted[0] == report.generation:
+                self._preparations.append(max(now - self._wanted[1] - self.last_downtime, 0.0))
         return report
 
     def state(self, view: JobView, until: float | None) -> JobState:
@@ -80,6 +88,7 @@ class Observation:
             efficiency_target=spec.efficiency_target,
             remaining=None if until is None else max(until - (report.progress if report else 0.0), 0.0),
             restart_seconds=fmean(self._downtimes) if self._downtimes else FIRST_GUESS,
+            prepare_seconds=fmean(self._preparations) if self._preparations else FIRST_PREPARATION,
         )
 
 

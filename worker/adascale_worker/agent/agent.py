@@ -381,6 +381,9 @@ def _grace(view: AllocationView | None, generation: int) -> float | None:
     """Seconds that a trainer of `generation` may still take; none while it is current."""
     if view is None or not view.is_over(generation):
         return None
+    if view.complete:
+        # It is on its way to a generation that will never be; it has nothing to save.
+        return 0.0
     return LEAVE_GRACE if view.broken else RESCALE_GRACE
 
 
