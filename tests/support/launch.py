@@ -75,7 +75,7 @@ class Journal:
         return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
 
     def effective(self) -> dict[int, list[Step]]:
-        """The steps that count, by number, from all ranks in order: those undone by a restart are left out."""
+        """The steps that count, by number, from all ranks in order; those undone by a restart do not."""
         rounds: dict[int, list[Attempt]] = {}
         names = {path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")}
         for rank in sorted(map(int, names)):
