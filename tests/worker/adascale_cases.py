@@ -464,6 +464,26 @@ def flags_are_summed_on_the_same_steps() -> None:
 
 
 @case
+def ranks_stay_equal_when_fewer_steps_are_measured() -> None:
+    """By default: all of the first hundred steps, then every 16th; the weights stay the same to the bit."""
+    model = network()
+    wrapped = Wrapped(model)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=wrapped)
+    optimizer.flags = (1.0,)
+    heard = []
+    for number in range(150):
+        plain(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
+        if optimizer.flags_sum is not None:
+            assert optimizer.flags_sum == (2.0,)
+            heard.append(number)
+    assert heard == [*range(100), 112, 128, 144]
+    for parameter in model.parameters():
+        every = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, parameter.detach())
+        assert all(torch.equal(one, parameter) for one in every)
+
+
+@case
 def one_small_all_reduce_a_step() -> None:
     """Counted with the profiler, beside plain DDP."""
 
