@@ -34,7 +34,6 @@ def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str
     ("ends", "code", "message"),
     [
         ("adam", 2, "adascale: got Adam; AdaScale scales the learning rate of torch.optim.SGD"),
-        ("bounds", 2, "adascale: max_batch_size 4 is below batch_size 8"),
         ("small data", 2, "adascale: the data set has 4 samples, fewer than batch_size of 8"),
     ],
 )

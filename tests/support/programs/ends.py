@@ -30,7 +30,6 @@ ends = os.environ["ENDS"]
 state = Path(os.environ["STATE"]) if os.environ.get("STATE") else None
 trainer = ElasticTrainer(
     batch_size=8,
-    max_batch_size=4 if ends == "bounds" else None,
     checkpoint_dir=state,
     checkpoint_interval=0 if ends == "full disk" else 1000,
 )
