@@ -282,3 +282,15 @@ def test_a_job_that_ends_on_the_way_to_a_generation_ends_for_all_at_once(job: Jo
     assert [agent.wait() for agent in job.agents] == [0, 0]
     assert job.service.job()["complete"]
     assert first.process.returncode == 0
+
+
+def test_slow_steps_do_not_hold_up_a_leave(job: Job) -> None:
+    """AdaScale measures every 16th step at most; the replicas must not wait for it."""
+    options = {**LONG, "STEP_SECONDS": 0.06, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+    job.service.allocate(1, 2)
+    _, second = job.start(0, 1, **options)
+    job.trains_in(1, replicas=2, steps=130)  # from the 100th on, not all are measured
+    step = job.journal.last_step(1)
+    second.process.terminate()
+    assert second.wait() == 75
+    assert job.journal.last_step(1) <= step + 4

@@ -47,7 +47,9 @@ def test_what_it_has_left_running_ends_with_it() -> None:
 
 def test_a_process_that_holds_its_output_open_does_not_hide_its_end() -> None:
     began = time.monotonic()
-    trainer, exit_code = shell("setsid sleep 1000 & echo $!; exit 3")
+    # It ends only once the other is out of its group.
+    group = "$(cut -d' ' -f5 /proc/$!/stat)"
+    trainer, exit_code = shell(f"setsid sleep 1000 & while [ {group} != $! ]; do :; done; echo $!; exit 3")
     try:
         assert exit_code() == 3
         assert time.monotonic() - began >= LAST_OUTPUT, "what may still come is waited for"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +76,14 @@ class Peers:
         values: list[Any] = [None] * self.replicas
         dist.all_gather_object(values, value)
         return values
+
+    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """The sums of what each of them gives, on all of them."""
+        if self.replicas == 1:
+            return tuple(numbers)
+        told = torch.tensor(numbers, device=self._device)
+        dist.all_reduce(told)
+        return tuple(told.tolist())
 
     def numbers_from_main(self, numbers: list[int]) -> list[int]:
         """As `from_main`, cheaper, for a list that is as long on all of them."""

@@ -49,6 +49,8 @@ from adascale_worker.settings import settle
 from adascale_worker.stream import MicroBatches, SampleStream
 from adascale_worker.telemetry import Telemetry
 
+SLOW_STEP = 0.05
+"""Seconds of a step from which on the replicas agree on each step what to do, not on measured ones only."""
 REPLAN_INTERVAL = 1.0
 """Seconds of training after which the local batch size is chosen anew, at the end of the epoch."""
 
@@ -147,6 +149,7 @@ class ElasticTrainer:
         self._seed = seed
         self._inside_epoch = False
         self._flags = _Flags()
+        self._stepped_at = float("-inf")
         self._telemetry = Telemetry(self._bounds, self._generation, self._reporter())
         self._leave_signal: LeaveSignal | None = None
         self._ddp: DistributedDataParallel | None = None
@@ -430,9 +433,15 @@ class ElasticTrainer:
         if self._micro_batch > 0:
             return
         adascale = self.adascale
-        adascale.flags = self._wishes()
+        wishes = self._wishes()
+        adascale.flags = wishes
         adascale.step()
-        self._flags.add(adascale.flags_sum)
+        agreed = adascale.flags_sum
+        if agreed is None and self._flags.slow:
+            # AdaScale does not measure each step, and the next measured one may be a minute away.
+            agreed = self._peers.sum(wishes)
+        self._flags.add(agreed)
+        self._stepped_at = time.monotonic()
         self._position.advance(adascale.gain(), self._delivered)
         self._telemetry.step(self._plan, self._position, adascale)
 
@@ -446,16 +455,17 @@ class ElasticTrainer:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = self._micro_batch == self._plan.accumulation - 1
 
-    def _wishes(self) -> tuple[float, float, float]:
-        """What this replica wants all to do after this step: leave, save, choose the batch size anew."""
+    def _wishes(self) -> tuple[float, ...]:
+        """What this replica wants all to do from this step on, as `_Flags` takes it."""
         leave = self._leave_signal is not None and self._leave_signal.received is not None
         if not self.is_main:
-            return (float(leave), 0.0, 0.0)
+            return (float(leave), 0.0, 0.0, 0.0)
         leave = leave or self._telemetry.generation_is_over
         now = time.monotonic()
         save = self._folder is not None and now - self._saved_at >= self._settings.checkpoint_interval
         plan = now - self._planned_at >= REPLAN_INTERVAL
-        return (float(leave), float(save), float(plan))
+        slow = now - self._stepped_at >= SLOW_STEP
+        return (float(leave), float(save), float(plan), float(slow))
 
     def _between_steps(self) -> None:
         """Leave or save, if the replicas have agreed to."""
@@ -651,14 +661,18 @@ class _Flags:
     leave: bool = False
     save: bool = False
     plan: bool = False
+    """Choose the batch size anew."""
+    slow: bool = True
+    """Agree on each step: steps take so long that a few of them are too long to wait."""
 
     def add(self, wishes: tuple[float, ...] | None) -> None:
         """Take up the sum of all replicas' wishes, if they were exchanged on this step."""
         if wishes is not None:
-            leave, save, plan = wishes
+            leave, save, plan, slow = wishes
             self.leave = self.leave or leave > 0
             self.save = self.save or save > 0
             self.plan = self.plan or plan > 0
+            self.slow = slow > 0
 
 
 def _device(asked: torch.device | str | None, local_rank: int) -> torch.device:
