@@ -254,6 +254,7 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
     assert time.monotonic() - began > 1
 
 
+@pytest.mark.slow
 def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, **LONG)
@@ -271,6 +272,7 @@ def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
     assert len(job.journal.attempts()) == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_on_the_way_to_a_generation_ends_for_all_at_once(job: Job) -> None:
     options = {**SHORT, "ADASCALE_SCALE_INVARIANT_STEPS": 200}
     job.service.allocate(1, 1)
@@ -284,6 +286,7 @@ def test_a_job_that_ends_on_the_way_to_a_generation_ends_for_all_at_once(job: Jo
     assert first.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_slow_steps_do_not_hold_up_a_leave(job: Job) -> None:
     """AdaScale measures every 16th step at most; the replicas must not wait for it."""
     options = {**LONG, "STEP_SECONDS": 0.06, "ADASCALE_CHECKPOINT_INTERVAL": 1000}

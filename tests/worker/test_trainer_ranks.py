@@ -77,6 +77,7 @@ def test_a_checkpoint_that_is_due_once_is_saved_once(told: list[dict[str, Any]])
     assert told[1]["saved"] == []
 
 
+@pytest.mark.slow
 def test_the_example_trains_by_itself() -> None:
     output = python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)
     found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
@@ -85,6 +86,7 @@ def test_the_example_trains_by_itself() -> None:
     assert int(found[2]) == 1000
 
 
+@pytest.mark.slow
 def test_the_example_trains_under_torchrun_with_a_gain_over_one(tmp_path: Path) -> None:
     output = python(
         *TORCHRUN, "2", str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
