@@ -1,9 +1,13 @@
-"""What tests of the trainer share: trainers in the test's own process that leave nothing behind in it."""
+"""What tests of the worker share: trainers in the test's own process that leave nothing behind in it, and a
+disk that can be filled.
+"""
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,3 +39,20 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
         function()
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte, so that it can be filled."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

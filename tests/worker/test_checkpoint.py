@@ -175,23 +175,6 @@ def test_killed_at_any_operation_a_whole_checkpoint_is_left_and_can_be_built_on(
     assert len(killed) >= 8, "a save opens, renames and flushes two files, and removes two"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """A file system of one mebibyte."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_untouched(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk / "checkpoints")
     folder.save(state_of(1), STANDING)

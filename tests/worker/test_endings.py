@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,23 +58,6 @@ def test_a_signal_saves_and_leaves_with_its_code(tmp_path: Path) -> None:
 
 def steps_saved(folder: Path) -> list[int]:
     return [json.loads(path.read_text())["step"] for path in sorted(folder.glob("*.json"))]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """A file system of one mebibyte."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_does_not_stop_training_and_is_told(small_disk: Path) -> None:

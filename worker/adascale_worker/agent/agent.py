@@ -113,9 +113,9 @@ class Agent:
                 return self._end(Phase.TERMINATED, EXIT_REENTRY)
             code = self._watch(trainer)
             phase = self._phase(code)
-            if phase is Phase.FINISHED and self._job_came_to_its_end():
-                return self._end(phase, code)
             if phase is Phase.FINISHED:
+                if self._job_came_to_its_end():
+                    return self._end(phase, code)
                 phase = Phase.LOST
             if phase is Phase.FAILED:
                 return self._end(phase, code if code >= 0 else 128 - code, trainer.log)
@@ -161,9 +161,7 @@ class Agent:
                 self._link.tell(self._registration(phase, code))
             if not self._prepare(view):
                 raise self._cannot_prepare()
-            if not told and (
-                self._standby is None or self._standby.ready or self._prepared_for > PREPARATION
-            ):
+            if not told and self._is_prepared:
                 told = True
                 self._link.tell(self._registration(phase))
             self._next_event()
@@ -203,8 +201,7 @@ class Agent:
         wanted = view.wanted if view is not None else None
         if wanted is None or wanted.generation <= self._ready_for or self._rank >= wanted.replicas:
             return
-        # Ready, or not worth waiting for any longer.
-        if self._standby is None or self._standby.ready or self._prepared_for > PREPARATION:
+        if self._is_prepared:
             self._ready_for = wanted.generation
             self._link.tell(self._registration(Phase.RUNNING))
 
@@ -216,6 +213,11 @@ class Agent:
     def _port(self) -> int:
         """The port kept for the next generation."""
         return int(self._socket.getsockname()[1])
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether the next trainer is ready, or not worth waiting for any longer."""
+        return self._standby is None or self._standby.ready or self._prepared_for > PREPARATION
 
     @property
     def _prepared_for(self) -> float:
