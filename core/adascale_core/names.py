@@ -15,8 +15,32 @@ from adascale_core.errors import AdaScaleError
 API_GROUP = "adascale.dev"
 API_VERSION = "v1alpha1"
 KIND = "AdaScaleJob"
+PLURAL = "adascalejobs"
 DEFAULT_NAMESPACE = "default"
 WORKER_CONTAINER = "worker"
+
+# -- what a cluster calls the parts, and what is theirs -------------------------------------------------
+
+SYSTEM_NAMESPACE = "adascale-system"
+CONTROLLER = "adascale-controller"
+"""The operator's workload, service account and lease."""
+API_SERVICE = "adascale-api"
+"""The metrics service's workload, Service and service account."""
+FIELD_MANAGER = "adascale-operator"
+LABEL_JOB = f"{API_GROUP}/job"
+"""On every object that belongs to a job: the job's name."""
+ANNOTATION_TEMPLATE = f"{API_GROUP}/template"
+"""On a Job: a digest of all that its pods were made from."""
+API_AUDIENCE = f"{API_GROUP}/api"
+"""Audience of the operator's own token."""
+TOKEN_SECONDS = 3600
+"""How long a worker's token lives; the kubelet renews it before."""
+
+
+def job_audience(job: str) -> str:
+    """The audience of the tokens that may write for the job of this full id, and for no other."""
+    return f"{API_GROUP}/jobs/{job}"
+
 
 # -- the environment of an agent and of its trainer -----------------------------------------------------
 
@@ -31,6 +55,12 @@ ENV_ADDRESS = "ADASCALE_ADDRESS"
 """The address at which other replicas reach this one."""
 ENV_SERVICE_PATIENCE = "ADASCALE_SERVICE_PATIENCE"
 """Seconds within which the service must answer an agent for the first time."""
+ENV_INCARNATION = "ADASCALE_INCARNATION"
+"""When the job was made, in seconds since 1970: tells it from an earlier job of the same name."""
+ENV_TERMINATION_LOG = "ADASCALE_TERMINATION_LOG"
+"""A file in which an agent says why its program has failed."""
+ENV_TERMINATION_GRACE = "ADASCALE_TERMINATION_GRACE"
+"""Seconds that a trainer has to save and leave once its agent is asked to leave."""
 ENV_GENERATION = "ADASCALE_GENERATION"
 ENV_LISTEN_FD = "ADASCALE_LISTEN_FD"
 """On rank 0: the descriptor of the socket, already listening, that serves the generation's rendezvous."""
@@ -54,6 +84,9 @@ EXIT_REENTRY = 75
 EXIT_PEER_LOST = 76
 """Another replica is gone; start me again, from the last checkpoint, in the next generation."""
 
+UNAVAILABLE = 69
+"""The exit code of an agent that the metrics service never answered (EX_UNAVAILABLE)."""
+
 # -- numbers --------------------------------------------------------------------------------------------
 
 DEFAULT_EFFICIENCY_TARGET = 0.5
@@ -62,6 +95,10 @@ DEFAULT_CHECKPOINT_INTERVAL = 30.0
 DEFAULT_API_PORT = 8265
 DEFAULT_SERVICE_PATIENCE = 60.0
 
+MOST_NAME_LENGTH = 58
+"""Of a job: with '-' and an index it must still be the name of a host (63)."""
+MOST_BATCH_SIZE = 2**20
+"""No batch may have more samples."""
 MOST_REPLICAS = 1024
 """No job may ask for more: every count up to it is looked at."""
 REPORT_INTERVAL = 0.25
