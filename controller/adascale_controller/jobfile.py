@@ -78,7 +78,7 @@ def parse_job(text: str, source: str = "<text>") -> Job:
     if isinstance(examined, list):
         problems = [Problem(message, dotted(place), yaml.line(place)) for place, message in examined]
         raise JobFileError(source, sorted(problems, key=lambda problem: problem.line or 0))
-    return _job(examined)
+    return job_of(examined)
 
 
 def _read(path: Path, source: str) -> str:
@@ -93,7 +93,8 @@ def _read(path: Path, source: str) -> str:
     raise JobFileError(source, [Problem(problem)])
 
 
-def _job(document: Document) -> Job:
+def job_of(document: Document) -> Job:
+    """The job in a document that is valid."""
     spec = document.spec
     container = worker_container(spec.template.spec.containers)
     bounds = spec.local_bsz_bounds

@@ -26,6 +26,10 @@ TIMEOUT = 5.0
 """Seconds to wait for an answer."""
 
 
+PAGE = 500
+"""Jobs to ask for at a time."""
+
+
 class ServiceUnreachableError(AdaScaleError):
     """Nobody answers at the service's address, or somebody else does."""
 
@@ -49,6 +53,8 @@ class JobView:
     """What the service knows of a job.
 
     Args:
+        id: the job id.
+        spec: what it was declared to be, if it was.
         version, wanted, active, broken, complete: as in `AllocationView`.
         failures, disruptions: generations that the user's program has failed in, or were lost otherwise.
         replicas: the last registration of each rank, by rank.
@@ -56,6 +62,8 @@ class JobView:
         step_times: the measured step times.
     """
 
+    id: str = ""
+    spec: JobSpec | None = None
     version: int = 0
     wanted: Allocation | None = None
     active: ActiveAllocation | None = None
@@ -71,7 +79,10 @@ class JobView:
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The view from a JSON object's members."""
         wanted, active, latest = members.get("wanted"), members.get("active"), members.get("latest")
+        spec = members.get("spec")
         return cls(
+            id=members["id"],
+            spec=JobSpec.from_json(spec) if spec else None,
             version=members["version"],
             wanted=Allocation.from_json(wanted) if wanted else None,
             active=ActiveAllocation.from_json(active) if active else None,
@@ -135,6 +146,20 @@ class MetricsService:
             ServiceUnreachableError, ServiceRefusedError: as above.
         """
         return JobView.from_json(self._call("GET", f"jobs/{job_id}"))
+
+    def jobs(self) -> list[JobView]:
+        """What the service knows of all jobs.
+
+        Raises:
+            ServiceUnreachableError, ServiceRefusedError: as above.
+        """
+        views: list[JobView] = []
+        after: str | None = ""
+        while after is not None:
+            page = self._call("GET", f"jobs?limit={PAGE}&after={after}")
+            views += [JobView.from_json(one) for one in page["jobs"]]
+            after = page["next"]
+        return views
 
     def wait_for_change(self, job_id: str, version: int, seconds: float) -> None:
         """Return as soon as the job's generations are no longer as in `version`, or after some seconds.
