@@ -1,0 +1,132 @@
+# A target per part: worker, api, controller.
+#
+#     docker build --target worker -t adascale-worker:dev .
+#
+# `worker` is what an image with a program of your own is built FROM: it holds torch, the agent, and the
+# examples with what they import. Programs go to /app; more packages come by
+#
+#     USER 0
+#     RUN pip install ...
+#     USER 65532
+#
+# No image holds a compiler, none runs as root, and all of them run on a read-only root file system with
+# something to write to at /tmp.
+
+# For images that never change, give it with a digest: --build-arg BASE=python:3.11-slim@sha256:...
+ARG BASE=python:3.11-slim
+
+# What all parts run on.
+FROM ${BASE} AS base
+# Bytecode is compiled here, once: a container could not write it, and would compile at each start.
+RUN python -m compileall -q -x 'lib2to3|idlelib|/test' "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+    && echo 'adascale:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'adascale:x:65532:' >> /etc/group
+# USER is for libraries that ask for the user's name where a cluster gives a number that nobody has.
+ENV PATH=/opt/adascale/bin:$PATH \
+    VIRTUAL_ENV=/opt/adascale \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
+    TMPDIR=/tmp \
+    USER=adascale
+WORKDIR /app
+
+# What builds them, and stays out of them.
+FROM ${BASE} AS tools
+# The same as in the Makefile.
+ARG UV=0.13.8
+RUN python -m venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir --quiet --disable-pip-version-check uv==${UV}
+ENV PATH=/opt/uv/bin:$PATH \
+    UV_NATIVE_TLS=true \
+    UV_LINK_MODE=copy
+
+# What each part needs, with the versions and hashes of requirements.lock, and none that is not there.
+FROM tools AS locks
+WORKDIR /locks
+COPY pyproject.toml requirements.lock ./
+RUN --mount=type=cache,target=/root/.cache/uv \
+    sed 's/ ; .*/ \\/' requirements.lock > pinned \
+    && for part in examples api controller; do \
+        cp requirements.lock $part.lock \
+        && uv pip compile pyproject.toml --extra $part --generate-hashes --no-annotate --no-header \
+            --no-emit-index-url --no-emit-find-links --quiet --output-file $part.lock \
+        || exit 1; \
+        if grep -vxF -f pinned $part.lock; then echo "not in requirements.lock; run: make lock" >&2; exit 1; fi; \
+    done
+
+FROM tools AS wheel
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY core core
+COPY worker worker
+COPY api api
+COPY controller controller
+RUN --mount=type=cache,target=/root/.cache/uv uv build --quiet --wheel --out-dir /wheel
+
+FROM base AS worker
+# In layers of their own, and before our code, so that a change of ours is a small thing to build and to pull.
+COPY --from=locks /locks/examples.lock /opt/requirements.lock
+RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=cache,target=/root/.cache/uv \
+    python -m venv /opt/adascale \
+    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /wheel/*.whl \
+    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("kopf", "kubernetes", "fastapi") if find_spec(name)] or 0)' \
+    && ! command -v cc gcc g++ clang
+COPY examples examples
+USER 65532:65532
+ENTRYPOINT ["adascale-agent", "--"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="adascale-worker" \
+      org.opencontainers.image.description="Runs a PyTorch program as a replica of an elastic job" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+
+FROM base AS api
+COPY --from=locks /locks/api.lock /opt/requirements.lock
+RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=cache,target=/root/.cache/uv \
+    python -m venv --without-pip /opt/adascale \
+    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /wheel/*.whl \
+    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "kopf", "kubernetes") if find_spec(name)] or 0)' \
+    && ! command -v cc gcc g++ clang
+USER 65532:65532
+EXPOSE 8265
+ENTRYPOINT ["adascale-api"]
+CMD ["--host", "0.0.0.0"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="adascale-api" \
+      org.opencontainers.image.description="The metrics service: gains of elastic jobs, and where their replicas meet" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+
+FROM base AS controller
+COPY --from=locks /locks/controller.lock /opt/requirements.lock
+RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=cache,target=/root/.cache/uv \
+    python -m venv --without-pip /opt/adascale \
+    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /wheel/*.whl \
+    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "fastapi") if find_spec(name)] or 0)' \
+    && ! command -v cc gcc g++ clang
+USER 65532:65532
+ENTRYPOINT ["adascale"]
+CMD ["operator"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="adascale-controller" \
+      org.opencontainers.image.description="The operator: moves elastic jobs between replica counts by their gain" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
