@@ -8,6 +8,10 @@ One pure function, `decide`, that the Kubernetes operator, the local runner and 
    what a change costs. The sum of logarithms is fair between jobs of different size (proportional
    fairness): a replica goes where it makes a job faster by the largest factor.
 
+Replicas fit into a number, or onto the nodes of a cluster. Where replicas are alike a number says it all, and
+the best shares are found exactly. Otherwise they are searched for: from the least that every job needs, and
+from where all jobs are now, job by job to where it is worth most for the room it takes.
+
 A job whose change is under way or recent, that is not measured, or that is about to end, moves only where
 there is no room otherwise. Same input, same answer; and since every change raises the total worth, jobs
 do not move to and fro: with nothing new, the answer to a decision carried out is to stay.
@@ -15,14 +19,16 @@ do not move to and fro: with nothing new, the answer to a decision carried out i
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, log2
 
-from adascale_core.batch import BatchBounds, BatchPlan, plan_batch, valid_replicas
+from adascale_core.batch import BatchBounds, BatchPlan, is_valid_replicas, plan_batch, valid_replicas
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import StepTime
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+from adascale_core.room import NodeRoom, Packing, ReplicaRoom, Room
 from adascale_core.throughput import StepTimeModel
 
 LEAST_SPEEDUP = 1.05
@@ -41,6 +47,8 @@ _UNITS = 10**9
 _FORCED = 10**18
 """What a change costs that is made only for want of room: more than all other worth together."""
 _IMPOSSIBLE = -(10**30)
+_ROUNDS = 8
+"""How often a search goes over all jobs to better them one by one."""
 
 
 def settle_seconds(restart_seconds: float) -> float:
@@ -57,6 +65,8 @@ class JobState:
         arrival: when the job came, in any unit; earlier goes first.
         bounds: the batch sizes that it allows.
         min_replicas, max_replicas: the counts between which it may run.
+        limit: counts above this were tried and could not be placed; none: no such count is known. The
+            smallest count of the job is open in any case: below it there is nothing to fall back on.
         replicas: the count it has now; 0 if none.
         settled_at: when that count began to train, in seconds; none while a change is under way.
         largest: the largest count that it has been measured on.
@@ -82,6 +92,7 @@ class JobState:
     remaining: float | None = None
     restart_seconds: float = 10.0
     prepare_seconds: float = 0.0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +123,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """The replica count for a job, and why, in words."""
+    """The replica count for a job.
+
+    Args:
+        replicas: the count; 0 if it does not run.
+        reason: why, in words.
+        waiting: whether it does not run for want of room.
+    """
 
     replicas: int
     reason: str
+    waiting: bool = False
 
 
 def predict(
@@ -140,21 +158,36 @@ def predict(
     return predictions
 
 
-def decide(jobs: Iterable[JobState], capacity: int, now: float) -> dict[str, Decision]:
+def decide(jobs: Iterable[JobState], capacity: int | Room, now: float) -> dict[str, Decision]:
     """The replica count of every job.
 
     Args:
         jobs: all jobs that want to run.
-        capacity: how many replicas fit in all, those that run included.
+        capacity: how many replicas fit in all, or what they have to fit into, those that run included.
         now: the time, in seconds on the clock of `settled_at`.
 
     Returns:
-        job id -> decision. Counts are valid for their job or 0, and sum to at most `capacity`.
+        job id -> decision. Counts are valid for their job or 0, and fit all at once.
     """
     queue = sorted(jobs, key=lambda job: (job.arrival, job.id))
     outlooks = [_Outlook.of(job) for job in queue]
+    room = ReplicaRoom(capacity) if isinstance(capacity, int) else capacity
+    number = room.number([outlook.job.id for outlook in outlooks if outlook.counts])
+    if number is not None:
+        chosen = _best(_admit(outlooks, number, now), number)
+    else:
+        assert isinstance(room, NodeRoom), "a number of replicas is a number"
+        chosen = _search(outlooks, room, now)
+    return {
+        job.id: Decision(count, outlook.reason(count), waiting=not count and bool(outlook.counts))
+        for job, outlook, count in zip(queue, outlooks, chosen, strict=True)
+    }
+
+
+def _admit(outlooks: Sequence[_Outlook], number: int, now: float) -> list[dict[int, int]]:
+    """Per job, count -> worth; only the count 0 where the smallest does not fit beside those before it."""
     options = []
-    free = capacity
+    free = number
     for outlook in outlooks:
         smallest = outlook.counts[0] if outlook.counts else None
         if smallest is None or smallest > free:
@@ -162,11 +195,7 @@ def decide(jobs: Iterable[JobState], capacity: int, now: float) -> dict[str, Dec
             continue
         free -= smallest
         options.append(outlook.options(now))
-    chosen = _best(options, capacity)
-    return {
-        job.id: Decision(count, outlook.reason(count))
-        for job, outlook, count in zip(queue, outlooks, chosen, strict=True)
-    }
+    return options
 
 
 def _best(options: Sequence[Mapping[int, int]], capacity: int) -> list[int]:
@@ -201,6 +230,150 @@ def _best(options: Sequence[Mapping[int, int]], capacity: int) -> list[int]:
     return chosen
 
 
+def _search(outlooks: Sequence[_Outlook], room: NodeRoom, now: float) -> list[int]:
+    """One count per job, of the highest total worth that is found, of those that fit onto the nodes.
+
+    To stay is among what is compared, so it is left only for what is worth more.
+    """
+    admitted = _admit_to_nodes(outlooks, room)
+    options = {outlook.job.id: outlook.options(now) for outlook in outlooks if outlook.job.id in admitted}
+    least = {job: outlook.counts[0] for job, outlook in admitted.items()}
+    stay = {job: outlook.current or outlook.counts[0] for job, outlook in admitted.items()}
+    found = []
+    for start, first in ((stay, {}), (least, stay), (least, {})):
+        if room.fits(start):
+            climb = _Climb(options, room, start)
+            climb.restore(first)
+            climb.climb()
+            found.append(climb.top())
+    best = max(found, key=lambda counts: sum(options[job][count] for job, count in counts.items()))
+    return [best.get(outlook.job.id, 0) for outlook in outlooks]
+
+
+def _admit_to_nodes(outlooks: Sequence[_Outlook], room: NodeRoom) -> dict[str, _Outlook]:
+    """The jobs, by arrival, whose smallest count fits beside those of the jobs before it."""
+    packing = room.packing()
+    admitted: dict[str, _Outlook] = {}
+    # What has not found room once will not find it beside even more jobs.
+    refused: dict[object, int] = {}
+    for outlook in outlooks:
+        job = outlook.job.id
+        if not outlook.counts:
+            continue
+        smallest, likeness = outlook.counts[0], room.likeness(job)
+        if likeness in refused and smallest >= refused[likeness]:
+            continue
+        if packing.give(job, smallest, thorough=True):
+            admitted[job] = outlook
+        else:
+            refused[likeness] = smallest
+    if room.fits({job: outlook.counts[0] for job, outlook in admitted.items()}):
+        return admitted
+    # They fit only in the order of their arrival, which later questions would not find again.
+    found: dict[str, int] = {}
+    for job, outlook in admitted.items():
+        if room.fits(found | {job: outlook.counts[0]}):
+            found[job] = outlook.counts[0]
+    return {job: admitted[job] for job in found}
+
+
+class _Climb:
+    """A way from counts to better ones, job by job; every step raises the total worth.
+
+    Args:
+        options: job id -> count -> worth; who came first is first.
+        room: what the counts have to fit into.
+        start: job id -> count; these fit.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Mapping[int, int]], room: NodeRoom, start: Mapping[str, int]
+    ) -> None:
+        packing = room.pack(start)
+        assert packing is not None, "a climb begins with counts that fit"
+        self._options = options
+        self._room = room
+        self._packing: Packing = packing
+        self._start = dict(start)
+        self._counts = dict(start)
+        self._steps: list[tuple[str, int]] = []
+
+    def restore(self, wanted: Mapping[str, int]) -> None:
+        """Bring jobs to the counts that are wanted for them, as far as there is room."""
+        larger = [job for job in wanted if wanted[job] > self._counts[job]]
+        for job in sorted(larger, key=lambda job: -self._density(job, wanted[job])):
+            self._change(job, wanted[job])
+
+    def climb(self) -> None:
+        """Go on as long as a job can be bettered."""
+        for _ in range(_ROUNDS):
+            before = len(self._steps)
+            self._grow()
+            for job, worth in self._options.items():
+                for count in sorted(worth, key=lambda count: (-worth[count], count)):
+                    if count == self._counts[job] or self._change(job, count):
+                        break
+            if len(self._steps) == before:
+                return
+
+    def top(self) -> dict[str, int]:
+        """The last counts on the way that fit when they are packed from nothing.
+
+        Replicas that were placed one after the other may not be found places for at once, and the next
+        decision would take these counts for too many.
+        """
+        last = len(self._steps)
+        if not self._room.fits(self._counts):
+            fitting = 0
+            while last - fitting > 1:
+                middle = (fitting + last) // 2
+                if self._room.fits(self._start | dict(self._steps[:middle])):
+                    fitting = middle
+                else:
+                    last = middle
+            last = fitting
+        return self._start | dict(self._steps[:last])
+
+    def _grow(self) -> None:
+        """Give replicas, and several at once where valid counts have gaps, to where they are worth most."""
+        jobs = list(self._options)
+        refused: dict[str, int] = {}
+        queue: list[tuple[float, int, int]] = []
+
+        def enter(i: int) -> None:
+            job = jobs[i]
+            larger = [
+                count
+                for count in self._options[job]
+                if self._counts[job] < count < refused.get(job, count + 1) and self._gain(job, count) > 0
+            ]
+            if larger:
+                count = max(larger, key=lambda count: (self._density(job, count), -count))
+                insort(queue, (self._density(job, count), -i, count))
+
+        for i in range(len(jobs)):
+            enter(i)
+        while queue:
+            _, i, count = queue.pop()
+            if not self._change(jobs[-i], count):
+                refused[jobs[-i]] = count
+            enter(-i)
+
+    def _change(self, job: str, count: int) -> bool:
+        if self._gain(job, count) <= 0 or not self._packing.give(job, count):
+            return False
+        self._counts[job] = count
+        self._steps.append((job, count))
+        return True
+
+    def _gain(self, job: str, count: int) -> int:
+        return self._options[job][count] - self._options[job][self._counts[job]]
+
+    def _density(self, job: str, count: int) -> float:
+        """What more replicas are worth, per share of the nodes that they take."""
+        return self._gain(job, count) / (self._room.share(job) * (count - self._counts[job]))
+
+
 @dataclass(frozen=True)
 class _Outlook:
     """A job with the counts that it may ever have, and predictions for those that it may have next.
@@ -220,6 +393,8 @@ class _Outlook:
         counts = [
             count for count in valid_replicas(job.bounds, job.max_replicas) if count >= job.min_replicas
         ]
+        if job.limit is not None:
+            counts = [count for count in counts if count <= job.limit] or counts[:1]
         model = StepTimeModel.fit(job.step_times)
         if job.estimate is None or model is None:
             return cls(job, counts, {})
@@ -269,6 +444,8 @@ class _Outlook:
         """Why the job gets `count` replicas, in words."""
         job, before = self.job, self.job.replicas
         if not self.counts:
+            if job.min_replicas > job.max_replicas:
+                return f"at least {job.min_replicas} are asked for, and at most {job.max_replicas}"
             return f"no replica count between {job.min_replicas} and {job.max_replicas} is valid"
         if count == 0:
             return f"waiting for room for {_replicas(self.counts[0])}"
@@ -277,6 +454,8 @@ class _Outlook:
         if count == before:
             return "stays"
         if self.current is None:
+            if job.limit is not None and before > job.limit and is_valid_replicas(job.bounds, before):
+                return f"no place was found for {_replicas(before)}"
             return f"{before} is no valid replica count any more"
         cause = "makes room"
         if not {before, count} <= set(self.predicted):
