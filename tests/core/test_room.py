@@ -1,0 +1,364 @@
+"""What fits onto nodes: a table of cases, and any packing checked by one who did not make it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adascale_core.room import Demand, Node, NodeRoom, ReplicaRoom
+
+GPU = "nvidia.com/gpu"
+ONE = Demand({GPU: 1})
+TWO = Demand({GPU: 2})
+FOUR = Demand({GPU: 4})
+NO_GPU = Demand({"cpu": 1000})
+
+
+def gpus(name: str, count: int) -> Node:
+    return Node(name, {GPU: count, "cpu": 8000, "pods": 10})
+
+
+def on(request: int, *names: str, one_node: bool = False, nodes: frozenset[str] | None = None) -> Demand:
+    """A job whose replicas stand on these nodes, by rank."""
+    return Demand({GPU: request}, nodes, dict(enumerate(names)), one_node)
+
+
+# -- a number -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "fits"), [(5, True), (4, False), (0, False), (-1, False)])
+def test_a_number_of_replicas_holds_any_that_sum_to_no_more(total: int, fits: bool) -> None:
+    room = ReplicaRoom(total)
+    assert room.fits({"a": 2, "b": 3}) is fits
+    assert room.fits({})
+    assert room.most("a") == room.number(["a", "b"]) == max(total, 0)
+
+
+# -- nodes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "demands", "counts", "fits"),
+    [
+        ([], {}, {}, True),
+        ([], {"a": ONE}, {"a": 0}, True),
+        ([], {"a": ONE}, {"a": 1}, False),
+        # as many as there are accelerators
+        ([gpus("m", 2), gpus("n", 2)], {"a": ONE, "b": ONE}, {"a": 3, "b": 1}, True),
+        ([gpus("m", 2), gpus("n", 2)], {"a": ONE, "b": ONE}, {"a": 3, "b": 2}, False),
+        # a replica is not split over nodes
+        ([gpus("m", 1), gpus("n", 1)], {"a": TWO}, {"a": 1}, False),
+        ([gpus("m", 3), gpus("n", 3)], {"a": TWO}, {"a": 2}, True),
+        ([gpus("m", 3), gpus("n", 3)], {"a": TWO}, {"a": 3}, False),
+        # the largest go first
+        ([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": FOUR}, {"a": 4, "b": 1}, True),
+        ([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": FOUR}, {"a": 5, "b": 1}, False),
+        # unless smaller ones stand there already
+        ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "m", "n"), "b": FOUR}, {"a": 1, "b": 1}, True),
+        ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "m", "n"), "b": FOUR}, {"a": 2, "b": 1}, False),
+        # every resource counts
+        ([gpus("m", 1)], {"a": Demand({"cpu": 3000})}, {"a": 2}, True),
+        ([gpus("m", 1)], {"a": Demand({"cpu": 3000})}, {"a": 3}, False),
+        ([gpus("m", 4)], {"a": Demand({GPU: 1, "cpu": 4000})}, {"a": 3}, False),
+        ([gpus("m", 4)], {"a": Demand({"memory": 1})}, {"a": 1}, False),
+        # who asks for nothing takes a pod
+        ([gpus("m", 1)], {"a": Demand({})}, {"a": 10}, True),
+        ([gpus("m", 1)], {"a": Demand({})}, {"a": 11}, False),
+        ([gpus("m", 1)], {"a": Demand({"pods": 0})}, {"a": 11}, False),
+        ([Node("m", {"cpu": 8000})], {"a": NO_GPU}, {"a": 1}, False),
+        # who has no use for accelerators does not take the processors beside them
+        (
+            [gpus("m", 8), Node("n", {"cpu": 8000, "pods": 10})],
+            {"a": Demand({"cpu": 4000}), "b": Demand({GPU: 1, "cpu": 1000})},
+            {"a": 2, "b": 8},
+            True,
+        ),
+        # only where it may
+        ([gpus("m", 2), gpus("n", 2)], {"a": Demand({GPU: 1}, frozenset("n"))}, {"a": 2}, True),
+        ([gpus("m", 2), gpus("n", 2)], {"a": Demand({GPU: 1}, frozenset("n"))}, {"a": 3}, False),
+        (
+            [gpus("m", 2), gpus("n", 2)],
+            {"a": ONE, "b": Demand({GPU: 1}, frozenset("m"))},
+            {"a": 2, "b": 2},
+            True,
+        ),
+        # what stands where nothing new may go stays
+        ([gpus("m", 2), gpus("n", 2)], {"a": on(1, "m", nodes=frozenset("n"))}, {"a": 3}, True),
+        ([gpus("m", 2), gpus("n", 2)], {"a": on(1, "m", nodes=frozenset("n"))}, {"a": 4}, False),
+        # what stands stays, also where there is less than it asks for; but nothing else goes there
+        ([gpus("m", 0)], {"a": on(1, "m", "m")}, {"a": 2}, True),
+        ([gpus("m", 0)], {"a": on(1, "m", "m")}, {"a": 3}, False),
+        ([gpus("m", -1)], {"a": on(1, "m"), "b": ONE}, {"a": 1, "b": 1}, False),
+        # a node that is gone
+        ([gpus("n", 1)], {"a": on(1, "m", "n")}, {"a": 1}, True),
+        ([gpus("n", 1)], {"a": on(1, "m", "n")}, {"a": 2}, False),
+        ([gpus("n", 2)], {"a": on(1, "m", "n")}, {"a": 2}, True),
+        # all on one node
+        ([gpus("m", 2), gpus("n", 3)], {"a": Demand({GPU: 1}, one_node=True)}, {"a": 3}, True),
+        ([gpus("m", 2), gpus("n", 3)], {"a": Demand({GPU: 1}, one_node=True)}, {"a": 4}, False),
+        ([gpus("m", 2), gpus("n", 3)], {"a": on(1, "m", one_node=True)}, {"a": 2}, True),
+        ([gpus("m", 2), gpus("n", 3)], {"a": on(1, "m", one_node=True)}, {"a": 3}, False),
+        ([gpus("n", 3)], {"a": on(1, "m", one_node=True)}, {"a": 3}, True),
+        (
+            [gpus("m", 4), gpus("n", 4)],
+            {"a": ONE, "b": Demand({GPU: 1}, one_node=True)},
+            {"a": 4, "b": 4},
+            True,
+        ),
+        (
+            [gpus("m", 4), gpus("n", 4)],
+            {"a": on(1, "m", "n"), "b": Demand({GPU: 1}, one_node=True)},
+            {"a": 2, "b": 4},
+            False,
+        ),
+        # they stand on two nodes against the rule: they stay, and new ones go to where most are
+        ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "n", "m", "n", one_node=True)}, {"a": 5}, True),
+        ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "n", "m", "n", one_node=True)}, {"a": 6}, False),
+    ],
+)
+def test_what_fits_onto_nodes(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], fits: bool
+) -> None:
+    assert NodeRoom(nodes, demands).fits(counts) is fits
+
+
+@pytest.mark.parametrize(
+    ("demands", "number"),
+    [
+        ({}, 0),
+        ({"a": ONE}, 6),
+        ({"a": TWO}, 2),
+        ({"a": Demand({GPU: 1}, one_node=True)}, 3),
+        ({"a": on(1, "m"), "b": ONE}, 6),
+        ({"a": TWO, "b": TWO}, 2),
+        # the nodes that are left out have none anyway
+        ({"a": Demand({GPU: 1}, frozenset("mn")), "b": ONE}, 6),
+        # no number says it all
+        ({"a": ONE, "b": TWO}, None),
+        ({"a": ONE, "b": Demand({GPU: 1}, frozenset("m"))}, None),
+        ({"a": ONE, "b": Demand({GPU: 1}, one_node=True)}, None),
+        ({"a": on(1, "empty"), "b": ONE}, None),
+        ({"a": on(1, *"mmmm"), "b": ONE}, None),
+        ({"a": on(1, "gone"), "b": ONE}, 6),
+    ],
+)
+def test_a_number_says_it_all_where_replicas_are_alike(
+    demands: Mapping[str, Demand], number: int | None
+) -> None:
+    room = NodeRoom([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
+    assert room.number(demands) == number
+
+
+def test_changes_to_a_packing_that_find_no_place_leave_it_as_it_is() -> None:
+    packing = NodeRoom([gpus("m", 2)], {"a": ONE, "b": ONE}).packing()
+    assert packing.give("a", 1)
+    assert not packing.give("b", 2)
+    assert packing.counts == {"a": 1}
+    assert packing.give("a", 0)
+    assert packing.give("b", 2)
+    assert packing.places == {"b": {0: "m", 1: "m"}}
+
+
+def test_a_packing_is_arranged_anew_where_that_makes_room() -> None:
+    packing = NodeRoom([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}).packing()
+    assert packing.give("a", 4)
+    assert set(packing.places["a"].values()) == {"m"}
+    assert packing.give("b", 4)
+    assert set(packing.places["a"].values()) == {"n"}
+
+
+# -- properties -----------------------------------------------------------------------------------------
+
+NAMES = ["m", "n", "o"]
+units = st.integers(-1, 5)
+node_sets = st.none() | st.frozensets(st.sampled_from(NAMES))
+placements = st.dictionaries(st.integers(0, 3), st.sampled_from([*NAMES, "gone"]), max_size=3)
+demands_of_any = st.builds(
+    Demand,
+    request=st.fixed_dictionaries({GPU: st.integers(0, 3)}, optional={"cpu": st.integers(0, 3)}),
+    nodes=node_sets,
+    placed=placements,
+    one_node=st.booleans(),
+)
+some_nodes = st.lists(
+    st.builds(
+        lambda name, gpu, cpu, pods: Node(name, {GPU: gpu, "cpu": cpu, "pods": pods}),
+        st.sampled_from(NAMES),
+        units,
+        units,
+        st.integers(0, 6),
+    ),
+    max_size=3,
+    unique_by=lambda node: node.name,
+)
+several_demands = st.lists(demands_of_any, max_size=3).map(lambda each: dict(zip("abc", each, strict=False)))
+some_counts = st.fixed_dictionaries({name: st.integers(0, 3) for name in "abc"})
+Places = Mapping[str, Mapping[int, str]]
+
+
+def only_of(demands: Mapping[str, Demand], counts: Mapping[str, int]) -> dict[str, int]:
+    return {job: counts[job] for job in demands}
+
+
+def fits_together(nodes: Sequence[Node], demands: Mapping[str, Demand], places: Places) -> bool:
+    """Whether no node has more than it can hold, but for what stands there; and nothing new beside that."""
+    for node in nodes:
+        here = [
+            (dict(demands[job].request) | {"pods": 1}, demands[job].placed.get(rank) != node.name)
+            for job, ranks in places.items()
+            for rank, name in ranks.items()
+            if name == node.name
+        ]
+        for resource in (GPU, "cpu", "pods"):
+            asked = [(request.get(resource, 0), new) for request, new in here]
+            overdrawn = sum(units for units, _ in asked) > node.free.get(resource, 0)
+            if overdrawn and any(new and units for units, new in asked):
+                return False
+    return True
+
+
+def standing(nodes: Sequence[Node], demand: Demand) -> dict[int, str]:
+    return {rank: name for rank, name in demand.placed.items() if name in {node.name for node in nodes}}
+
+
+def allowed(nodes: Sequence[Node], demand: Demand) -> set[str]:
+    """Where a new replica may go."""
+    names = {node.name for node in nodes if demand.nodes is None or node.name in demand.nodes}
+    there = standing(nodes, demand)
+    if demand.one_node and there:
+        tally = Counter(there[rank] for rank in sorted(there))
+        names &= {tally.most_common(1)[0][0]}
+    return names
+
+
+def check(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], places: Places
+) -> None:
+    assert {job: set(ranks) for job, ranks in places.items()} == {
+        job: set(range(count)) for job, count in counts.items() if count
+    }
+    for job, ranks in places.items():
+        there = standing(nodes, demands[job])
+        new = {rank: name for rank, name in ranks.items() if there.get(rank) != name}
+        assert not set(new) & set(there), "what stands stays"
+        assert set(new.values()) <= allowed(nodes, demands[job])
+        assert not demands[job].one_node or len(set(new.values())) <= 1
+    assert fits_together(nodes, demands, places)
+
+
+def possible(nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]) -> bool:
+    """Whether there is a packing: all are tried."""
+
+    def ways(rest: list[tuple[str, int]], places: dict[str, dict[int, str]]) -> Iterator[bool]:
+        if not rest:
+            yield fits_together(nodes, demands, places)
+            return
+        (job, rank), *others = rest
+        demand = demands[job]
+        there = standing(nodes, demand)
+        if rank in there:
+            names = {there[rank]}
+        else:
+            names = allowed(nodes, demand)
+            new = {name for one, name in places[job].items() if one not in there}
+            if demand.one_node and new:
+                names &= new
+        for name in sorted(names):
+            yield from ways(others, {**places, job: {**places[job], rank: name}})
+
+    return any(
+        ways(
+            [(job, rank) for job, count in counts.items() for rank in range(count)],
+            {job: {} for job in counts},
+        )
+    )
+
+
+@given(some_nodes, several_demands, some_counts)
+def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
+) -> None:
+    counts = only_of(demands, counts)
+    packing = NodeRoom(nodes, demands).pack(counts)
+    if packing is not None:
+        check(nodes, demands, counts, packing.places)
+
+
+@given(
+    some_nodes, several_demands, st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=8)
+)
+def test_a_packing_is_right_after_every_change(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], changes: Sequence[tuple[str, int]]
+) -> None:
+    packing = NodeRoom(nodes, demands).packing()
+    for job, count in changes:
+        if job not in demands:
+            continue
+        before, places = packing.counts, packing.places
+        if packing.give(job, count):
+            assert packing.counts.get(job, 0) == count
+        else:
+            assert packing.counts == before
+            assert packing.places == places
+        check(nodes, demands, packing.counts, packing.places)
+
+
+@given(some_nodes, st.builds(dict, a=demands_of_any), st.integers(0, 4))
+def test_one_job_alone_fits_wherever_there_is_a_packing(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], count: int
+) -> None:
+    room = NodeRoom(nodes, demands)
+    assert room.fits({"a": count}) == possible(nodes, demands, {"a": count}) == (count <= room.most("a"))
+    assert room.number(["a"]) == room.most("a")
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> dict[str, Demand]:
+    size, names = draw(st.integers(1, 2)), draw(node_sets)
+    return {job: Demand({GPU: size}, names, draw(placements)) for job in "abc"[: draw(st.integers(1, 3))]}
+
+
+@given(some_nodes, alike(), some_counts)
+@settings(max_examples=200)
+def test_replicas_that_are_alike_fit_wherever_there_is_a_packing(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
+) -> None:
+    nodes = [Node(node.name, {GPU: node.free[GPU], "pods": 100}) for node in nodes]
+    counts = only_of(demands, counts)
+    room = NodeRoom(nodes, demands)
+    assert room.fits(counts) == possible(nodes, demands, counts)
+    number = room.number(demands)
+    if number is not None:
+        assert room.fits(counts) == (sum(counts.values()) <= number)
+
+
+@given(some_nodes, alike(), some_counts, st.data())
+def test_where_replicas_are_alike_fewer_fit_if_more_do(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], data: st.DataObject
+) -> None:
+    counts = only_of(demands, counts)
+    room = NodeRoom(nodes, demands)
+    fewer = {job: data.draw(st.integers(0, count)) for job, count in counts.items()}
+    assert room.fits(fewer) or not room.fits(counts)
+
+
+@given(some_nodes, several_demands)
+def test_what_stands_fits(nodes: Sequence[Node], demands: Mapping[str, Demand]) -> None:
+    counts = {}
+    for job, demand in demands.items():
+        there = standing(nodes, demand)
+        counts[job] = next(rank for rank in range(9) if rank not in there)
+    assert NodeRoom(nodes, demands).fits(counts)
+
+
+@given(some_nodes, several_demands, some_counts)
+def test_the_order_of_nodes_and_jobs_makes_no_difference(
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
+) -> None:
+    counts = only_of(demands, counts)
+    one = NodeRoom(nodes, demands).pack(counts)
+    backwards = dict(reversed(list(demands.items())))
+    other = NodeRoom(list(reversed(nodes)), backwards).pack({job: counts[job] for job in backwards})
+    assert (one and one.places) == (other and other.places)
