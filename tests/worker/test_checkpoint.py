@@ -116,6 +116,43 @@ def test_a_generation_whose_place_was_taken_writes_nothing_over_its_successors(t
     assert folder.numbers() == [1]
 
 
+def test_a_job_made_again_goes_on_from_its_predecessor_though_its_generations_begin_anew(
+    tmp_path: Path,
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state_of(1), replace(STANDING, generation=9, incarnation=100))
+    folder.save(state_of(2), replace(STANDING, generation=1, incarnation=200))
+    loaded = folder.load()
+    assert loaded is not None
+    assert (loaded[0]["number"], loaded[1].generation, loaded[1].incarnation) == (2, 1, 200)
+
+
+@pytest.mark.parametrize("generation", [1, 4, 9])
+def test_a_job_that_was_deleted_writes_nothing_over_the_one_that_was_made_again(
+    tmp_path: Path, generation: int
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state_of(1), replace(STANDING, generation=4, incarnation=200))
+    with pytest.raises(CheckpointError, match=r"a later job of this name, made 100 s after this one, has"):
+        folder.save(state_of(2), replace(STANDING, generation=generation, incarnation=100))
+    with pytest.raises(CheckpointError, match="this is generation 3"):
+        folder.save(state_of(2), replace(STANDING, generation=3, incarnation=200))
+    assert folder.numbers() == [1]
+
+
+def test_a_manifest_from_before_there_were_incarnations_is_the_oldest(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state_of(1), replace(STANDING, generation=4))
+    manifest = tmp_path / "checkpoint-00000001.json"
+    members = json.loads(manifest.read_text())
+    assert members.pop("incarnation") == 0
+    manifest.write_text(json.dumps(members))
+    with pytest.raises(CheckpointError, match="generation 4 has saved"):
+        folder.save(state_of(2), STANDING)
+    folder.save(state_of(2), replace(STANDING, generation=1, incarnation=100))
+    assert folder.numbers() == [1, 2]
+
+
 # Forks a child that saves the next checkpoint and is killed at its n-th operation on a file in the folder,
 # for n = 0, 1, ... until a child gets through. Prints, for each child, how it ended and what is left.
 KILLER = """

@@ -1,6 +1,8 @@
 """Environment variables: what they may say, and what is told when they do not."""
 
+import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,14 @@ from adascale_worker.environment import (
     JobEnvironment,
     ReplicaPlace,
     ServiceAddress,
+    await_place,
     read_generation,
+    read_incarnation,
     read_job,
     read_place,
     read_service,
+    read_termination_grace,
+    read_termination_log,
 )
 from adascale_worker.errors import EnvironmentVariableError
 
@@ -95,3 +101,33 @@ def test_what_is_not_understood_is_told_by_name(environ: dict[str, str], message
 
     with pytest.raises(EnvironmentVariableError, match=re.escape(message)):
         read_all()
+
+
+def test_what_only_an_agent_is_told_is_read() -> None:
+    assert read_termination_log({}) is None
+    assert read_termination_log({"ADASCALE_TERMINATION_LOG": "/dev/termination-log"}) == Path(
+        "/dev/termination-log"
+    )
+    assert read_termination_grace({}) == 25
+    assert read_termination_grace({"ADASCALE_TERMINATION_GRACE": "115"}) == 115
+    assert read_incarnation({}) == 0
+    assert read_incarnation({"ADASCALE_INCARNATION": "1790000000"}) == 1790000000
+    with pytest.raises(EnvironmentVariableError, match=r"ADASCALE_INCARNATION is '-1': .* from 0"):
+        read_incarnation({"ADASCALE_INCARNATION": "-1"})
+    with pytest.raises(EnvironmentVariableError, match="ADASCALE_TERMINATION_GRACE is 'soon'"):
+        read_termination_grace({"ADASCALE_TERMINATION_GRACE": "soon"})
+
+
+def test_a_place_sets_variables_and_takes_away_those_that_are_none() -> None:
+    agent, trainer = socket.socketpair()
+    environ = {
+        "ADASCALE_AGENT_FD": str(trainer.detach()),
+        "ADASCALE_MAX_BATCH_SIZE": "64",
+        "ADASCALE_BATCH_SIZE": "8",
+    }
+    with agent:
+        told = {"RANK": "1", "ADASCALE_MAX_BATCH_SIZE": None, "ADASCALE_LOCAL_BSZ_BOUNDS": None}
+        agent.sendall(json.dumps(told).encode() + b"\n")
+        await_place(environ)
+        assert agent.recv(1) == b"!"
+    assert environ == {"RANK": "1", "ADASCALE_BATCH_SIZE": "8"}

@@ -39,6 +39,8 @@ class Manifest:
         replicas, generation: who saved it.
         finished: whether the job has made all its steps.
         result: what the program told of its result.
+        incarnation: when the job was made, in seconds since 1970, where that is told: generations of a job
+            that was deleted and made again under its name begin anew.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Manifest:
     finished: bool = False
     result: dict[str, float | str] = field(default_factory=dict)
     format: int = FORMAT
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Standing:
     replicas: int
     generation: int
     finished: bool
+    incarnation: int = 0
 
 
 class CheckpointFolder:
@@ -87,8 +91,8 @@ class CheckpointFolder:
             result: what the program told of its result.
 
         Raises:
-            CheckpointError: it cannot be written, or a later generation has; the last checkpoint is
-                untouched.
+            CheckpointError: it cannot be written, or a later generation has, or a later job of the same
+                name; the last checkpoint is untouched.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -208,7 +212,15 @@ class CheckpointFolder:
             last = self._read_manifest(newest)
         except _DamagedError:
             return
-        if last.generation > standing.generation > 0:
+        if standing.generation == 0:
+            # Without an agent there is nobody who could take its place.
+            return
+        if last.incarnation > standing.incarnation:
+            raise CheckpointError(
+                f"a later job of this name, made {last.incarnation - standing.incarnation} s after this one, "
+                f"has saved in {self.directory} already: this job was deleted while its replica was cut off"
+            )
+        if last.incarnation == standing.incarnation and last.generation > standing.generation:
             raise CheckpointError(
                 f"generation {last.generation} has saved in {self.directory} already, this is generation "
                 f"{standing.generation}: its place was taken while it was cut off"

@@ -15,6 +15,9 @@ from adascale_worker.errors import EnvironmentVariableError
 
 T = TypeVar("T")
 
+DEFAULT_TERMINATION_GRACE = 25.0
+"""Seconds; a pod has 30 by default, of which the agent keeps some to tell how it ended."""
+
 
 @dataclass(frozen=True)
 class ServiceAddress:
@@ -76,9 +79,9 @@ def is_ahead(environ: Mapping[str, str]) -> bool:
 def await_place(environ: MutableMapping[str, str]) -> None:
     """Tell the agent that this program is ready, and wait to be told its place.
 
-    An agent starts a program before its generation begins, so the place cannot be in the environment from
-    the start; it is put there now, for torch and for whoever else reads it. Without an agent, this returns
-    at once.
+    An agent starts a program before its generation begins, so neither the place nor what the job asks for
+    by then can be in the environment from the start; it is put there now, for torch and for whoever else
+    reads it. Without an agent, this returns at once.
 
     Raises:
         SystemExit: the agent needs this program no longer.
@@ -92,7 +95,11 @@ def await_place(environ: MutableMapping[str, str]) -> None:
         told = lines.readline()
     if not told:
         sys.exit(names.EXIT_REENTRY)
-    environ.update(json.loads(told))
+    for name, value in json.loads(told).items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
 
 
 def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
@@ -176,6 +183,22 @@ def read_replica(environ: Mapping[str, str]) -> int:
 def read_service_patience(environ: Mapping[str, str]) -> float:
     """Seconds within which the service must answer an agent for the first time."""
     return _read(environ, names.ENV_SERVICE_PATIENCE, _seconds, names.DEFAULT_SERVICE_PATIENCE)
+
+
+def read_incarnation(environ: Mapping[str, str]) -> int:
+    """When the job was made, in seconds since 1970; 0 where nobody says so."""
+    return _read(environ, names.ENV_INCARNATION, _natural, 0)
+
+
+def read_termination_log(environ: Mapping[str, str]) -> Path | None:
+    """The file in which an agent says why its program has failed, if there is one."""
+    path = environ.get(names.ENV_TERMINATION_LOG)
+    return Path(path) if path else None
+
+
+def read_termination_grace(environ: Mapping[str, str]) -> float:
+    """Seconds that a trainer has to save and leave once its agent is asked to leave."""
+    return _read(environ, names.ENV_TERMINATION_GRACE, _seconds, DEFAULT_TERMINATION_GRACE)
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], default: T) -> T:

@@ -116,6 +116,7 @@ class ElasticTrainer:
         environment.await_place(os.environ)
         place = environment.read_place(os.environ)
         self._generation = environment.read_generation(os.environ)
+        self._incarnation = environment.read_incarnation(os.environ)
         asked = environment.JobEnvironment(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -596,6 +597,7 @@ class ElasticTrainer:
             replicas=self.replicas,
             generation=self._generation,
             finished=self.finished,
+            incarnation=self._incarnation,
         )
         state = {
             "program": self._require_entered().state_dict(),
