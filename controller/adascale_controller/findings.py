@@ -85,13 +85,21 @@ def _shape_finding(error: ErrorDetails) -> Finding:
         case "model_type" | "model_attributes_type" | "dict_type":
             return path, f"must hold fields, got {_show(got)}"
         case "greater_than_equal":
-            return path, f"must be at least {error['ctx']['ge']:g}, got {_show(got)}"
+            return path, f"must be at least {error['ctx']['ge']:.17g}, got {_show(got)}"
         case "greater_than":
-            return path, f"must be more than {error['ctx']['gt']:g}, got {_show(got)}"
+            return path, f"must be more than {error['ctx']['gt']:.17g}, got {_show(got)}"
         case "less_than_equal":
-            return path, f"must be at most {error['ctx']['le']:g}, got {_show(got)}"
+            return path, f"must be at most {error['ctx']['le']:.17g}, got {_show(got)}"
         case "too_short" | "string_too_short":
             return path, "must not be empty"
+        case "string_too_long":
+            return path, f"must have at most {error['ctx']['max_length']} characters, got {len(got)}"
+        case "string_pattern_mismatch":
+            return path, f"must match {error['ctx']['pattern']}, got {_show(got)}"
+        case "literal_error":
+            return path, f"must be {error['ctx']['expected'].replace(chr(39), '')}, got {_show(got)}"
+        case "expected":
+            return path, f"{error['msg']}, got {_show(got)}"
         case "told":
             return path, error["msg"]
         case _:

@@ -9,6 +9,9 @@ from types import MappingProxyType
 from adascale_core import names
 from adascale_core.messages import JobSpec
 
+DEFAULT_STORAGE = "1Gi"
+DEFAULT_ACCESS_MODE = "ReadWriteOnce"
+
 
 @dataclass(frozen=True)
 class Checkpointing:
@@ -17,11 +20,17 @@ class Checkpointing:
     Args:
         claim_name: a volume claim of the job's namespace; a local run uses its state folder instead.
         path: a folder that every replica sees at this place.
+        storage: where neither is given, the size of the claim that the operator makes, as Kubernetes has it.
+        storage_class_name: of that claim; none: the cluster's default.
+        access_mode: of that claim.
         interval_seconds: seconds between two checkpoints while training goes on undisturbed.
     """
 
     claim_name: str | None = None
     path: str | None = None
+    storage: str = DEFAULT_STORAGE
+    storage_class_name: str | None = None
+    access_mode: str = DEFAULT_ACCESS_MODE
     interval_seconds: float = names.DEFAULT_CHECKPOINT_INTERVAL
 
 
@@ -35,6 +44,7 @@ class Job:
         command: the program and its arguments; empty where the image's own is meant.
         env: the environment variables that the file gives a value.
         working_dir: where the program runs, if the file says so.
+        replicas: how many replicas a person or an autoscaler wants at most for now, if any does.
         suspend: whether it is not to run for now.
         backoff_limit: how many times the program may fail before the job does.
         active_deadline_seconds: how long it may run, if bounded.
@@ -48,6 +58,7 @@ class Job:
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     working_dir: str | None = None
+    replicas: int | None = None
     suspend: bool = False
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
     active_deadline_seconds: int | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from adascale_controller.findings import examine
-from adascale_controller.job import Checkpointing, Job
+from adascale_controller.job import DEFAULT_ACCESS_MODE, DEFAULT_STORAGE, Checkpointing, Job
 from adascale_controller.schema import Container, Document
 from adascale_controller.yamltext import YamlTextError, dotted, read_document
 from adascale_core import names
@@ -98,6 +98,7 @@ def job_of(document: Document) -> Job:
     spec = document.spec
     container = worker_container(spec.template.spec.containers)
     bounds = spec.local_bsz_bounds
+    checkpoint = spec.checkpoint
     return Job(
         id=names.job_id(document.metadata.name, document.metadata.namespace),
         spec=JobSpec(
@@ -112,14 +113,18 @@ def job_of(document: Document) -> Job:
         command=(*container.command, *container.args) if container.command else (),
         env=MappingProxyType({one.name: one.value or "" for one in container.env if one.value_from is None}),
         working_dir=container.working_dir,
+        replicas=spec.replicas,
         suspend=spec.suspend,
         backoff_limit=spec.backoff_limit,
         active_deadline_seconds=spec.active_deadline_seconds,
         ttl_seconds_after_finished=spec.ttl_seconds_after_finished,
         checkpoint=Checkpointing(
-            claim_name=spec.checkpoint.claim_name,
-            path=spec.checkpoint.path,
-            interval_seconds=spec.checkpoint.interval_seconds,
+            claim_name=checkpoint.claim_name,
+            path=checkpoint.path,
+            storage=DEFAULT_STORAGE if checkpoint.storage is None else str(checkpoint.storage),
+            storage_class_name=checkpoint.storage_class_name,
+            access_mode=checkpoint.access_mode or DEFAULT_ACCESS_MODE,
+            interval_seconds=checkpoint.interval_seconds,
         ),
         left_out=tuple(_left_out(container)),
     )

@@ -4,13 +4,16 @@ Only the shape: which fields there are, of which type, within which limits. What
 each other is the core's to say (`jobfile` asks it). A field without a value (`suspend:`) counts as left
 out, as it does on a cluster. The pod template is Kubernetes' own and is passed through: of it only what
 a local run reads is looked at.
+
+`deploy/base/crd.yaml` says the same to the API server, field by field; tests hold the two together.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
@@ -19,10 +22,27 @@ from adascale_core.names import (
     DEFAULT_CHECKPOINT_INTERVAL,
     DEFAULT_EFFICIENCY_TARGET,
     DEFAULT_NAMESPACE,
+    MOST_BATCH_SIZE,
+    MOST_NAME_LENGTH,
     MOST_REPLICAS,
     InvalidJobIdError,
     job_id,
 )
+
+MOST_INTEGER = 2**31 - 1
+MOST_STEPS = 2**53 - 1
+"""Integers up to here are exact in any JSON reader."""
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+"""What the names of most Kubernetes objects must be: a DNS subdomain."""
+OBJECT_NAME_OR_EMPTY = rf"^({OBJECT_NAME[1:-1]})?$"
+
+Samples = Annotated[int, Field(ge=1, le=MOST_BATCH_SIZE)]
+Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
+Count = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
+
+_NAME = re.compile(rf"(?=.{{1,{MOST_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
+_SIZE = re.compile(r"[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?\Z", re.ASCII)
 
 
 def told(message: str) -> PydanticCustomError:
@@ -30,11 +50,9 @@ def told(message: str) -> PydanticCustomError:
     return PydanticCustomError("told", "{message}", {"message": message})
 
 
-def _require_job_id(name: str, namespace: str) -> None:
-    try:
-        job_id(name, namespace)
-    except InvalidJobIdError as error:
-        raise told(str(error)) from None
+def expected(what: str) -> PydanticCustomError:
+    """An error that says what a value must be; what was got is still to be told."""
+    return PydanticCustomError("expected", "{message}", {"message": what})
 
 
 class _Section(BaseModel):
@@ -61,40 +79,78 @@ class _Kubernetes(_Section):
 class LocalBszBounds(_Section):
     """Bounds of the batch on one replica, in samples."""
 
-    lower: int = Field(ge=1)
-    upper: int = Field(ge=1)
+    lower: Samples
+    upper: Samples
 
 
 class Checkpoint(_Section):
-    """Where state is saved: a volume claim, or a folder that every replica sees; and how often."""
+    """Where state is saved, and how often.
 
-    claim_name: str | None = Field(default=None, min_length=1)
-    path: str | None = Field(default=None, min_length=1)
+    A volume claim, a folder that every replica sees, or, where neither is given, a claim that the operator
+    makes: only then is there anything to say of its size, class and access mode.
+    """
+
+    claim_name: str | None = Field(default=None, max_length=253, pattern=OBJECT_NAME)
+    path: str | None = Field(default=None, max_length=4096)
+    storage: StrictInt | Annotated[StrictStr, Field(max_length=32)] | None = None
+    storage_class_name: str | None = Field(default=None, max_length=253, pattern=OBJECT_NAME_OR_EMPTY)
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = None
     interval_seconds: float = Field(default=DEFAULT_CHECKPOINT_INTERVAL, gt=0)
+
+    @field_validator("path")
+    @classmethod
+    def _from_the_root(cls, path: str) -> str:
+        if not path.startswith("/"):
+            raise expected("must be a path from the root, as in /state")
+        return path
+
+    @field_validator("storage", mode="before")
+    @classmethod
+    def _a_size(cls, storage: Any) -> Any:
+        if isinstance(storage, str):
+            right = bool(_SIZE.match(storage) and re.search("[1-9]", storage))
+        else:
+            right = isinstance(storage, int) and not isinstance(storage, bool) and storage > 0
+        if not right:
+            raise expected("must be a size, as in 10Gi, and more than 0")
+        return storage
 
     @model_validator(mode="after")
     def _one_place(self) -> Checkpoint:
         if self.claim_name is not None and self.path is not None:
             raise told("has both claimName and path; state is saved at one place: give one of them")
+        place = "claimName" if self.claim_name is not None else "path" if self.path is not None else None
+        of_a_claim = {
+            "storage": self.storage,
+            "accessMode": self.access_mode,
+            "storageClassName": self.storage_class_name,
+        }
+        useless = next((field for field, value in of_a_claim.items() if value is not None), None)
+        if place and useless:
+            raise told(
+                f"has {place}, so no claim is made; that is what {useless} is for: leave it out, "
+                f"or leave out {place}"
+            )
         return self
 
 
 class EnvVar(_Kubernetes):
     """An environment variable of a container."""
 
-    name: str = Field(min_length=1, pattern=r"^[^=\x00]+$")
+    name: str = Field(pattern=r"^[ -<>-~]+$")
     value: str | None = None
     value_from: dict[str, Any] | None = None
 
 
 class Container(_Kubernetes):
-    """A container of the pod template."""
+    """A container of the pod template. On a cluster it also needs an image."""
 
-    name: str | None = None
+    name: str = Field(max_length=63, pattern=DNS_LABEL)
+    image: str | None = Field(default=None, min_length=1)
     command: list[str] = Field(default_factory=list)
     args: list[str] = Field(default_factory=list)
     env: list[EnvVar] = Field(default_factory=list)
-    env_from: list[Any] = Field(default_factory=list)
+    env_from: list[dict[str, Any]] = Field(default_factory=list)
     working_dir: str | None = None
 
 
@@ -103,27 +159,46 @@ class PodSpec(_Kubernetes):
 
     containers: list[Container] = Field(min_length=1)
 
+    @field_validator("containers")
+    @classmethod
+    def _one_of_each_name(cls, containers: list[Container]) -> list[Container]:
+        seen: set[str] = set()
+        for container in containers:
+            if container.name in seen:
+                raise told(f"has two containers named {container.name}: each needs its own name")
+            seen.add(container.name)
+        return containers
 
-class PodTemplate(_Kubernetes):
+
+class PodMetadata(_Kubernetes):
+    """`metadata` of the pods."""
+
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class PodTemplate(_Section):
     """A PodTemplateSpec."""
 
+    metadata: PodMetadata = PodMetadata()
     spec: PodSpec
 
 
 class JobSection(_Section):
     """`spec` of an AdaScaleJob."""
 
-    batch_size: int = Field(ge=1)
-    max_batch_size: int | None = Field(default=None, ge=1)
+    batch_size: Samples
+    max_batch_size: Samples | None = None
     local_bsz_bounds: LocalBszBounds | None = None
-    min_replicas: int = Field(default=1, ge=1, le=MOST_REPLICAS)
-    max_replicas: int = Field(ge=1, le=MOST_REPLICAS)
-    scale_invariant_steps: int | None = Field(default=None, ge=1)
+    min_replicas: Replicas = 1
+    max_replicas: Replicas
+    replicas: int | None = Field(default=None, ge=0, le=MOST_REPLICAS)
+    scale_invariant_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
     efficiency_target: float = Field(default=DEFAULT_EFFICIENCY_TARGET, gt=0, le=1)
     suspend: bool = False
-    backoff_limit: int = Field(default=DEFAULT_BACKOFF_LIMIT, ge=0)
-    active_deadline_seconds: int | None = Field(default=None, ge=1)
-    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+    backoff_limit: Count = DEFAULT_BACKOFF_LIMIT
+    active_deadline_seconds: int | None = Field(default=None, ge=1, le=MOST_INTEGER)
+    ttl_seconds_after_finished: Count | None = None
     checkpoint: Checkpoint = Checkpoint()
     template: PodTemplate
 
@@ -137,13 +212,20 @@ class Metadata(_Kubernetes):
     @field_validator("name")
     @classmethod
     def _valid_name(cls, name: str) -> str:
-        _require_job_id(name, DEFAULT_NAMESPACE)
+        if not _NAME.match(name):
+            raise told(
+                f"'{name}' is not valid: use lower case letters, digits and '-', beginning and ending with a "
+                f"letter or digit, at most {MOST_NAME_LENGTH} of them"
+            )
         return name
 
     @field_validator("namespace")
     @classmethod
     def _valid_namespace(cls, namespace: str) -> str:
-        _require_job_id("any", namespace)
+        try:
+            job_id("any", namespace)
+        except InvalidJobIdError as error:
+            raise told(str(error)) from None
         return namespace
 
 

@@ -57,7 +57,15 @@ def test_a_small_job_gets_the_defaults() -> None:
     assert parsed.command == ("python", "train.py")
     assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
     assert parsed.active_deadline_seconds is None
-    assert parsed.checkpoint == Checkpointing(None, None, 30.0)
+    assert parsed.replicas is None
+    assert parsed.checkpoint == Checkpointing(
+        claim_name=None,
+        path=None,
+        storage="1Gi",
+        storage_class_name=None,
+        access_mode="ReadWriteOnce",
+        interval_seconds=30.0,
+    )
 
 
 def test_every_field_is_taken_over() -> None:
@@ -68,6 +76,7 @@ def test_every_field_is_taken_over() -> None:
         maxBatchSize=512,
         localBszBounds={"lower": 16, "upper": 128},
         minReplicas=2,
+        replicas=4,
         scaleInvariantSteps=20000,
         efficiencyTarget=1,
         suspend=True,
@@ -102,7 +111,25 @@ def test_every_field_is_taken_over() -> None:
     assert parsed.working_dir == "/app"
     assert (parsed.suspend, parsed.backoff_limit, parsed.active_deadline_seconds) == (True, 0, 60)
     assert parsed.ttl_seconds_after_finished == 0
-    assert parsed.checkpoint == Checkpointing("state", None, 5.0)
+    assert parsed.checkpoint == Checkpointing("state", interval_seconds=5.0)
+    assert parsed.replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "parsed"),
+    [
+        ({"path": "/state"}, Checkpointing(path="/state")),
+        ({"storage": "10Gi"}, Checkpointing(storage="10Gi")),
+        ({"storage": 10**9}, Checkpointing(storage="1000000000")),
+        ({"storageClassName": "", "storage": None}, Checkpointing(storage_class_name="")),
+        (
+            {"storageClassName": "nfs", "accessMode": "ReadWriteMany"},
+            Checkpointing(storage_class_name="nfs", access_mode="ReadWriteMany"),
+        ),
+    ],
+)
+def test_where_state_is_saved_is_taken_over(checkpoint: dict[str, Any], parsed: Checkpointing) -> None:
+    assert parse_job(job(checkpoint=checkpoint)).checkpoint == parsed
 
 
 def test_a_field_without_a_value_counts_as_left_out() -> None:
@@ -110,7 +137,9 @@ def test_a_field_without_a_value_counts_as_left_out() -> None:
 
 
 def test_without_a_container_of_that_name_the_first_one_trains() -> None:
-    text = job(template={"spec": {"containers": [{"name": "main", "command": ["a"]}, {"command": ["b"]}]}})
+    text = job(
+        template={"spec": {"containers": [{"name": "a", "command": ["a"]}, {"name": "b", "command": ["b"]}]}}
+    )
     assert parse_job(text).command == ("a",)
 
 
@@ -170,7 +199,9 @@ WRONG_FIELDS = [
     (job(max_batch_size=64), "spec.max_batch_size: there is no such field; did you mean maxBatchSize?"),
     (job(maxBatchsize=64), "spec.maxBatchsize: there is no such field; did you mean maxBatchSize?"),
     (job(batchsize=64), "spec.batchsize: there is no such field; did you mean batchSize?"),
-    (job(replicas=4), "spec.replicas: there is no such field; did you mean minReplicas?"),
+    (job(replica=4), "spec.replica: there is no such field; did you mean replicas?"),
+    (job(replicas=-1), "spec.replicas: must be at least 0, got -1"),
+    (job(replicas=1025), "spec.replicas: must be at most 1024, got 1025"),
     (
         job(localBszBounds={"lower": 1, "uper": 2, "upper": 2}),
         "spec.localBszBounds.uper: there is no such field; did you mean upper?",
@@ -178,11 +209,12 @@ WRONG_FIELDS = [
     (
         job(checkpoint={"zebra": 1}),
         "spec.checkpoint.zebra: there is no such field; those of spec.checkpoint are "
-        "claimName, path, intervalSeconds",
+        "claimName, path, storage, storageClassName, accessMode, intervalSeconds",
     ),
     (job(without="batchSize"), "spec: batchSize is missing"),
     (job(without="maxReplicas"), "spec: maxReplicas is missing"),
     (job(without="template"), "spec: template is missing"),
+    (job(batchSize=2**20 + 1), "spec.batchSize: must be at most 1048576, got 1048577"),
     (job(batchSize=0), "spec.batchSize: must be at least 1, got 0"),
     (job(batchSize="32"), "spec.batchSize: must be a whole number, got the text '32'"),
     (job(batchSize=32.0), "spec.batchSize: must be a whole number, got 32.0"),
@@ -196,10 +228,61 @@ WRONG_FIELDS = [
     (job(localBszBounds=[16, 128]), "spec.localBszBounds: must hold fields, got a list of 2"),
     (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
     (
-        job(checkpoint={"claimName": "a", "path": "b"}),
+        job(checkpoint={"claimName": "a", "path": "/b"}),
         "spec.checkpoint: has both claimName and path; state is saved at one place: give one of them",
     ),
+    (
+        job(checkpoint={"path": "/b", "storage": "1Gi"}),
+        "spec.checkpoint: has path, so no claim is made; that is what storage is for: leave it out, "
+        "or leave out path",
+    ),
+    (
+        job(checkpoint={"claimName": "a", "accessMode": "ReadWriteMany"}),
+        "spec.checkpoint: has claimName, so no claim is made; that is what accessMode is for: leave it out, "
+        "or leave out claimName",
+    ),
+    (
+        job(checkpoint={"path": "b"}),
+        "spec.checkpoint.path: must be a path from the root, as in /state, got the text 'b'",
+    ),
+    (
+        job(checkpoint={"claimName": "State"}),
+        "spec.checkpoint.claimName: must match ^[a-z0-9]([-a-z0-9]*[a-z0-9])?",
+    ),
+    (
+        job(checkpoint={"claimName": "a" * 254}),
+        "spec.checkpoint.claimName: must have at most 253 characters, got 254",
+    ),
+    *(
+        (
+            job(checkpoint={"storage": storage}),
+            f"spec.checkpoint.storage: must be a size, as in 10Gi, and more than 0, got {got}",
+        )
+        for storage, got in [
+            (0, "0"),
+            ("0.0Gi", "the text '0.0Gi'"),
+            ("1 Gi", "the text '1 Gi'"),
+            (1.5, "1.5"),
+        ]
+    ),
+    (
+        job(checkpoint={"accessMode": "ReadOnly"}),
+        "spec.checkpoint.accessMode: must be ReadWriteOnce or ReadWriteMany, got the text 'ReadOnly'",
+    ),
     (job(template={"spec": {"containers": []}}), "spec.template.spec.containers: must not be empty"),
+    (job(template={"spec": {"containers": [{}]}}), "spec.template.spec.containers[0]: name is missing"),
+    (
+        job(template={"spec": {"containers": [{"name": "a"}, {"name": "a"}]}}),
+        "spec.template.spec.containers: has two containers named a: each needs its own name",
+    ),
+    (
+        job(template={"metadata": {"labels": {"a": 1}}, "spec": {"containers": [{"name": "a"}]}}),
+        'spec.template.metadata.labels.a: must be a text, got 1: write "1"',
+    ),
+    (
+        job(template={"specs": {}, "spec": {"containers": [{"name": "a"}]}}),
+        "spec.template.specs: there is no such field; did you mean spec?",
+    ),
     (
         container(command="python train.py"),
         "spec.template.spec.containers[0].command: must be a list, got the text 'python train.py'",
@@ -212,7 +295,12 @@ WRONG_FIELDS = [
         container(env=[{"name": "A", "value": 1}]),
         'spec.template.spec.containers[0].env[0].value: must be a text, got 1: write "1"',
     ),
-    (job().replace("name: digits", "name: Digits"), "metadata.name: job name 'Digits' is not valid"),
+    (job().replace("name: digits", "name: Digits"), "metadata.name: 'Digits' is not valid: use lower"),
+    (
+        job().replace("name: digits", f"name: {'a' * 59}"),
+        f"metadata.name: '{'a' * 59}' is not valid: use lower case letters, digits and '-', beginning and "
+        "ending with a letter or digit, at most 58 of them",
+    ),
     (
         job().replace("name: digits", "name: digits\n  namespace: a.b"),
         "metadata.namespace: job namespace 'a.b' is not valid",

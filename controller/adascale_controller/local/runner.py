@@ -71,6 +71,9 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     if job.suspend:
         display.note(f"{job.short_id} is suspended (spec.suspend), so it does not run")
         return 0
+    if job.replicas == 0:
+        display.note(f"{job.short_id} is scaled to no replicas (spec.replicas is 0), so it does not run")
+        return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
     saved_at = Path(job.checkpoint.path) if job.checkpoint.path else folder.checkpoints
     environ = _inherited(os.environ)
@@ -118,7 +121,13 @@ def _capacity(job: Job, options: RunOptions, devices: list[str]) -> int:
             f"{job.short_id} needs at least {plural(fewest, 'replica')} at once, and {source}: "
             f"give --replicas {fewest} or more, or lower spec.minReplicas"
         )
-    return min(capacity, spec.max_replicas)
+    cap = spec.max_replicas if job.replicas is None else job.replicas
+    if fewest > cap:
+        raise CapacityError(
+            f"{job.short_id} needs at least {plural(fewest, 'replica')} at once, and spec.replicas is {cap}: "
+            f"raise spec.replicas to {fewest} or more, or lower spec.minReplicas"
+        )
+    return min(capacity, cap, spec.max_replicas)
 
 
 class _Run:
