@@ -5,7 +5,7 @@ take turns per job. A change of a job's state raises its version by one; nothing
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from statistics import median
@@ -342,9 +342,13 @@ def _lock_job(connection: Connection, job_id: str, now: float) -> Job:
 
 
 def _change(connection: Connection, job: Job, to_next: Callable[[Rendezvous], Rendezvous]) -> Changed:
+    before = job.state.active
     after = to_next(job.state)
     if after == job.state:
         return Changed(job.state, job.version, changed=False)
+    if after.active is not None and (before is None or after.active.generation > before.generation):
+        active = after.active.working_with(job.spec, before.spec if before is not None else None)
+        after = replace(after, active=active)
     version = job.version + 1
     connection.execute(
         update(jobs).where(jobs.c.key == job.key).values(version=version, state=state_to_text(after))

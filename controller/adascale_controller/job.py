@@ -74,17 +74,5 @@ class Job:
 
 def trainer_environment(job: Job) -> dict[str, str]:
     """What a trainer of `job` is told by environment variables, besides where its checkpoints are."""
-    spec = job.spec
-    told = {
-        names.ENV_BATCH_SIZE: str(spec.batch_size),
-        names.ENV_EFFICIENCY_TARGET: repr(spec.efficiency_target),
-        names.ENV_CHECKPOINT_INTERVAL: repr(job.checkpoint.interval_seconds),
-    }
-    if spec.max_batch_size is not None:
-        told[names.ENV_MAX_BATCH_SIZE] = str(spec.max_batch_size)
-    if spec.local_bsz_bounds is not None:
-        lower, upper = spec.local_bsz_bounds
-        told[names.ENV_LOCAL_BSZ_BOUNDS] = f"{lower},{upper}"
-    if spec.scale_invariant_steps is not None:
-        told[names.ENV_SCALE_INVARIANT_STEPS] = str(spec.scale_invariant_steps)
-    return told
+    told = {name: value for name, value in job.spec.environment().items() if value is not None}
+    return {**told, names.ENV_CHECKPOINT_INTERVAL: repr(job.checkpoint.interval_seconds)}

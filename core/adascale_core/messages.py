@@ -5,11 +5,12 @@ The edge (pydantic in the api, JSON in the clients) builds these; field names ar
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core import names
+from adascale_core.batch import BatchBounds, BatchPlan, is_valid_replicas
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 
@@ -111,6 +112,18 @@ class JobSpec(Message):
         """The batch sizes that the job allows."""
         return BatchBounds(self.batch_size, self.max_batch_size, self.local_bsz_bounds)
 
+    def environment(self) -> dict[str, str | None]:
+        """What a trainer is told of the job by environment variables; none: it must not be set."""
+        pair = self.local_bsz_bounds
+        steps = self.scale_invariant_steps
+        return {
+            names.ENV_BATCH_SIZE: str(self.batch_size),
+            names.ENV_MAX_BATCH_SIZE: None if self.max_batch_size is None else str(self.max_batch_size),
+            names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1]}",
+            names.ENV_EFFICIENCY_TARGET: repr(self.efficiency_target),
+            names.ENV_SCALE_INVARIANT_STEPS: None if steps is None else str(steps),
+        }
+
 
 @dataclass(frozen=True)
 class Allocation(Message):
@@ -128,16 +141,37 @@ class ActiveAllocation(Allocation):
         master_addr, master_port: that address; port 0 where nobody can enter it any more, since it was
             found running by a service that had lost its data.
         instances: the agents it was given to, by rank; empty: not told.
+        spec: what its trainers work with, the same for all of them; none: what they were started with.
     """
 
     master_addr: str
     master_port: int
     instances: tuple[str, ...] = ()
+    spec: JobSpec | None = None
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The allocation from a JSON object's members."""
-        return super().from_json({**members, "instances": tuple(members.get("instances", ()))})
+        spec = members.get("spec")
+        return super().from_json(
+            {
+                **members,
+                "instances": tuple(members.get("instances", ())),
+                "spec": JobSpec.from_json(spec) if spec else None,
+            }
+        )
+
+    def working_with(self, declared: JobSpec | None, before: JobSpec | None) -> ActiveAllocation:
+        """This allocation with the spec for its trainers, to be chosen once, when it becomes active.
+
+        Args:
+            declared: what the job is declared to be by now.
+            before: what the trainers of the last generation worked with. It stays where this replica
+                count is not valid for what is declared: one that is comes with a later allocation, and no
+                program is to fail until then.
+        """
+        fits = declared is not None and is_valid_replicas(declared.bounds, self.replicas)
+        return replace(self, spec=declared if fits else before)
 
     def has_place_for(self, rank: int, instance: str) -> bool:
         """Whether the agent `instance` of `rank` may enter: neither surplus, nor replaced, nor unheard of."""

@@ -19,7 +19,7 @@ from adascale_api.database import Database
 from adascale_api.state import state_from_text, state_to_text
 from adascale_api.store import UnknownJobError
 from adascale_core import rendezvous
-from adascale_core.messages import Allocation, GainReport, Phase, StepTime
+from adascale_core.messages import Allocation, GainReport, JobSpec, Phase, StepTime
 from adascale_core.names import HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import Rendezvous
 from api.client import a_registration, a_report
@@ -305,3 +305,37 @@ def test_a_version_is_never_given_again_though_the_job_is_removed(kept: Kept) ->
         with pytest.raises(UnknownJobError):
             kept.read(partial(store.find_job, job_id=job_id))
     assert seen == sorted(set(seen))
+
+
+def test_a_generation_keeps_what_was_declared_when_it_became_active(kept: Kept) -> None:
+    job = a_job()
+    first, second = JobSpec(8, 16, (4, 8), max_replicas=4), JobSpec(8, 64, (8, 16), max_replicas=4)
+
+    def declare(spec: JobSpec) -> None:
+        kept.write(partial(store.declare, job_id=job, spec=spec, now=0.0))
+
+    def allocate(generation: int, replicas: int) -> None:
+        wanted = partial(rendezvous.allocate, allocation=Allocation(generation, replicas))
+        kept.write(partial(store.change, job_id=job, to_next=wanted, now=0.0))
+
+    def register(rank: int, phase: Phase = Phase.WAITING, generation: int = 0, port: int = 1) -> None:
+        told = a_registration(rank, phase, generation=generation, port=port)
+        kept.write(partial(store.register, job_id=job, registration=told, now=0.0))
+
+    def active_spec() -> JobSpec | None:
+        active = kept.read(partial(store.find_job, job_id=job)).allocation.active
+        return active.spec if active is not None else None
+
+    declare(first)
+    allocate(1, 1)
+    assert active_spec() is None
+    register(0)
+    assert active_spec() == first
+    version = kept.read(partial(store.find_job, job_id=job)).version
+    declare(second)
+    register(0, Phase.RUNNING, generation=1, port=2)
+    allocate(2, 2)
+    assert active_spec() == first, "declared after it began"
+    register(1)
+    assert active_spec() == second
+    assert kept.read(partial(store.find_job, job_id=job)).version > version

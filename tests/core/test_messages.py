@@ -1,7 +1,7 @@
 """Messages survive the trip through JSON, and views say what to do next."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,16 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(max_size=20)
 
 allocations = st.builds(Allocation, generation=sizes, replicas=sizes)
+specs = st.builds(
+    JobSpec,
+    batch_size=sizes,
+    max_batch_size=st.none() | sizes,
+    local_bsz_bounds=st.none() | st.tuples(sizes, sizes),
+    min_replicas=sizes,
+    max_replicas=sizes,
+    scale_invariant_steps=st.none() | sizes,
+    efficiency_target=numbers,
+)
 active_allocations = st.builds(
     ActiveAllocation,
     generation=sizes,
@@ -33,6 +43,7 @@ active_allocations = st.builds(
     master_addr=words,
     master_port=st.integers(0, 65535),
     instances=st.lists(words, max_size=3).map(tuple),
+    spec=st.none() | specs,
 )
 views = st.builds(
     AllocationView,
@@ -64,16 +75,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         StepTime, replicas=sizes, local_bsz=sizes, accumulation=sizes, step_time=numbers, reports=sizes
     ),
-    st.builds(
-        JobSpec,
-        batch_size=sizes,
-        max_batch_size=st.none() | sizes,
-        local_bsz_bounds=st.none() | st.tuples(sizes, sizes),
-        min_replicas=sizes,
-        max_replicas=sizes,
-        scale_invariant_steps=st.none() | sizes,
-        efficiency_target=numbers,
-    ),
+    specs,
     allocations,
     active_allocations,
     views,
@@ -134,6 +136,51 @@ def test_a_report_knows_its_plan_and_its_efficiency() -> None:
 @pytest.mark.parametrize("pair", [None, (4, 8)])
 def test_a_spec_knows_its_bounds(pair: tuple[int, int] | None) -> None:
     assert JobSpec(8, 64, pair).bounds == BatchBounds(8, 64, pair)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (
+            JobSpec(8, 64, (4, 16), scale_invariant_steps=20000, efficiency_target=0.7),
+            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,16",
+             "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
+        ),
+        (
+            JobSpec(8),
+            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": None, "LOCAL_BSZ_BOUNDS": None,
+             "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
+        ),
+    ],
+)  # fmt: skip
+def test_a_spec_tells_trainers_what_is_set_and_what_is_not(
+    spec: JobSpec, told: dict[str, str | None]
+) -> None:
+    assert spec.environment() == {f"ADASCALE_{name}": value for name, value in told.items()}
+
+
+WIDE, NARROW = JobSpec(8, 64, (4, 16)), JobSpec(8, 8, (4, 8))
+"""Up to 16 replicas, and up to 2."""
+
+
+@pytest.mark.parametrize(
+    ("declared", "before", "replicas", "chosen"),
+    [
+        (None, None, 2, None),
+        (WIDE, None, 2, WIDE),
+        (WIDE, NARROW, 2, WIDE),
+        (NARROW, WIDE, 2, NARROW),
+        (NARROW, WIDE, 4, WIDE),  # edited while 4 are on their way: they are not to fail
+        (NARROW, None, 4, None),
+        (None, WIDE, 4, WIDE),
+        (NARROW, WIDE, 0, WIDE),
+    ],
+)
+def test_a_generation_works_with_what_is_declared_where_its_size_is_valid(
+    declared: JobSpec | None, before: JobSpec | None, replicas: int, chosen: JobSpec | None
+) -> None:
+    active = ActiveAllocation(3, replicas, "host", 1234, ("a", "b"))
+    assert active.working_with(declared, before) == replace(active, spec=chosen)
 
 
 def view(active: int | None, *, broken: bool = False) -> AllocationView:
