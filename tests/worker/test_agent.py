@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from adascale_core.last_words import LastWords
 from support.launch import AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 
@@ -159,8 +161,13 @@ def test_sigterm_saves_and_leaves_and_the_others_go_on_without_it(job: Job) -> N
 
 def test_a_failing_program_ends_its_agent_with_its_code_and_last_lines(job: Job) -> None:
     job.service.allocate(1, 2)
-    first, second = job.start(0, 1, **LONG, FAIL_AT=4, FAIL_RANK=1)
+    log = job.folder / "termination-log"
+    first, second = job.start(0, 1, **LONG, FAIL_AT=4, FAIL_RANK=1, ADASCALE_TERMINATION_LOG=log)
     assert second.wait() == 1
+    said = LastWords.parse(log.read_text())
+    assert said is not None
+    assert (said.generation, said.exit_code) == (1, 1)
+    assert said.log.endswith("ArithmeticError: made to fail at step 4")
     told = {one["rank"]: one for one in wait_until(lambda: job.service.job()["replicas"], "the report")}
     assert told[1]["phase"] == "failed"
     assert told[1]["exit_code"] == 1
@@ -235,6 +242,7 @@ def test_what_an_agent_cannot_work_with_is_told(
 
 def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
     began = time.monotonic()
+    log = tmp_path / "termination-log"
     run = subprocess.run(
         [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable],
         env={
@@ -242,6 +250,7 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
             "ADASCALE_API_URL": f"http://127.0.0.1:{free_port()}",
             "ADASCALE_JOB_ID": "digits",
             "ADASCALE_SERVICE_PATIENCE": "1",
+            "ADASCALE_TERMINATION_LOG": str(log),
         },
         capture_output=True,
         text=True,
@@ -252,6 +261,165 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
     assert "does not answer" in run.stderr
     assert "is the address right" in run.stderr
     assert time.monotonic() - began > 1
+    first, said = log.read_text().split("\n")
+    assert first == "before any generation: exit code 69"
+    assert "does not answer" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "environ", "said"),
+    [
+        (
+            ["sh", "-c", "echo no data; exit 3"],
+            {},
+            (3, "no data\nsh -c echo no data; exit 3 ended with exit code 3 before it had made"),
+        ),
+        (["true"], {}, (1, "true came to its end without making an ElasticTrainer")),
+        (
+            ["sh", "-c", "kill -SEGV $$"],
+            {},
+            (139, "sh -c kill -SEGV $$ ended with exit code -11 before it had made an ElasticTrainer"),
+        ),
+        (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),
+        (["true"], {"ADASCALE_REPLICA": "x"}, (2, "ADASCALE_REPLICA is 'x'")),
+    ],
+    ids=["fails", "makes no trainer", "crashes", "is not there", "misconfigured"],
+)
+def test_why_an_agent_leaves_stands_in_its_termination_log(
+    job: Job, command: list[str], environ: dict[str, str], said: tuple[int, str]
+) -> None:
+    job.service.allocate(1, 1)
+    log = job.folder / "termination-log"
+    run = run_agent(job, *command, ADASCALE_TERMINATION_LOG=str(log), **environ)
+    words = LastWords.parse(log.read_text())
+    assert words is not None
+    assert (words.generation, words.exit_code) == (0, run.returncode)
+    assert (words.exit_code, words.log[: len(said[1])]) == said
+
+
+def test_a_termination_log_that_cannot_be_written_is_told_and_changes_nothing_else(job: Job) -> None:
+    job.service.allocate(1, 1)
+    run = run_agent(job, "sh", "-c", "exit 3", ADASCALE_TERMINATION_LOG="/no/such/folder")
+    assert run.returncode == 3
+    assert "/no/such/folder cannot be written" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_an_agent_that_leaves_in_peace_says_nothing(job: Job) -> None:
+    job.service.allocate(1, 1)
+    log = job.folder / "termination-log"
+    (first,) = job.start(0, **LONG, ADASCALE_TERMINATION_LOG=log)
+    job.trains_in(1)
+    first.process.terminate()
+    assert first.wait() == 75
+    (second,) = job.start(0, **{**LONG, "EPOCHS": 1}, ADASCALE_TERMINATION_LOG=log)
+    assert second.wait() == 0
+    assert not log.exists()
+
+
+def test_a_trainer_that_does_not_leave_in_its_time_is_ended(job: Job) -> None:
+    job.service.allocate(1, 1)
+    (agent,) = job.start(0, **{**LONG, "STEP_SECONDS": 1000}, ADASCALE_TERMINATION_GRACE=0.5)
+    wait_until(job.journal.attempts, "the trainer")
+    wait_until(lambda: job.generation() == 1, "the generation")
+    agent.process.terminate()
+    assert agent.wait() == 75
+    assert "did not leave generation 1 in time" in agent.log.read_text()
+
+
+def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> None:
+    """Both what is set anew and what is not set any more."""
+    first = {"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]}
+    job.service.call("PUT", "", {**first, "max_replicas": 4})
+    job.service.allocate(1, 1)
+    environ = {
+        "ADASCALE_BATCH_SIZE": 8,
+        "ADASCALE_MAX_BATCH_SIZE": 16,
+        "ADASCALE_LOCAL_BSZ_BOUNDS": "4,8",
+        "ADASCALE_SCALE_INVARIANT_STEPS": 10**9,
+    }
+    job.start(0, 1, **{**LONG, **environ})
+    job.trains_in(1, steps=3)
+    job.service.call("PUT", "", {"batch_size": 8, "local_bsz_bounds": [12, 24], "max_replicas": 4})
+    step = job.journal.last_step()
+    wait_until(lambda: job.journal.last_step() > step + 3, "training")
+    assert job.journal.attempts()[-1].steps[-1].local_bsz <= 8, "a generation keeps what it began with"
+    job.service.allocate(2, 2)
+    job.trains_in(2, replicas=2)
+    for rank in (0, 1):
+        assert 12 <= job.journal.attempts(rank)[-1].steps[-1].local_bsz <= 24
+    told = job.service.job()["active"]["spec"]
+    assert (told["max_batch_size"], told["local_bsz_bounds"]) == (None, [12, 24])
+
+
+def run_agent(job: Job, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """An agent that is expected to leave by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "adascale_worker.agent", "--", *command],
+        env={**os.environ, **job.service.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@contextmanager
+def first_process(*command: str, **environ: str) -> Iterator[int]:
+    """An agent as the first process of a container; its process id out here."""
+    outer = subprocess.Popen(
+        [
+            *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *(sys.executable, "-m", "adascale_worker.agent", "--", *command),
+        ],
+        env={**os.environ, **environ},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: outer.poll() is not None or children(outer.pid), "the first process")
+        if outer.poll() is not None:
+            assert outer.stderr is not None
+            pytest.skip(f"there can be no other first process here: {outer.stderr.read().strip()}")
+        yield children(outer.pid)[0]
+        assert outer.wait(30) == 75
+    finally:
+        outer.kill()
+        outer.communicate()
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, those among them that have ended and are not reaped yet."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            told = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(told.rsplit(")", 1)[1].split()[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_the_first_process_of_a_container_lets_go_of_what_trainers_leave_behind(job: Job) -> None:
+    job.service.allocate(1, 1)
+    marks = [job.folder / f"mark-{number}" for number in range(3)]
+    script = " ".join(f"(sh -c 'sleep 0.2; touch {mark}' &);" for mark in marks)
+    with first_process("sh", "-c", f"{script} exec sleep 1000", **job.service.environ) as agent:
+        wait_until(lambda: all(mark.exists() for mark in marks), "the end of the orphans")
+        wait_until(lambda: len(children(agent)) == 1, "their being reaped")
+        os.kill(agent, signal.SIGTERM)
+
+
+def test_the_first_process_of_a_container_leaves_when_asked_while_it_still_starts(tmp_path: Path) -> None:
+    """The kernel keeps signals from it that it does not listen for."""
+    (tmp_path / "urllib3.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(1000)\n"
+    )
+    environ = {"PYTHONPATH": str(tmp_path), "ADASCALE_API_URL": "http://127.0.0.1:1", "ADASCALE_JOB_ID": "a"}
+    with first_process("true", **environ) as agent:
+        wait_until((tmp_path / "begun").exists, "the import")
+        os.kill(agent, signal.SIGTERM)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from types import FrameType
 
+from adascale_core.last_words import LastWords
 from adascale_core.messages import ActiveAllocation, AllocationView, Phase, Registration
 from adascale_core.names import (
     ENV_GENERATION,
@@ -21,14 +22,13 @@ from adascale_core.names import (
     LEAVE_GRACE,
 )
 from adascale_worker.agent.link import ServiceLink
-from adascale_worker.agent.trainer_process import TrainerProcess
+from adascale_worker.agent.termination_log import TerminationLog
+from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
 from adascale_worker.errors import ServiceError, WorkerError
 from adascale_worker.service import ServiceClient
 
 RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to save and leave a generation whose replicas are all well."""
-TERMINATION_GRACE = 25.0
-"""Seconds that a trainer may take when the agent itself is asked to leave (a pod has 30 by default)."""
 END_PATIENCE = 60.0
 """Seconds that a replica which has finished waits to hear that rank 0 has."""
 LAST_WORDS = 3.0
@@ -39,6 +39,8 @@ STANDBY_PATIENCE = 120.0
 """Seconds that a trainer is kept ready for a generation that does not come."""
 COMMAND_NOT_FOUND = 127
 """What shells leave with when a program cannot be started."""
+KILLED_AGAIN = 10.0
+"""Seconds after which a trainer that could not even be killed is killed again."""
 TICK = 0.5
 
 DISRUPTIONS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -61,6 +63,8 @@ class Agent:
         rank: index of the replica.
         address: where other replicas reach it.
         patience: seconds within which the service must answer for the first time.
+        termination_grace: seconds that a trainer may take when the agent itself is asked to leave.
+        termination_log: where to say that the program has failed.
     """
 
     def __init__(
@@ -72,8 +76,12 @@ class Agent:
         rank: int,
         address: str,
         patience: float,
+        termination_grace: float,
+        termination_log: TerminationLog,
     ) -> None:
         self._patience = patience
+        self._termination_grace = termination_grace
+        self._termination_log = termination_log
         self._command = list(command)
         # A lost connection is told in our own words; c10d's are a screen of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ}
@@ -118,7 +126,7 @@ class Agent:
                     return self._end(phase, code)
                 phase = Phase.LOST
             if phase is Phase.FAILED:
-                return self._end(phase, code if code >= 0 else 128 - code, trainer.log)
+                return self._fail(_leaving_code(code), trainer.log)
             if self._terminating:
                 return self._end(Phase.TERMINATED, EXIT_REENTRY)
 
@@ -228,13 +236,13 @@ class Agent:
         """What to raise when the program ends before it is told its place."""
         assert self._standby is not None
         code = self._standby.exit_code or 0
-        self._end(Phase.FAILED, code, self._standby.log)
         error = WorkerError(
             f"{' '.join(self._command)} ended with exit code {code} before it had made an ElasticTrainer"
             if code
             else f"{' '.join(self._command)} came to its end without making an ElasticTrainer"
         )
-        error.exit_code = code if code > 0 else 128 - code if code < 0 else 1
+        error.exit_code = _leaving_code(code) or 1
+        self._fail(error.exit_code, f"{self._standby.log}\n{error}".lstrip("\n"))
         return error
 
     def _dismiss(self) -> None:
@@ -250,7 +258,7 @@ class Agent:
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
-            self._end(Phase.FAILED, COMMAND_NOT_FOUND, reason)
+            self._fail(COMMAND_NOT_FOUND, reason)
             refusal = WorkerError(f"{reason}. Check the command of the job")
             refusal.exit_code = COMMAND_NOT_FOUND
             raise refusal from error
@@ -274,6 +282,8 @@ class Agent:
                 "MASTER_ADDR": allocation.master_addr,
                 "MASTER_PORT": str(allocation.master_port),
                 ENV_GENERATION: str(allocation.generation),
+                # Bounds may have been edited since this agent was started with its own environment.
+                **(allocation.spec.environment() if allocation.spec is not None else {}),
             }
         )
         self._standby_generation = self._ready_for = allocation.generation
@@ -297,7 +307,7 @@ class Agent:
             if self._terminating and not asked:
                 asked = True
                 trainer.send(signal.SIGTERM)
-                give_up = now + TERMINATION_GRACE
+                give_up = now + self._termination_grace
             elif give_up is None:
                 grace = _grace(self._link.view, self._generation)
                 give_up = None if grace is None else now + grace
@@ -311,7 +321,7 @@ class Agent:
                     flush=True,
                 )
                 trainer.send(signal.SIGKILL)
-                give_up = now + TERMINATION_GRACE
+                give_up = now + KILLED_AGAIN
 
     def _job_came_to_its_end(self) -> bool:
         """Whether the program has finished on rank 0 too, without which its end does not count."""
@@ -335,6 +345,11 @@ class Agent:
         if code == EXIT_PEER_LOST or -code in DISRUPTIONS or over or self._terminating:
             return Phase.LOST
         return Phase.FAILED
+
+    def _fail(self, code: int, log: str) -> int:
+        # First of all: whoever hears of it from the service may end this pod at once.
+        self._termination_log.say(LastWords(self._generation, code, log))
+        return self._end(Phase.FAILED, code, log)
 
     def _end(self, phase: Phase, code: int, log: str | None = None) -> int:
         told = self._link.tell(self._registration(phase, code, log), patience=LAST_WORDS)
@@ -367,6 +382,8 @@ class Agent:
         """Wait a little for something to happen."""
         if os.getppid() == 1 and _PARENT != 1:
             self._terminating = True
+        if os.getpid() == 1:
+            reap_orphans()
         try:
             event = self._events.get(timeout=TICK)
         except queue.Empty:
@@ -377,6 +394,11 @@ class Agent:
 
 
 _PARENT = os.getppid()
+
+
+def _leaving_code(code: int) -> int:
+    """What the agent leaves with for a trainer's exit code, which is negative for a signal."""
+    return code if code >= 0 else 128 - code
 
 
 def _grace(view: AllocationView | None, generation: int) -> float | None:

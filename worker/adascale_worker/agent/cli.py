@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+from types import FrameType
 from typing import NoReturn
 
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
-from adascale_worker.agent.agent import Agent
-from adascale_worker.environment import read_replica, read_service, read_service_patience
-from adascale_worker.errors import EnvironmentVariableError
-from adascale_worker.service import ServiceClient
+from adascale_core.last_words import LastWords
 
 _DESCRIPTION = f"""\
 Run a training program as one replica of an elastic job.
@@ -28,21 +27,46 @@ environment:
   {names.ENV_REPLICA}   index of this replica, from 0
   {names.ENV_ADDRESS}   where other replicas reach it (default: 127.0.0.1)
   {names.ENV_SERVICE_PATIENCE}   seconds to wait for the service's first answer
+  {names.ENV_TERMINATION_GRACE}   seconds that a trainer has to save when the agent is asked to leave
+  {names.ENV_TERMINATION_LOG}   a file in which to say why the program has failed
   {names.ENV_TOKEN}, {names.ENV_TOKEN_FILE}   the bearer token, or a file with it
 """
 
 
 def main() -> NoReturn:
     """Run the agent and leave with its exit code."""
+    # First of all: a signal that nobody listens for does not reach the first process of a container. Until
+    # the agent listens itself there is nothing to save and nothing to tell.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     parser = argparse.ArgumentParser(
         "adascale-agent", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "command", nargs="+", metavar="PROGRAM", help="the training program and its arguments"
     )
-    arguments = parser.parse_args()
+    code = _run(parser.parse_args().command)
+    # The threads that talk with the service wait on it; nothing is left that they could be needed for.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+    os._exit(names.EXIT_REENTRY)
+
+
+def _run(command: list[str]) -> int:
+    # What takes time to import waits until signals are listened for.
+    from adascale_worker import environment
+    from adascale_worker.agent.agent import Agent
+    from adascale_worker.agent.termination_log import TerminationLog
+    from adascale_worker.errors import EnvironmentVariableError
+    from adascale_worker.service import ServiceClient
+
+    environ = os.environ
+    termination_log = TerminationLog(environment.read_termination_log(environ))
     try:
-        service = read_service(os.environ)
+        service = environment.read_service(environ)
         if service is None:
             raise EnvironmentVariableError(
                 f"{names.ENV_API_URL} and {names.ENV_JOB_ID} are not set: an agent needs a metrics service. "
@@ -50,16 +74,16 @@ def main() -> NoReturn:
             )
         agent = Agent(
             ServiceClient(service),
-            arguments.command,
-            os.environ,
-            rank=read_replica(os.environ),
-            address=os.environ.get(names.ENV_ADDRESS, "127.0.0.1"),
-            patience=read_service_patience(os.environ),
+            command,
+            environ,
+            rank=environment.read_replica(environ),
+            address=environ.get(names.ENV_ADDRESS, "127.0.0.1"),
+            patience=environment.read_service_patience(environ),
+            termination_grace=environment.read_termination_grace(environ),
+            termination_log=termination_log,
         )
-        code = agent.run()
+        return agent.run()
     except AdaScaleError as error:
+        termination_log.say(LastWords(0, error.exit_code, str(error)))
         print(f"adascale-agent: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    # The threads that talk with the service wait on it; nothing is left that they could be needed for.
-    sys.stdout.flush()
-    os._exit(code)
+        return error.exit_code

@@ -28,6 +28,9 @@ LAST_OUTPUT = 2.0
 """Seconds after the end of a trainer within which the rest of its output is read."""
 PR_SET_PDEATHSIG = 1
 
+_own: set[int] = set()
+"""Process ids of trainers that are not reaped yet, which nobody else may do."""
+
 
 class TrainerProcess:
     """A trainer, waiting for its place or running in it.
@@ -75,6 +78,7 @@ class TrainerProcess:
         except OSError:
             self._channel.close()
             raise
+        _own.add(self._process.pid)
         self.ready = False
         """Whether it waits for its place."""
         self._ended = False
@@ -93,8 +97,8 @@ class TrainerProcess:
         """The last lines that it wrote."""
         return "\n".join(self._lines)
 
-    def place(self, environ: Mapping[str, str]) -> None:
-        """Tell it its place, as environment variables, and so let it go on."""
+    def place(self, environ: Mapping[str, str | None]) -> None:
+        """Tell it its place, as environment variables, and so let it go on; those that are none go."""
         try:
             self._channel.sendall(json.dumps(dict(environ)).encode() + b"\n")
         except OSError:
@@ -119,6 +123,7 @@ class TrainerProcess:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             self._kill_group()
         self._process.wait()
+        _own.discard(self._process.pid)
         # What has moved to another group lives on, and may hold the output open for good.
         output.join(LAST_OUTPUT)
         self._channel.close()
@@ -146,6 +151,21 @@ class TrainerProcess:
                 except OSError:
                     # Nobody reads us any more; the program goes on all the same.
                     continue
+
+
+def reap_orphans() -> None:
+    """Let go of processes that trainers have left behind and that have ended.
+
+    To be called now and then by an agent that is the first process of a container, from the thread that
+    starts trainers: what loses its parent there is handed to it, and would stay as a zombie.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            # Looked at first: a trainer's exit code is for the thread that waits for it.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid in _own:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
