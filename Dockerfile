@@ -70,9 +70,9 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv /opt/adascale \
     && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
-    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /wheel/*.whl \
+    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
     && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("kopf", "kubernetes", "fastapi") if find_spec(name)] or 0)' \
     && ! command -v cc gcc g++ clang
 COPY examples examples
@@ -92,9 +92,9 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv --without-pip /opt/adascale \
     && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
-    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /wheel/*.whl \
+    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
     && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "kopf", "kubernetes") if find_spec(name)] or 0)' \
     && ! command -v cc gcc g++ clang
 USER 65532:65532
@@ -115,9 +115,9 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv --without-pip /opt/adascale \
     && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
-    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /wheel/*.whl \
+    uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
     && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "fastapi") if find_spec(name)] or 0)' \
     && ! command -v cc gcc g++ clang
 USER 65532:65532
