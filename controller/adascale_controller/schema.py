@@ -180,7 +180,7 @@ class PodMetadata(_Kubernetes):
 class PodTemplate(_Section):
     """A PodTemplateSpec."""
 
-    metadata: PodMetadata = PodMetadata()
+    metadata: PodMetadata = Field(default_factory=PodMetadata)
     spec: PodSpec
 
 
