@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from importlib.metadata import version
@@ -180,3 +181,80 @@ def gain(
         print(json.dumps(answer, indent=2))
     else:
         Console(highlight=False).print(gain_view(answer, time.time()))
+
+
+@app.command()
+def operator(
+    api_url: Annotated[
+        str,
+        typer.Option("--api-url", metavar="URL", help="The metrics service, as the operator reaches it."),
+    ] = f"http://{names.API_SERVICE}.{names.SYSTEM_NAMESPACE}.svc:{names.DEFAULT_API_PORT}",
+    pod_api_url: Annotated[
+        str | None,
+        typer.Option(
+            "--pod-api-url",
+            metavar="URL",
+            help="The metrics service as pods reach it. Default: as --api-url.",
+            show_default=False,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="PATH",
+            envvar=names.ENV_TOKEN_FILE,
+            help="The operator's token for the metrics service; read again as it is renewed.",
+            show_default=False,
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            metavar="NAME",
+            help="The only namespace to look after. Default: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    lease_namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--lease-namespace",
+            metavar="NAME",
+            help="Where the lease is that lets one operator work at a time. Default: no lease.",
+            show_default=False,
+        ),
+    ] = None,
+    identity: Annotated[
+        str,
+        typer.Option(
+            "--identity", metavar="NAME", envvar="POD_NAME", help="The name of this operator among others."
+        ),
+    ] = socket.gethostname(),
+    liveness: Annotated[
+        str | None,
+        typer.Option(
+            "--liveness",
+            metavar="HOST:PORT",
+            help="Where GET /healthz answers while the operator is well. Default: nowhere.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Look after the AdaScaleJobs of a cluster: the one that this runs in, or that of KUBECONFIG."""
+    # Imported here because it takes a second, which the other commands need not wait.
+    from adascale_controller.operator.main import run_operator
+    from adascale_controller.operator.settings import OperatorSettings
+
+    run_operator(
+        OperatorSettings(
+            api_url=api_url,
+            pod_api_url=pod_api_url,
+            token_file=token_file,
+            namespace=namespace,
+            lease_namespace=lease_namespace,
+            identity=identity,
+            liveness=liveness,
+        )
+    )

@@ -24,7 +24,8 @@ class Observation:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self.job = job
+        """The job as it is by now."""
         self._since = 0
         self._last: GainReport | None = None
         self._downtimes: list[float] = []
@@ -72,10 +73,10 @@ class Observation:
             view: the newest view.
             until: the progress that it is to make, if bounded.
         """
-        spec, report = self._job.spec, view.latest
+        spec, report = self.job.spec, view.latest
         settled = self._settled is not None and self._settled[0] == view.generation and not view.broken
         return JobState(
-            id=self._job.id,
+            id=self.job.id,
             arrival=0.0,
             bounds=spec.bounds,
             min_replicas=spec.min_replicas,

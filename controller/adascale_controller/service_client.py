@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -115,11 +116,13 @@ class MetricsService:
     Args:
         url: where it is, as in `http://127.0.0.1:8265`.
         token: proves the right to write, where one is asked for.
+        token_file: a file with that token, where it is renewed from time to time.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, token_file: Path | None = None) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._token = token
+        self._token_file = token_file
         self._pool = urllib3.PoolManager(retries=False)
 
     def put_job(self, job_id: str, spec: JobSpec) -> None:
@@ -201,11 +204,22 @@ class MetricsService:
         """Close its connections."""
         self._pool.clear()
 
+    def _bearer(self) -> str | None:
+        if self._token_file is None:
+            return self._token
+        try:
+            return self._token_file.read_text().strip()
+        except OSError as error:
+            raise ServiceUnreachableError(
+                f"the token for the metrics service can't be read from {self._token_file}: {error.strerror}"
+            ) from error
+
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         url = f"{self.url}/{quote(path, safe='/?=&.')}"
         headers = {"accept": "application/json"}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
+        token = self._bearer()
+        if token:
+            headers["authorization"] = f"Bearer {token}"
         if body is not None:
             headers["content-type"] = "application/json"
         try:

@@ -8,11 +8,11 @@ from signal import Signals as SignalNumber
 
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display, Status
-from adascale_controller.observation import Observation
 from adascale_controller.local.processes import describe_exit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.service_keeper import ServiceKeeper
 from adascale_controller.local.signals import Signals
+from adascale_controller.observation import Observation
 from adascale_controller.service_client import (
     JobView,
     MetricsService,

@@ -1,0 +1,483 @@
+"""The operator at work: looks at all jobs, decides, and acts; see `docs/operator.md`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from adascale_controller.observation import Observation
+from adascale_controller.operator.capacity import eligible_nodes, free_nodes, lost_nodes, pod_request
+from adascale_controller.operator.cluster import Cluster, ClusterError
+from adascale_controller.operator.failures import Failures
+from adascale_controller.operator.objects import (
+    PodSettings,
+    Workload,
+    claim_manifest,
+    job_manifest,
+    resize_patch,
+    template_digest,
+)
+from adascale_controller.operator.pods import Pod, Problem, read_pod
+from adascale_controller.operator.resource import ElasticJob, SpecReader
+from adascale_controller.operator.settings import OperatorSettings
+from adascale_controller.operator.sighting import BatchJob, Claim, Sighting
+from adascale_controller.operator.stage import Kind as StageKind
+from adascale_controller.operator.stage import Stage, stage_of
+from adascale_controller.operator.status import worth_writing
+from adascale_controller.operator.steering import Course, steer
+from adascale_controller.operator.store import Kind, Store
+from adascale_controller.operator.trials import Trials
+from adascale_controller.service_client import (
+    JobView,
+    MetricsService,
+    ServiceRefusedError,
+    ServiceUnreachableError,
+)
+from adascale_core import names
+from adascale_core.batch import valid_replicas
+from adascale_core.decision import Decision, JobState, decide
+from adascale_core.room import Demand, NodeRoom, ReplicaRoom, Room
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two cycles while nothing is told to have changed."""
+PAUSE = 0.2
+"""Seconds between two cycles at least."""
+TELEMETRY_INTERVAL = 10.0
+"""Seconds between two writes of numbers that change with every step."""
+RESYNC_INTERVAL = 300.0
+"""Seconds between two lists of everything."""
+CLAIM_INTERVAL = 5.0
+"""Seconds between two looks at a volume claim that is not there."""
+REFUSAL_PATIENCE = 1.0
+"""Seconds that pods may be missing before it is asked why."""
+REFUSAL_INTERVAL = 5.0
+"""Seconds between two such questions about one job."""
+AT_ONCE = 8
+"""Jobs that are acted upon at the same time."""
+
+
+@dataclass
+class _Memory:
+    """What is remembered of a job from one cycle to the next; all of it can be learned again."""
+
+    observation: Observation | None = None
+    trials: Trials = field(default_factory=Trials)
+    claim: Claim | None = None
+    claim_seen_at: float = float("-inf")
+    short_since: float | None = None
+    refusal: Problem | None = None
+    refusal_seen_at: float = float("-inf")
+    written_at: float = float("-inf")
+    complaint: str = ""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A job, with what is made of it in this cycle."""
+
+    seen: Sighting
+    workload: Workload | None
+    failures: Failures
+    stage: Stage
+    memory: _Memory
+
+
+class Controller:
+    """Keeps all AdaScaleJobs as they should be.
+
+    Args:
+        store: the objects as they were last seen.
+        cluster: the Kubernetes API.
+        service: the metrics service.
+        settings: of the operator.
+        kinds: what is watched.
+        clock: the time, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cluster: Cluster,
+        service: MetricsService,
+        settings: OperatorSettings,
+        kinds: Collection[Kind],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._cluster = cluster
+        self._service = service
+        self._settings = settings
+        self._pod_settings = PodSettings(api_url=settings.pod_api_url or settings.api_url)
+        self._kinds = kinds
+        self._clock = clock
+        self._specs = SpecReader()
+        self._memories: dict[str, _Memory] = {}
+        self._pods: dict[str, tuple[str, Pod]] = {}
+        self._service_was_up = True
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        listed_at = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(INTERVAL):
+                    await self._store.changed.wait()
+            except TimeoutError:
+                pass
+            self._store.changed.clear()
+            if time.monotonic() - listed_at > RESYNC_INTERVAL:
+                listed_at = time.monotonic()
+                await self._list_again()
+            await self.cycle()
+            await asyncio.sleep(PAUSE)
+
+    async def list_all(self) -> None:
+        """Fill the store.
+
+        Raises:
+            ClusterError: the API server does not answer, or refuses.
+        """
+        for kind in self._kinds:
+            items, version = await self._cluster.list(kind)
+            self._store.replace(kind, items, version)
+
+    async def cycle(self) -> None:
+        """Look at everything once, and do what is to be done."""
+        views = await self._ask_service()
+        looks = await self._look(views)
+        decisions = self._decide(looks)
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def carry_out(look: _Look) -> None:
+            async with limit:
+                await self._carry_out(look, decisions.get(look.seen.job.id))
+
+        await asyncio.gather(*(carry_out(look) for look in looks))
+        if views is not None:
+            await self._have_service_forget(views)
+
+    # -- looking --------------------------------------------------------------------------------------------
+
+    async def _list_again(self) -> None:
+        try:
+            await self.list_all()
+        except ClusterError as error:
+            logger.warning("%s; watching goes on", error)
+
+    async def _ask_service(self) -> dict[str, JobView] | None:
+        try:
+            views = await asyncio.to_thread(self._service.jobs)
+        except (ServiceUnreachableError, ServiceRefusedError) as error:
+            if self._service_was_up:
+                logger.warning("%s; training goes on, and nothing is decided meanwhile", error)
+            self._service_was_up = False
+            return None
+        if not self._service_was_up:
+            logger.warning("The metrics service answers again")
+        self._service_was_up = True
+        return {view.id: view for view in views}
+
+    async def _look(self, views: Mapping[str, JobView] | None) -> list[_Look]:
+        jobs = [ElasticJob.read(raw, self._specs) for raw in self._store.all(Kind.ADASCALEJOBS)]
+        jobs = [job for job in jobs if not job.deleting]
+        uids = {job.uid for job in jobs}
+        self._specs.forget_all_but(uids)
+        self._memories = {uid: memory for uid, memory in self._memories.items() if uid in uids}
+        batches = {_key(raw): raw for raw in self._store.all(Kind.JOBS)}
+        pods = self._pods_by_job()
+        lost = lost_nodes(self._store.all(Kind.NODES))
+        looks = []
+        for job in jobs:
+            memory = self._memories.setdefault(job.uid, _Memory())
+            raw_batch = batches.get((job.namespace, job.name))
+            batch = BatchJob.read(raw_batch) if raw_batch is not None else None
+            own = batch is not None and batch.owner == job.uid
+            raws = pods.get((job.namespace, job.name), [])
+            mine = [raw for raw in raws if not own or batch is None or _owner(raw) == batch.uid]
+            workload = self._workload(job)
+            claim = await self._claim(job, workload, memory)
+            seen = Sighting(
+                job=job,
+                service=None if views is None else views.get(job.id, JobView(id=job.id)),
+                batch=batch,
+                pods=[self._read_pod(raw) for raw in mine],
+                claim=claim,
+                digest=_digest(workload, batch, claim),
+                refusal=None,
+                lost_nodes=lost,
+                now=self._clock(),
+            )
+            seen = replace(seen, refusal=await self._refusal(seen, memory))
+            failures = Failures.read(job.status).seen(seen.pods)
+            looks.append(_Look(seen, workload, failures, stage_of(seen, failures), memory))
+        return looks
+
+    def _pods_by_job(self) -> Mapping[tuple[str, str], list[Mapping[str, Any]]]:
+        found: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+        for raw in self._store.all(Kind.PODS):
+            name = _job_of(raw)
+            if name is not None:
+                found[raw["metadata"]["namespace"], name].append(raw)
+        present = {raw["metadata"]["uid"] for raws in found.values() for raw in raws}
+        self._pods = {uid: known for uid, known in self._pods.items() if uid in present}
+        return found
+
+    def _read_pod(self, raw: Mapping[str, Any]) -> Pod:
+        meta = raw["metadata"]
+        version, pod = self._pods.get(meta["uid"], (None, None))
+        if pod is None or version != meta["resourceVersion"]:
+            pod = read_pod(raw)
+            self._pods[meta["uid"]] = (meta["resourceVersion"], pod)
+        return pod
+
+    def _workload(self, job: ElasticJob) -> Workload | None:
+        if job.job is None:
+            return None
+        return Workload(
+            name=job.name,
+            namespace=job.namespace,
+            uid=job.uid,
+            job=job.job,
+            template=job.template,
+            created_at=job.created_at,
+            settings=self._pod_settings,
+        )
+
+    async def _claim(self, job: ElasticJob, workload: Workload | None, memory: _Memory) -> Claim | None:
+        name = workload.claim_name if workload is not None else None
+        if workload is None or name is None:
+            return None
+        own = workload.job.checkpoint.claim_name is None
+        known = memory.claim
+        if known is not None and known.exists:
+            return known
+        if self._clock() - memory.claim_seen_at < CLAIM_INTERVAL:
+            return known
+        memory.claim_seen_at = self._clock()
+        try:
+            raw = await self._cluster.claim(job.namespace, name)
+        except ClusterError as error:
+            logger.warning("%s: %s", job.id, error)
+            # Where claims may not be read, pods tell what is wrong with them.
+            one_node = own and workload.job.checkpoint.access_mode == "ReadWriteOnce"
+            return known or Claim(name, own, exists=error.status == 403, one_node=one_node)
+        modes = raw["spec"]["accessModes"] if raw is not None else [workload.job.checkpoint.access_mode]
+        memory.claim = Claim(name, own, exists=raw is not None, one_node="ReadWriteMany" not in modes)
+        return memory.claim
+
+    async def _refusal(self, seen: Sighting, memory: _Memory) -> Problem | None:
+        batch = seen.own_batch
+        if batch is None or batch.suspended or batch.finished or len(seen.present) >= batch.size:
+            memory.short_since = memory.refusal = None
+            return None
+        if memory.short_since is None:
+            memory.short_since = seen.now
+        if seen.now - memory.short_since < REFUSAL_PATIENCE:
+            return None
+        if seen.now - memory.refusal_seen_at >= REFUSAL_INTERVAL:
+            memory.refusal_seen_at = seen.now
+            since = memory.short_since - 2 * REFUSAL_PATIENCE
+            try:
+                memory.refusal = await self._cluster.refusal(seen.job.namespace, batch.uid, since)
+            except ClusterError as error:
+                logger.warning("%s: %s", seen.job.id, error)
+        return memory.refusal
+
+    # -- deciding -------------------------------------------------------------------------------------------
+
+    def _decide(self, looks: Iterable[_Look]) -> dict[str, Decision]:
+        """The replica counts of all jobs that may run."""
+        running = [look for look in looks if look.stage.kind is StageKind.RUN]
+        room = self._room(running)
+        states = [self._state(look, room) for look in running]
+        # Durations are measured on a clock that never goes back, and so is the time of the decision.
+        return decide(states, room, time.monotonic())
+
+    def _room(self, looks: list[_Look]) -> Room:
+        if Kind.NODES not in self._kinds:
+            return ReplicaRoom(sum(look.seen.job.valid.spec.max_replicas for look in looks))
+        nodes = self._store.all(Kind.NODES)
+        demands = {}
+        for look in looks:
+            seen = look.seen
+            pod_spec = seen.job.template["spec"]
+            demands[seen.job.id] = Demand(
+                request=pod_request(pod_spec),
+                nodes=eligible_nodes(pod_spec, nodes),
+                placed={rank: pod.node for rank, pod in seen.present.items() if pod.node},
+                one_node=seen.one_node,
+            )
+        return NodeRoom(free_nodes(nodes, self._store.all(Kind.PODS), demands), demands)
+
+    def _state(self, look: _Look, room: Room) -> JobState:
+        """A job as the decision has to know it."""
+        seen, memory = look.seen, look.memory
+        job, view = seen.job.valid, seen.service or JobView()
+        if memory.observation is None:
+            memory.observation = Observation(job)
+        memory.observation.job = job
+        memory.observation.see(view, time.monotonic())
+        state = memory.observation.state(view, job.spec.scale_invariant_steps)
+        standing = seen.standing
+        at_work = view.wanted == standing and seen.training > 0
+        most = room.most(job.id)
+        self._try(look, most)
+        limits = [job.spec.max_replicas, job.replicas, memory.trials.limit(most, seen.now)]
+        return replace(
+            state,
+            arrival=float(seen.job.created_at),
+            replicas=standing.replicas if standing is not None else 0,
+            settled_at=state.settled_at if at_work else None,
+            max_replicas=min(limit for limit in limits if limit is not None),
+        )
+
+    def _try(self, look: _Look, most: int) -> None:
+        """Take in how the present allocation fares."""
+        seen, standing = look.seen, look.seen.standing
+        if standing is None or standing.replicas == 0:
+            return
+        problem = seen.problem(range(standing.replicas))
+        present = seen.present
+        placed = 0
+        while placed in present and present[placed].scheduled and present[placed].problem is None:
+            placed += 1
+        spec = seen.job.valid.spec
+        look.memory.trials.see(
+            generation=standing.generation,
+            count=standing.replicas,
+            training=seen.training,
+            problem=(problem.reason, problem.message) if problem is not None else None,
+            placed=placed,
+            valid=[one for one in valid_replicas(spec.bounds, spec.max_replicas) if one >= spec.min_replicas],
+            room=most,
+            now=seen.now,
+        )
+
+    # -- acting ---------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, look: _Look, decision: Decision | None) -> None:
+        seen, memory = look.seen, look.memory
+        if decision is not None and seen.service is not None and seen.service.complete and seen.standing:
+            # Its program has come to its end; its pods are about to.
+            decision = replace(decision, replicas=seen.standing.replicas)
+        course = steer(seen, look.stage, look.failures, decision, memory.trials.standing(seen.now))
+        try:
+            await self._act(look, course)
+            memory.complaint = ""
+        except (ClusterError, ServiceUnreachableError, ServiceRefusedError) as error:
+            if str(error) != memory.complaint:
+                logger.warning("%s: %s; trying again", seen.job.id, error)
+            memory.complaint = str(error)
+
+    async def _act(self, look: _Look, course: Course) -> None:
+        seen = look.seen
+        job = seen.job
+        news = await self._write_status(look, course)
+        if course.forget:
+            await asyncio.to_thread(self._service.remove_job, job.id)
+            return
+        if course.declare is not None:
+            await asyncio.to_thread(self._service.put_job, job.id, course.declare)
+        if course.want is not None:
+            try:
+                await asyncio.to_thread(self._service.allocate, job.id, course.want)
+            except ServiceRefusedError as error:
+                if error.status != 409:
+                    raise
+                # The job has moved on by itself; the next cycle takes that up.
+        await self._size_batch(look, course)
+        for name in course.remove_pods:
+            logger.warning("%s: pod %s is deleted by force, nobody ends it", job.id, name)
+            await self._cluster.remove_pod(job.namespace, name)
+        if news:
+            for event in course.events:
+                logger.info("%s: %s: %s", job.id, event.reason, event.message)
+                await self._cluster.tell(
+                    job.namespace, job.name, job.uid, event, seen.now, self._settings.identity
+                )
+        if course.remove_job:
+            logger.info("%s: ttlSecondsAfterFinished is over, deleting it", job.id)
+            await self._cluster.remove_job(job.namespace, job.name, job.uid)
+
+    async def _write_status(self, look: _Look, course: Course) -> bool:
+        """Write the status if that is worth it; whether it told something new."""
+        job, memory, now = look.seen.job, look.memory, look.seen.now
+        news = worth_writing(job.status, course.status)
+        late = job.status != course.status and now - memory.written_at >= TELEMETRY_INTERVAL
+        if news or late:
+            written = await self._cluster.apply_status(job.namespace, job.name, job.uid, course.status)
+            self._store.put(Kind.ADASCALEJOBS, written)
+            memory.written_at = now
+        return news
+
+    async def _size_batch(self, look: _Look, course: Course) -> None:
+        seen, workload = look.seen, look.workload
+        job, batch = seen.job, seen.own_batch
+        if course.create is not None and workload is not None:
+            if course.make_claim:
+                await self._make_claim(look, workload)
+            manifest = job_manifest(workload, course.create, suspend=False, one_node=seen.one_node)
+            self._store.put(Kind.JOBS, await self._cluster.create_batch(manifest))
+        elif course.remove_batch and batch is not None:
+            await self._cluster.remove_batch(job.namespace, job.name, batch.uid)
+        elif course.resize is not None and batch is not None:
+            # A suspended Job keeps its size.
+            size = course.resize or batch.size
+            patch = resize_patch(size, suspend=course.resize == 0)
+            self._store.put(
+                Kind.JOBS, await self._cluster.patch_batch(job.namespace, job.name, batch.uid, patch)
+            )
+
+    async def _make_claim(self, look: _Look, workload: Workload) -> None:
+        manifest = claim_manifest(workload)
+        if manifest is not None:
+            await self._cluster.create_claim(manifest)
+            look.memory.claim_seen_at = float("-inf")
+
+    async def _have_service_forget(self, views: Mapping[str, JobView]) -> None:
+        """Have the service forget the jobs that the cluster has no more."""
+        present = {
+            f"{raw['metadata']['namespace']}.{raw['metadata']['name']}"
+            for raw in self._store.all(Kind.ADASCALEJOBS)
+        }
+        ending = {f"{namespace}.{name}" for namespace, name in self._pods_by_job()}
+        for view in views.values():
+            namespace = view.id.partition(".")[0]
+            ours = self._settings.namespace in (None, namespace)
+            # What was only ever posted to by hand is not the operator's to forget.
+            elastic = view.spec is not None or view.wanted is not None or view.replicas
+            if not ours or not elastic or view.id in present or view.id in ending:
+                continue
+            try:
+                await asyncio.to_thread(self._service.remove_job, view.id)
+                logger.info("%s is deleted, and forgotten by the metrics service", view.id)
+            except (ServiceUnreachableError, ServiceRefusedError) as error:
+                logger.warning("%s: %s", view.id, error)
+
+
+def _key(raw: Mapping[str, Any]) -> tuple[str, str]:
+    return raw["metadata"]["namespace"], raw["metadata"]["name"]
+
+
+def _job_of(pod: Mapping[str, Any]) -> str | None:
+    found: str | None = (pod["metadata"].get("labels") or {}).get(names.LABEL_JOB)
+    return found
+
+
+def _owner(raw: Mapping[str, Any]) -> str | None:
+    owners = raw["metadata"].get("ownerReferences") or ()
+    return next((one["uid"] for one in owners if one.get("controller")), None)
+
+
+def _digest(workload: Workload | None, batch: BatchJob | None, claim: Claim | None) -> str:
+    """Of what the pods are to be made from; where that is not known, as it is."""
+    if workload is None:
+        return (batch.digest if batch is not None else None) or ""
+    return template_digest(workload, one_node=claim is not None and claim.one_node)
