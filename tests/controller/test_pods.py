@@ -1,0 +1,314 @@
+"""What is read from the statuses of pods, as the scheduler, kubelets and the eviction manager write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.conditions import Reason
+from adascale_controller.operator.pods import Ended, Pod, Problem, own_failure, read_pod
+from adascale_core.last_words import LastWords
+
+# -- builders ----------------------------------------------------------------------------------------------
+
+
+def raw(
+    status: dict[str, Any] | None = None,
+    *,
+    node: str | None = "node1",
+    metadata: dict[str, Any] | None = None,
+    **spec: Any,
+) -> dict[str, Any]:
+    meta = {
+        "name": "digits-1-x2x4z",
+        "namespace": "team",
+        "uid": "5a0d",
+        "creationTimestamp": "2026-03-01T10:00:00Z",
+        "annotations": {"batch.kubernetes.io/job-completion-index": "1"},
+    }
+    placed = {"nodeName": node} if node else {}
+    containers = [{"name": "worker", "image": "trainer:1", "resources": {"requests": {"cpu": "500m"}}}]
+    return {
+        "metadata": meta | (metadata or {}),
+        "spec": {"containers": containers} | placed | spec,
+        "status": status or {},
+    }
+
+
+def condition(kind: str, status: str = "True", **more: str) -> dict[str, str]:
+    return {"type": kind, "status": status} | more
+
+
+def container(name: str = "worker", **state: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "image": "registry.example/trainer:1", "state": state, "restartCount": 0}
+
+
+def terminated(exit_code: int, reason: str = "Error", **more: Any) -> dict[str, Any]:
+    return {"exitCode": exit_code, "reason": reason, "startedAt": "2026-03-01T10:00:01Z"} | more
+
+
+def failed(*containers: dict[str, Any], **more: Any) -> Ended:
+    ended = read_pod(raw({"phase": "Failed", "containerStatuses": list(containers)} | more)).ended
+    assert ended is not None
+    return ended
+
+
+def waiting(reason: str, message: str = "", **more: Any) -> Problem | None:
+    state = {"reason": reason} | ({"message": message} if message else {})
+    return read_pod(raw({"phase": "Pending", "containerStatuses": [container(waiting=state)]} | more)).problem
+
+
+def unscheduled(message: str, **spec: Any) -> Problem | None:
+    told = condition("PodScheduled", "False", reason="Unschedulable", message=message)
+    return read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None, **spec)).problem
+
+
+# -- where it is -------------------------------------------------------------------------------------------
+
+
+def test_a_pod_that_runs() -> None:
+    status = {"phase": "Running", "containerStatuses": [container(running={"startedAt": "x"})]}
+    assert read_pod(raw(status)) == Pod(
+        name="digits-1-x2x4z",
+        uid="5a0d",
+        rank=1,
+        node="node1",
+        phase="Running",
+        created_at=1772359200.0,
+        scheduled=True,
+        running=True,
+        request={"cpu": 500, "pods": 1},
+    )
+
+
+def test_a_pod_that_was_just_made_tells_nothing() -> None:
+    pod = read_pod(raw(node=None))
+    assert (pod.phase, pod.node, pod.scheduled, pod.running) == ("Pending", None, False, False)
+    assert pod.problem is None
+    assert pod.ended is None
+
+
+def test_only_the_container_that_trains_tells_that_a_replica_runs() -> None:
+    two = [{"name": "logs"}, {"name": "worker"}]
+    statuses = [container("logs", running={}), container("worker", waiting={"reason": "ContainerCreating"})]
+    pod = read_pod(raw({"phase": "Running", "containerStatuses": statuses}, containers=two))
+    assert not pod.running
+    assert pod.problem is None
+
+
+def test_a_deleted_pod_tells_when_it_should_have_ended() -> None:
+    """The API adds the grace period to the time of the deletion."""
+    meta = {"deletionTimestamp": "2026-03-01T10:00:30Z", "deletionGracePeriodSeconds": 30}
+    assert read_pod(raw(metadata=meta)).deleting_since == 1772359230.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "rank"),
+    [
+        ({}, 1),
+        ({"annotations": None, "labels": {"batch.kubernetes.io/job-completion-index": "12"}}, 12),
+        ({"annotations": {}}, -1),
+        ({"annotations": {"batch.kubernetes.io/job-completion-index": "x"}}, -1),
+    ],
+)
+def test_the_rank_is_the_completion_index(metadata: dict[str, Any], rank: int) -> None:
+    assert read_pod(raw(metadata=metadata)).rank == rank
+
+
+# -- what keeps it from starting ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "0/2 nodes are available: 2 Insufficient cpu. preemption: 0/2 nodes are available: 2 No preemption "
+        "victims found for incoming pod.",
+        "0/2 nodes are available: 1 node(s) were unschedulable, 1 node(s) had untolerated taint {gpu: }.",
+        "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
+    ],
+)
+def test_a_pod_that_no_node_takes(message: str) -> None:
+    assert unscheduled(message) == Problem(Reason.UNSCHEDULABLE, message)
+
+
+def test_a_pod_behind_a_scheduling_gate() -> None:
+    told = condition("PodScheduled", "False", reason="SchedulingGated")
+    problem = read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None)).problem
+    assert problem == Problem(Reason.UNSCHEDULABLE, "SchedulingGated")
+
+
+@pytest.mark.parametrize(
+    ("message", "names_the_claim"),
+    [
+        ('persistentvolumeclaim "digits-checkpoints" not found', True),
+        ('0/2 nodes are available: persistentvolumeclaim "digits-checkpoints" not found. preemption: ', True),
+        ('persistentvolumeclaim "digits-checkpoints" is being deleted', True),
+        ("0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims. not eligible", False),
+        ("0/2 nodes are available: 2 node(s) didn't find available persistent volumes to bind.", False),
+        ("0/2 nodes are available: 2 node(s) unavailable due to one or more pvc(s) bound to x", False),
+        ('running PreBind plugin "VolumeBinding": binding volumes: context deadline exceeded', False),
+    ],
+)
+def test_a_pod_whose_volume_is_not_bound_says_which(message: str, names_the_claim: bool) -> None:
+    volumes = [
+        {"name": "a", "persistentVolumeClaim": {"claimName": "digits-checkpoints"}},
+        {"name": "b", "emptyDir": {}},
+    ]
+    told = "" if names_the_claim else " (PersistentVolumeClaims of the pod: digits-checkpoints)"
+    assert unscheduled(message, volumes=volumes) == Problem(Reason.VOLUME_NOT_BOUND, f"{message}{told}")
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "expected"),
+    [
+        ("ErrImagePull", 'failed to pull: "trainer:1": not found', Reason.IMAGE_NOT_PULLED),
+        ("ImagePullBackOff", 'Back-off pulling image "trainer:1"', Reason.IMAGE_NOT_PULLED),
+        ("InvalidImageName", "couldn't parse image name", Reason.IMAGE_NOT_PULLED),
+        ("ErrImageNeverPull", "Container image is not present with pull policy of Never",
+         Reason.IMAGE_NOT_PULLED),
+        ("RegistryUnavailable", "", Reason.IMAGE_NOT_PULLED),
+        ("CreateContainerConfigError", 'secret "s" not found', Reason.CONTAINER_NOT_CREATED),
+        ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root",
+         Reason.CONTAINER_NOT_CREATED),
+        ("CreateContainerError", "context deadline exceeded", Reason.CONTAINER_NOT_CREATED),
+        ("RunContainerError", "exec failed", Reason.CONTAINER_NOT_CREATED),
+        ("ContainerCreating", "", None),
+        ("PodInitializing", "", None),
+    ],
+)  # fmt: skip
+def test_a_container_that_does_not_start_says_why(reason: str, message: str, expected: Reason | None) -> None:
+    problem = waiting(reason, message)
+    assert (problem and problem.reason) == expected
+    if problem is not None:
+        assert problem.message.startswith("container worker")
+        assert problem.message.endswith(f"{reason}: {message}" if message else reason)
+        assert ("registry.example/trainer:1" in problem.message) == (expected is Reason.IMAGE_NOT_PULLED)
+
+
+def test_an_init_container_that_does_not_start_is_told_of_first() -> None:
+    statuses = {
+        "phase": "Pending",
+        "initContainerStatuses": [container("prepare", waiting={"reason": "ImagePullBackOff"})],
+        "containerStatuses": [container(waiting={"reason": "PodInitializing"})],
+    }
+    problem = read_pod(raw(statuses)).problem
+    assert problem is not None
+    assert problem.message == "init container prepare, image registry.example/trainer:1: ImagePullBackOff"
+
+
+def test_a_pod_that_has_ended_has_no_problem() -> None:
+    pod = read_pod(raw({"phase": "Failed", "containerStatuses": [container(waiting={"reason": "E"})]}))
+    assert pod.problem is None
+    assert pod.ended is not None
+
+
+# -- how it has ended --------------------------------------------------------------------------------------
+
+
+def test_a_pod_that_has_succeeded() -> None:
+    status = {
+        "phase": "Succeeded",
+        "containerStatuses": [container(terminated=terminated(0, "Completed", message="accuracy 97%"))],
+    }
+    ended = read_pod(raw(status)).ended
+    assert ended == Ended(0, None, "Completed", "accuracy 97%")
+    assert not own_failure(ended)
+
+
+def test_a_program_that_has_failed_says_in_which_generation() -> None:
+    words = LastWords(3, 1, "ZeroDivisionError: division by zero")
+    ended = failed(container(terminated=terminated(1, message=words.to_text())))
+    assert ended == Ended(1, None, "Error", words.to_text(), words)
+    assert own_failure(ended)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_failure"),
+    [(0, False), (1, True), (2, True), (69, False), (75, False), (76, True), (127, True), (134, True),
+     (137, False), (139, True), (143, False)],
+)  # fmt: skip
+def test_which_exit_codes_are_the_programs_own_failure(code: int, is_failure: bool) -> None:
+    ended = failed(container(terminated=terminated(code)))
+    assert own_failure(ended) == is_failure
+    assert ended.signal == (code - 128 if code > 128 else None)
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_a_lack_of_memory_is_not_the_programs_failure(code: int) -> None:
+    ended = failed(container(terminated=terminated(code, "OOMKilled")))
+    assert ended.reason == "OOMKilled"
+    assert not own_failure(ended)
+
+
+def test_a_program_that_cannot_be_started_is_its_own_failure() -> None:
+    message = 'exec: "pyton": executable file not found in $PATH'
+    ended = failed(container(terminated=terminated(128, "StartError", message=message)))
+    assert (ended.exit_code, ended.signal, ended.reason, ended.message) == (128, None, "StartError", message)
+    assert own_failure(ended)
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["EvictionByEvictionAPI", "DeletionByTaintManager", "TerminationByKubelet", "PreemptionByScheduler"],
+)
+def test_a_disruption_is_not_the_programs_failure(why: str) -> None:
+    ended = failed(
+        container(terminated=terminated(1)), conditions=[condition("DisruptionTarget", reason=why)]
+    )
+    assert ended.disruption
+    assert not own_failure(ended)
+
+
+def test_an_evicted_pod_says_so_with_or_without_its_containers() -> None:
+    message = "The node was low on resource: ephemeral-storage."
+    told = {"reason": "Evicted", "message": message, "conditions": [condition("DisruptionTarget")]}
+    ended = failed(container(terminated=terminated(137)), **told)
+    assert (ended.reason, ended.message, ended.exit_code) == ("Evicted", message, 137)
+    ended = failed(**told)
+    assert (ended.reason, ended.message, ended.exit_code) == ("Evicted", message, None)
+    assert not own_failure(ended)
+
+
+@pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError", "NodeAffinity", "NodeLost"])
+def test_a_pod_that_never_ran_has_not_failed_by_itself(reason: str) -> None:
+    """As when devices of a node went away between the scheduler's choice and the start."""
+    ended = failed(reason=reason, message="Pod was rejected")
+    assert (ended.exit_code, ended.reason, ended.message) == (None, reason, "Pod was rejected")
+    assert not own_failure(ended)
+
+
+def test_an_init_container_that_fails_counts() -> None:
+    ended = failed(
+        container(waiting={"reason": "PodInitializing"}),
+        initContainerStatuses=[
+            container("fetch", terminated=terminated(0, "Completed")),
+            container("prepare", terminated=terminated(69, message="no space left on device")),
+        ],
+    )
+    assert ended == Ended(
+        69, None, "Error", "container prepare: no space left on device", None, of_worker=False
+    )
+    assert own_failure(ended)
+
+
+def test_an_init_container_that_was_killed_does_not_count() -> None:
+    assert not own_failure(failed(initContainerStatuses=[container("fetch", terminated=terminated(143))]))
+
+
+def test_the_worker_is_asked_before_a_container_that_ended_with_it() -> None:
+    ended = failed(
+        container("logs", terminated=terminated(1)),
+        container(terminated=terminated(75)),
+        initContainerStatuses=[container("proxy", terminated=terminated(143))],
+    )
+    assert (ended.exit_code, ended.of_worker) == (75, True)
+    assert not own_failure(ended)
+
+
+def test_another_container_that_fails_beside_a_finished_worker_counts() -> None:
+    ended = failed(
+        container(terminated=terminated(0, "Completed")), container("logs", terminated=terminated(1))
+    )
+    assert (ended.exit_code, ended.of_worker, ended.message) == (1, False, "container logs")
+    assert own_failure(ended)
