@@ -98,6 +98,7 @@ class Controller:
         service: the metrics service.
         settings: of the operator.
         kinds: what is watched.
+        alive: called with each cycle.
         clock: the time, in seconds since 1970.
     """
 
@@ -108,6 +109,8 @@ class Controller:
         service: MetricsService,
         settings: OperatorSettings,
         kinds: Collection[Kind],
+        *,
+        alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -116,6 +119,7 @@ class Controller:
         self._settings = settings
         self._pod_settings = PodSettings(api_url=settings.pod_api_url or settings.api_url)
         self._kinds = kinds
+        self._alive = alive
         self._clock = clock
         self._specs = SpecReader()
         self._memories: dict[str, _Memory] = {}
@@ -136,6 +140,7 @@ class Controller:
                 listed_at = time.monotonic()
                 await self._list_again()
             await self.cycle()
+            self._alive()
             await asyncio.sleep(PAUSE)
 
     async def list_all(self) -> None:

@@ -12,6 +12,7 @@ from kubernetes.aio import client, config
 
 from adascale_controller.operator.cluster import Cluster, ClusterError
 from adascale_controller.operator.cycle import Controller
+from adascale_controller.operator.health import Health
 from adascale_controller.operator.lease import LeaseElection
 from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.store import Kind, Store
@@ -54,29 +55,33 @@ def run_operator(settings: OperatorSettings) -> None:
 
 async def _run(settings: OperatorSettings) -> None:
     await _load_config()
-    async with client.ApiClient() as api:
+    health = Health()
+    async with client.ApiClient() as api, health.served(settings.liveness):
         if settings.lease_namespace is None:
-            await _work(settings, api, [])
+            await _work(settings, api, health, [])
             return
         lease = LeaseElection(api, settings.lease_namespace, names.CONTROLLER, settings.identity)
         logger.info("Waiting to be the only operator at work")
         if not await _unless_asked_to_leave(lease.acquire()):
             return
         try:
-            await _work(settings, api, [lease.hold()])
+            await _work(settings, api, health, [lease.hold()])
         finally:
             await lease.release()
 
 
 async def _work(
-    settings: OperatorSettings, api: client.ApiClient, besides: list[Coroutine[Any, Any, None]]
+    settings: OperatorSettings,
+    api: client.ApiClient,
+    health: Health,
+    besides: list[Coroutine[Any, Any, None]],
 ) -> None:
     """Work until asked to end, or until one of the parts ends."""
     cluster = Cluster(api, settings.namespace)
     service = MetricsService(settings.api_url, token_file=settings.token_file)
     store = Store()
     kinds = await _persistently(lambda: _kinds(settings, cluster))
-    controller = Controller(store, cluster, service, settings, kinds)
+    controller = Controller(store, cluster, service, settings, kinds, alive=health.beat)
     await _persistently(controller.list_all)
     logger.info("At work in %s", settings.namespace or "all namespaces")
     parts = [watch(store, kinds, settings), controller.run(), *besides]

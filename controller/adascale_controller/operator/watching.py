@@ -62,7 +62,6 @@ async def watch(store: Store, kinds: Iterable[Kind], settings: OperatorSettings)
         standalone=True,
         clusterwide=settings.namespace is None,
         namespaces=[settings.namespace] if settings.namespace else [],
-        liveness_endpoint=f"http://{settings.liveness}/healthz" if settings.liveness else None,
     )
 
 
