@@ -3,12 +3,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PARTS := worker api controller
+# Makes images: the first of these that is there.
+ENGINE ?= $(firstword $(foreach engine,docker podman buildah,$(if $(shell command -v $(engine) 2>/dev/null),$(engine))))
+# More options for it, such as --build-arg BASE=...
+BUILD_FLAGS ?=
+IMAGE_TAG ?= dev
+KIND_CLUSTER := adascale
 READY := $(VENV)/.ready
 UV := 0.13.8
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; \`$(PYTHON)\` is `$(PYTHON) --version`. Say which one to use: make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -49,6 +56,60 @@ format: $(READY) ## format the code
 lock: $(READY) ## resolve the versions in requirements.lock anew
 	$(BIN)/uv pip compile pyproject.toml --extra local --extra examples --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --quiet --output-file requirements.lock
+
+# $(call need,PROGRAM,why)
+need = @command -v $(1) >/dev/null || { echo "\`$(1)\` is needed $(2), and is not there" >&2; exit 2; }
+
+.PHONY: images
+images: $(PARTS:%=image-%) ## make the images adascale-worker, -api and -controller, with the tag dev
+
+.PHONY: $(PARTS:%=image-%)
+$(PARTS:%=image-%): image-%:
+	@test -n "$(ENGINE)" || { echo "docker, podman or buildah is needed to make images, and none is there; another program that takes their options: make images ENGINE=..." >&2; exit 2; }
+	$(ENGINE) build $(BUILD_FLAGS) --target $* --build-arg VERSION=$(IMAGE_TAG) \
+		--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) --tag adascale-$*:$(IMAGE_TAG) .
+
+.PHONY: kind-up
+kind-up: ## make a cluster with kind, with the images and the operator in it
+	$(call need,kind,for a cluster on this machine)
+	$(call need,kubectl,to talk with the cluster)
+	@kind get clusters 2>/dev/null | grep -qx $(KIND_CLUSTER) || kind create cluster --name $(KIND_CLUSTER) --config deploy/kind/cluster.yaml
+	@$(MAKE) --no-print-directory images
+	@for part in $(PARTS); do $(MAKE) --no-print-directory kind-load-$$part || exit 1; done
+	kubectl --context kind-$(KIND_CLUSTER) apply -k deploy/kind
+	# The tag is the same as before: pods of an earlier image are not replaced by themselves.
+	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout restart statefulset/adascale-api deployment/adascale-controller
+	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout status --timeout=5m statefulset/adascale-api
+	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout status --timeout=5m deployment/adascale-controller
+	@echo "ready; train with: kubectl apply -f deploy/adascalejob.yaml"
+
+# By an archive, which every engine can write: kind itself knows docker's images only.
+.PHONY: $(PARTS:%=kind-load-%)
+$(PARTS:%=kind-load-%): kind-load-%:
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT \
+		&& $(MAKE) --no-print-directory archive-$* ARCHIVES="$$folder" \
+		&& kind load image-archive --name $(KIND_CLUSTER) "$$folder/adascale-$*.tar"
+
+.PHONY: $(PARTS:%=archive-%)
+$(PARTS:%=archive-%): archive-%:
+	@mkdir -p "$(ARCHIVES)" && rm -f "$(ARCHIVES)/adascale-$*.tar"
+ifeq ($(notdir $(ENGINE)),docker)
+	$(ENGINE) save --output "$(ARCHIVES)/adascale-$*.tar" adascale-$*:$(IMAGE_TAG)
+else
+	# Nodes look for a name without a registry under docker.io/library; as localhost/..., they never find it.
+	$(ENGINE) push --quiet adascale-$*:$(IMAGE_TAG) "docker-archive:$(ARCHIVES)/adascale-$*.tar:docker.io/library/adascale-$*:$(IMAGE_TAG)"
+endif
+
+.PHONY: kind-down
+kind-down: ## remove that cluster
+	$(call need,kind,for a cluster on this machine)
+	kind delete cluster --name $(KIND_CLUSTER)
+
+.PHONY: e2e
+e2e: $(READY) ## the tests on a cluster, the one that KUBECONFIG names
+	$(call need,kubectl,to talk with the cluster)
+	@kubectl version >/dev/null 2>&1 || { echo "no cluster answers: set KUBECONFIG to that of one for tests, or run: make kind-up" >&2; exit 2; }
+	$(BIN)/python -m pytest tests/cluster
 
 .PHONY: clean
 clean: ## remove the environment and the state of runs
