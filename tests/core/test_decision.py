@@ -26,6 +26,7 @@ from adascale_core.decision import (
 )
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import StepTime
+from adascale_core.room import Demand, Node, NodeRoom, ReplicaRoom, Room
 from adascale_core.throughput import StepTimeModel
 
 NOW = 10_000.0
@@ -86,7 +87,7 @@ def unmeasured(name: str, replicas: int = 0, *, arrival: float = 0.0, at_least: 
     )
 
 
-def counts(jobs: Sequence[JobState], capacity: int, now: float = NOW) -> dict[str, int]:
+def counts(jobs: Sequence[JobState], capacity: int | Room, now: float = NOW) -> dict[str, int]:
     return {name: decision.replicas for name, decision in decide(jobs, capacity, now).items()}
 
 
@@ -282,6 +283,118 @@ def test_equal_jobs_share_fairly_in_the_end_however_they_began() -> None:
 def test_two_jobs_do_not_trade_replicas_for_less_than_both_restarts_cost() -> None:
     """5 and 3 are worth 15, 4 and 4 are worth 16: less than the two restarts."""
     assert counts([job("a", 5), job("b", 3, arrival=1)], 8) == {"a": 5, "b": 3}
+
+
+# -- a limit --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "decided", "reason"),
+    [
+        (replace(job("a", 2), limit=3), 3, "times the progress"),
+        (replace(job("a", 2), limit=2), 2, "stays"),
+        (replace(job("a", 2, bounds=EVEN_SPLIT), limit=3), 2, "stays"),
+        (replace(job("a", 4, measured=[2]), limit=2), 2, "no place was found for 4 replicas"),
+        # its smallest count is open, whatever was tried
+        (replace(unmeasured("a", at_least=3), limit=2), 3, "started on 3 replicas"),
+        (replace(unmeasured("a"), limit=0), 1, "started on 1 replica"),
+        # but bounds are bounds
+        (replace(unmeasured("a"), max_replicas=0), 0, "at least 1 are asked for, and at most 0"),
+    ],
+)
+def test_counts_that_could_not_be_placed_are_left_out(state: JobState, decided: int, reason: str) -> None:
+    decision = decide([state], 8, NOW)["a"]
+    assert decision.replicas == decided
+    assert reason in decision.reason
+
+
+# -- nodes ----------------------------------------------------------------------------------------------
+
+GPU = "nvidia.com/gpu"
+
+
+def gpus(name: str, count: int) -> Node:
+    return Node(name, {GPU: count, "pods": 100})
+
+
+def on(request: int, placed: str = "", *, one_node: bool = False) -> Demand:
+    """A job whose replicas stand on these nodes of one letter, by rank."""
+    return Demand({GPU: request}, None, dict(enumerate(placed)), one_node)
+
+
+M4_N4 = [gpus("m", 4), gpus("n", 4)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "demands", "nodes", "decided"),
+    [
+        # alone
+        ([job("a", 4)], [on(1, "mmmm")], M4_N4, [8]),
+        ([job("a", 2)], [on(3, "mn")], M4_N4, [2]),
+        ([job("a", 1)], [on(3, "m")], [*M4_N4, gpus("o", 4)], [2]),
+        ([unmeasured("a")], [on(5)], M4_N4, [0]),
+        # all on one node
+        ([job("a", 4)], [on(1, "mmmm", one_node=True)], M4_N4, [4]),
+        ([job("a", 2)], [on(1, "mm", one_node=True)], [gpus("m", 3), gpus("n", 8)], [3]),
+        ([unmeasured("a", at_least=5)], [on(1, one_node=True)], M4_N4, [0]),
+        # a node is lost: there is room elsewhere, or not
+        ([job("a", 4)], [on(1, "mmxx")], [gpus("m", 2), gpus("n", 2)], [4]),
+        ([job("a", 4)], [on(1, "mmxx")], [gpus("m", 2)], [2]),
+        ([unmeasured("a", 4)], [on(1, "xxxx", one_node=True)], [gpus("m", 3)], [3]),
+        ([unmeasured("a", 4)], [on(1, "xxxx")], [], [0]),
+        # a node that has less than what stands there keeps it
+        ([job("a", 4)], [on(1, "mmmm")], [gpus("m", 0)], [4]),
+        # a second job makes the first give back what it needs, where it needs it
+        ([job("a", 8), unmeasured("b", arrival=1)], [on(1, "mmmmnnnn"), on(4)], M4_N4, [4, 1]),
+        ([unmeasured("a", 8), unmeasured("b", arrival=1)], [on(1, "mmmmnnnn"), on(2)], M4_N4, [6, 1]),
+        ([job("a", 8), unmeasured("b", arrival=1)], [on(1, "mmmmnnnn"), on(5)], M4_N4, [8, 0]),
+        ([job("a", 8), unmeasured("b", arrival=1)], [on(1, "mnmnmnmn"), on(4)], M4_N4, [1, 1]),
+        # but not from a job that is in nobody's way
+        (
+            [job("a", 4), job("b", 4, arrival=1), unmeasured("c", arrival=2)],
+            [on(1, "mmmm"), on(1, "nnnn"), Demand({GPU: 2}, frozenset("m"))],
+            M4_N4,
+            [2, 4, 1],
+        ),
+        # jumps over counts that are not valid
+        ([job("a", 4, bounds=EVEN_SPLIT), unmeasured("b", arrival=1)], [on(1, "mmmm"), on(2)], M4_N4, [4, 1]),
+        (
+            [job("a", 4, bounds=EVEN_SPLIT), unmeasured("b", arrival=1)],
+            [on(1, "mmmm"), on(2)],
+            [*M4_N4, gpus("o", 2)],
+            [8, 1],
+        ),
+        # who came first runs: a later one gives way, also where it runs already
+        ([unmeasured("a"), unmeasured("b", 2, arrival=1)], [on(4), on(2, "mm")], [gpus("m", 4)], [1, 0]),
+        ([unmeasured("a", 2), unmeasured("b", arrival=1)], [on(2, "mm"), on(4)], [gpus("m", 4)], [2, 0]),
+        # who does not fit waits, and who comes later may fit
+        (
+            [unmeasured("a"), unmeasured("b", arrival=1), unmeasured("c", arrival=2)],
+            [on(2), on(4), on(1)],
+            [gpus("m", 4)],
+            [1, 0, 1],
+        ),
+        ([], [], M4_N4, []),
+    ],
+)
+def test_jobs_on_nodes_get(
+    jobs: Sequence[JobState], demands: Sequence[Demand], nodes: Sequence[Node], decided: Sequence[int]
+) -> None:
+    names = [state.id for state in jobs]
+    room = NodeRoom(nodes, dict(zip(names, demands, strict=True)))
+    assert counts(jobs, room) == dict(zip(names, decided, strict=True))
+
+
+def test_a_job_that_waits_for_room_is_told_from_one_that_can_never_run() -> None:
+    never = replace(unmeasured("b"), max_replicas=0)
+    jobs = [unmeasured("a", at_least=4), never, unmeasured("c")]
+    for room in (1, NodeRoom([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
+        decided = decide(jobs, room, NOW)
+        assert {name: decision.waiting for name, decision in decided.items()} == {
+            "a": True,
+            "b": False,
+            "c": False,
+        }
 
 
 # -- reasons --------------------------------------------------------------------------------------------
@@ -513,6 +626,161 @@ def worth(state: JobState) -> Mapping[int, float]:
         for count in set(table) - {state.replicas}:
             table[count] -= max(cost, log(LEAST_SPEEDUP))
     return table
+
+
+# -- properties on nodes --------------------------------------------------------------------------------
+
+requests = st.builds(
+    Demand,
+    request=st.fixed_dictionaries({GPU: st.integers(0, 3)}, optional={"cpu": st.integers(1, 3)}),
+    nodes=st.none() | st.frozensets(st.sampled_from("mno"), min_size=1),
+    one_node=st.booleans(),
+)
+clusters = st.tuples(
+    *(
+        st.builds(
+            lambda gpu, cpu, pods, name=name: Node(name, {GPU: gpu, "cpu": cpu, "pods": pods}),
+            st.integers(0, 8),
+            st.integers(0, 16),
+            st.integers(0, 12),
+        )
+        for name in "mno"
+    )
+)
+
+
+Demands = dict[str, Demand]
+
+
+def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mapping[str, int]) -> Demands:
+    """The demands where all replicas stand that fit, one job after the other."""
+    packing = NodeRoom(nodes, demands).packing()
+    for name, count in replicas.items():
+        while count and not packing.give(name, count):
+            count -= 1
+    return {name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()}
+
+
+@st.composite
+def worlds_on_nodes(draw: st.DrawFn) -> tuple[Sequence[JobState], Sequence[Node], Demands]:
+    jobs = draw(worlds)
+    nodes = draw(clusters)
+    demands = {state.id: draw(requests) for state in jobs}
+    if draw(st.booleans()):
+        demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
+    return jobs, nodes, demands
+
+
+def carried_out(jobs: Sequence[JobState], decided: Mapping[str, int], since: float | None) -> list[JobState]:
+    return [
+        state
+        if state.replicas == decided[state.id]
+        else replace(state, replicas=decided[state.id], settled_at=since)
+        for state in jobs
+    ]
+
+
+@given(worlds_on_nodes())
+def test_on_nodes_every_count_is_valid_or_none_and_all_fit(
+    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+) -> None:
+    jobs, nodes, demands = world
+    room = NodeRoom(nodes, demands)
+    decided = counts(jobs, room)
+    assert set(decided) == {state.id for state in jobs}
+    assert room.fits(decided)
+    for state in jobs:
+        assert decided[state.id] == 0 or decided[state.id] in allowed(state)
+    assert counts(list(reversed(jobs)), NodeRoom(list(reversed(nodes)), demands)) == decided
+
+
+@given(worlds_on_nodes())
+def test_on_nodes_a_decision_that_was_carried_out_is_to_stay(
+    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+) -> None:
+    """Both before its replicas are placed, and when they stand."""
+    jobs, nodes, demands = world
+    room = NodeRoom(nodes, demands)
+    decided = counts(jobs, room)
+    packing = room.pack(decided)
+    assert packing is not None
+    standing = {
+        name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()
+    }
+    for since in (None, NOW):
+        after = carried_out(jobs, decided, since)
+        assert counts(after, room) == decided
+        assert counts(after, NodeRoom(nodes, standing)) == decided
+
+
+@given(worlds_on_nodes())
+@settings(max_examples=50)
+def test_on_nodes_jobs_that_stay_as_they_are_come_to_rest(
+    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+) -> None:
+    jobs, nodes, demands = world
+    seen: list[dict[str, int]] = []
+    for _ in range(40):
+        room = NodeRoom(nodes, demands)
+        decided = counts(jobs, room)
+        if decided == {state.id: state.replicas for state in jobs}:
+            return
+        assert decided not in seen[1:]
+        seen.append(decided)
+        packing = room.pack(decided)
+        assert packing is not None
+        demands = {
+            name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()
+        }
+        jobs = [replace(state, replicas=decided[state.id], settled_at=-inf) for state in jobs]
+    pytest.fail(f"they never come to rest: {seen[-3:]}")
+
+
+@given(worlds, st.lists(st.integers(0, 8), max_size=3), st.integers(1, 2), st.booleans())
+def test_on_nodes_replicas_that_are_alike_are_shared_as_if_they_were_a_number(
+    jobs: Sequence[JobState], sizes: Sequence[int], request: int, stand: bool
+) -> None:
+    nodes = [gpus(name, size) for name, size in zip("mno", sizes, strict=False)]
+    demands = {state.id: on(request) for state in jobs}
+    if stand:
+        demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
+    number = sum(size // request for size in sizes)
+    decided = decide(jobs, number, NOW)
+    assert decide(jobs, NodeRoom(nodes, demands), NOW) == decided
+    assert decide(jobs, ReplicaRoom(number), NOW) == decided
+
+
+@given(worlds_on_nodes())
+def test_on_nodes_a_later_job_never_stops_an_earlier_one(
+    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+) -> None:
+    jobs, nodes, demands = world
+    room = NodeRoom(nodes, demands)
+    ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
+    running = {name for name, count in counts(ordered, room).items() if count}
+    for i in range(len(ordered)):
+        assert {name for name, count in counts(ordered[:i], room).items() if count} == running & {
+            state.id for state in ordered[:i]
+        }
+
+
+@pytest.mark.timeout(20)
+def test_many_jobs_on_many_nodes_are_decided_in_reasonable_time() -> None:
+    nodes = [Node(f"{i:02}", {GPU: 8, "cpu": 96_000, "pods": 110}) for i in range(100)]
+    jobs = [
+        job(f"{i:03}", 4, arrival=i, at_most=16)
+        if i % 2
+        else unmeasured(f"{i:03}", arrival=i, at_least=1 + i % 3)
+        for i in range(200)
+    ]
+    demands = {
+        state.id: Demand({GPU: 1 + i % 4, "cpu": 1000 * (1 + i % 7)}, None, {}, i % 10 == 0)
+        for i, state in enumerate(jobs)
+    }
+    room = NodeRoom(nodes, demands)
+    decided = counts(jobs, room)
+    assert room.fits(decided)
+    assert sum(count * demands[name].request[GPU] for name, count in decided.items()) > 700
 
 
 @pytest.mark.timeout(20)
