@@ -55,6 +55,12 @@ def expected(what: str) -> PydanticCustomError:
     return PydanticCustomError("expected", "{message}", {"message": what})
 
 
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: member for key, member in value.items() if member is not None}
+    return value
+
+
 class _Section(BaseModel):
     """A part of the file in which each field is known."""
 
@@ -65,9 +71,7 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: member for key, member in value.items() if member is not None}
-        return value
+        return _without_nulls(value)
 
 
 class _Kubernetes(_Section):
@@ -110,7 +114,7 @@ class Checkpoint(_Section):
         if isinstance(storage, str):
             right = bool(_SIZE.match(storage) and re.search("[1-9]", storage))
         else:
-            right = isinstance(storage, int) and not isinstance(storage, bool) and storage > 0
+            right = isinstance(storage, int) and not isinstance(storage, bool) and 0 < storage < 2**63
         if not right:
             raise expected("must be a size, as in 10Gi, and more than 0")
         return storage
@@ -175,6 +179,11 @@ class PodMetadata(_Kubernetes):
 
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("labels", "annotations", mode="before")
+    @classmethod
+    def _leave_out_nulls_in(cls, value: Any) -> Any:
+        return _without_nulls(value)
 
 
 class PodTemplate(_Section):

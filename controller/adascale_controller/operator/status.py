@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adascale_controller.operator.conditions import Condition, ConditionType, Reason, is_true, merged
+from adascale_controller.operator.conditions import (
+    Condition,
+    ConditionType,
+    Reason,
+    condition_of,
+    is_true,
+    merged,
+)
 from adascale_controller.operator.failures import Failures
 from adascale_controller.operator.resource import timestamp
 from adascale_controller.operator.sighting import Sighting
@@ -41,6 +48,7 @@ class Outlook:
         failures: of its program.
         want: the allocation that it is to have.
         reason: why, in words of the decision.
+        decided: whether it is decided anew.
         refused: a count that could not be placed, if that is why it has no more.
     """
 
@@ -48,6 +56,7 @@ class Outlook:
     failures: Failures
     want: Allocation | None
     reason: str = ""
+    decided: bool = False
     refused: Refused | None = None
 
 
@@ -212,6 +221,9 @@ def _rescaling(seen: Sighting, outlook: Outlook, training: int) -> Condition:
             return Condition(
                 kind, True, problem.reason, f"{change}: {problem.message}; training goes on on {training}"
             )
+        known = condition_of(seen.job.status, kind)
+        if not outlook.decided and known is not None and known.message.startswith(f"{change}:"):
+            return Condition(kind, True, Reason.PREPARING, known.message)
         return Condition(kind, True, Reason.PREPARING, f"{change}: {outlook.reason or 'is being prepared'}")
     if refused is not None and not outlook.stage.ended:
         return Condition(

@@ -81,7 +81,14 @@ def steer(
         waiting = Stage(Kind.WAIT, Reason.CLEANING_UP, "an earlier job of this name is being forgotten")
         return Course(status_of(seen, Outlook(waiting, failures, None)), forget=True)
     want = _allocation(seen, stage, decision)
-    outlook = Outlook(stage, failures, want, decision.reason if decision else "", refused)
+    outlook = Outlook(
+        stage,
+        failures,
+        want,
+        reason=decision.reason if decision is not None else "",
+        decided=want != seen.job.recorded,
+        refused=refused,
+    )
     status = status_of(seen, outlook)
     size = _size(seen, stage, want)
     batch = seen.own_batch
