@@ -1,0 +1,290 @@
+"""What is installed on a cluster: names, rights, and what pods are allowed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from adascale_core import names
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+PARTS = ("worker", "api", "controller")
+OVERLAYS = (".", "all-namespaces", "kind", "one-namespace", "plain")
+
+
+def read(*files: str) -> list[dict[str, Any]]:
+    """The objects of these files."""
+    return [one for file in files for one in yaml.safe_load_all((DEPLOY / file).read_text()) if one]
+
+
+EVERYWHERE = [one for name in read("base/kustomization.yaml")[0]["resources"] for one in read(f"base/{name}")]
+ALL_NAMESPACES = read("all-namespaces/rights.yaml", "all-namespaces/network.yaml")
+ONE_NAMESPACE = read("one-namespace/rights.yaml")
+WORKLOADS = [one for one in EVERYWHERE if one["kind"] in ("Deployment", "StatefulSet")]
+
+
+def find(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod(workload: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = workload["spec"]["template"]["spec"]
+    return spec
+
+
+# -- names ----------------------------------------------------------------------------------------------
+
+
+def test_parts_go_by_the_names_that_the_core_has() -> None:
+    find(EVERYWHERE, "Namespace", names.SYSTEM_NAMESPACE)
+    find(EVERYWHERE, "CustomResourceDefinition", f"{names.PLURAL}.{names.API_GROUP}")
+    for part in (names.API_SERVICE, names.CONTROLLER):
+        find(EVERYWHERE, "ServiceAccount", part)
+        (workload,) = [one for one in WORKLOADS if one["metadata"]["name"] == part]
+        assert pod(workload)["serviceAccountName"] == part
+        assert pod(workload)["containers"][0]["image"] == part
+    service = find(EVERYWHERE, "Service", names.API_SERVICE)
+    assert [port["port"] for port in service["spec"]["ports"]] == [names.DEFAULT_API_PORT]
+    assert read("base/kustomization.yaml")[0]["namespace"] == names.SYSTEM_NAMESPACE
+
+
+def test_the_operator_is_known_to_the_service_by_the_name_of_its_account() -> None:
+    service = pod(find(EVERYWHERE, "StatefulSet", names.API_SERVICE))["containers"][0]
+    assert f"--controller-account=$(POD_NAMESPACE):{names.CONTROLLER}" in service["args"]
+
+
+def test_the_operator_has_a_token_that_is_for_the_service_alone() -> None:
+    spec = pod(find(EVERYWHERE, "Deployment", names.CONTROLLER))
+    (token,) = [volume for volume in spec["volumes"] if volume["name"] == "token"]
+    (source,) = token["projected"]["sources"]
+    assert source["serviceAccountToken"]["audience"] == names.API_AUDIENCE
+    (place,) = [m["mountPath"] for m in spec["containers"][0]["volumeMounts"] if m["name"] == "token"]
+    assert f"--token-file={place}/{source['serviceAccountToken']['path']}" in spec["containers"][0]["args"]
+
+
+def test_the_operator_asks_the_service_where_it_is() -> None:
+    arguments = pod(find(EVERYWHERE, "Deployment", names.CONTROLLER))["containers"][0]["args"]
+    url = f"http://{names.API_SERVICE}.$(POD_NAMESPACE).svc:{names.DEFAULT_API_PORT}"
+    assert f"--api-url={url}" in arguments
+
+
+# -- rights ---------------------------------------------------------------------------------------------
+
+Rights = dict[tuple[str, str], set[str]]
+
+CONTROLLER_RIGHTS: Rights = {
+    ("adascale.dev", "adascalejobs"): {"get", "list", "watch", "delete"},
+    ("adascale.dev", "adascalejobs/status"): {"get", "patch"},
+    ("adascale.dev", "adascalejobs/finalizers"): {"update"},
+    ("batch", "jobs"): {"get", "list", "watch", "create", "patch", "delete"},
+    ("", "pods"): {"get", "list", "watch", "delete"},
+    ("", "persistentvolumeclaims"): {"get", "list", "watch", "create"},
+    ("", "events"): {"list", "create", "patch"},
+}
+LEASE_RIGHTS: Rights = {
+    ("coordination.k8s.io", "leases"): {"create"},
+    ("coordination.k8s.io", "leases/adascale-controller"): {"get", "update", "patch"},
+}
+ROLES: dict[tuple[str, str], Rights] = {
+    ("ClusterRole", "adascale-controller"): CONTROLLER_RIGHTS,
+    ("ClusterRole", "adascale-controller-nodes"): {("", "nodes"): {"get", "list", "watch"}},
+    ("Role", "adascale-controller-lease"): LEASE_RIGHTS,
+    ("ClusterRole", "adascale-api"): {("authentication.k8s.io", "tokenreviews"): {"create"}},
+    ("ClusterRole", "adascale-edit"): {
+        ("adascale.dev", "adascalejobs"): {
+            *("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"),
+        },
+        ("adascale.dev", "adascalejobs/scale"): {"get", "update", "patch"},
+        ("adascale.dev", "adascalejobs/status"): {"get"},
+    },
+    ("ClusterRole", "adascale-view"): {
+        ("adascale.dev", "adascalejobs"): {"get", "list", "watch"},
+        ("adascale.dev", "adascalejobs/scale"): {"get"},
+        ("adascale.dev", "adascalejobs/status"): {"get"},
+    },
+}
+BINDINGS: dict[str, set[tuple[str, str, str, str, str]]] = {
+    # kind, namespace that the right is held to, role, account
+    "everywhere": {
+        ("ClusterRoleBinding", "", "ClusterRole", "adascale-api", "adascale-api"),
+        ("RoleBinding", "its own", "Role", "adascale-controller-lease", "adascale-controller"),
+    },
+    "all-namespaces": {
+        ("ClusterRoleBinding", "", "ClusterRole", "adascale-controller", "adascale-controller"),
+        ("ClusterRoleBinding", "", "ClusterRole", "adascale-controller-nodes", "adascale-controller"),
+    },
+    "one-namespace": {
+        ("RoleBinding", "its own", "ClusterRole", "adascale-controller", "adascale-controller"),
+    },
+}
+
+
+def rights(role: dict[str, Any]) -> Rights:
+    found: Rights = {}
+    for rule in role["rules"]:
+        assert set(rule) <= {"apiGroups", "resources", "resourceNames", "verbs"}
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                for name in rule.get("resourceNames", [""]):
+                    key = (group, f"{resource}/{name}".rstrip("/"))
+                    found.setdefault(key, set()).update(rule["verbs"])
+    return found
+
+
+def test_roles_give_these_rights_and_no_others() -> None:
+    roles = [one for one in [*EVERYWHERE, *ALL_NAMESPACES, *ONE_NAMESPACE] if one["kind"].endswith("Role")]
+    assert {(one["kind"], one["metadata"]["name"]): rights(one) for one in roles} == ROLES
+
+
+@pytest.mark.parametrize(
+    ("where", "objects"),
+    [("everywhere", EVERYWHERE), ("all-namespaces", ALL_NAMESPACES), ("one-namespace", ONE_NAMESPACE)],
+)
+def test_roles_are_bound_to_these_accounts_and_no_others(where: str, objects: list[dict[str, Any]]) -> None:
+    bound = set()
+    for one in objects:
+        if one["kind"].endswith("Binding"):
+            for subject in one["subjects"]:
+                assert (subject["kind"], subject["namespace"]) == ("ServiceAccount", names.SYSTEM_NAMESPACE)
+                held = "its own" if one["kind"] == "RoleBinding" else ""
+                bound.add(
+                    (one["kind"], held, one["roleRef"]["kind"], one["roleRef"]["name"], subject["name"])
+                )
+    assert bound == BINDINGS[where]
+
+
+# -- pods -----------------------------------------------------------------------------------------------
+
+
+def test_the_namespace_enforces_the_restricted_standard() -> None:
+    labels = find(EVERYWHERE, "Namespace", names.SYSTEM_NAMESPACE)["metadata"]["labels"]
+    for mode in ("enforce", "audit", "warn"):
+        assert labels[f"pod-security.kubernetes.io/{mode}"] == "restricted"
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: str(one["metadata"]["name"]))
+def test_pods_are_restricted_and_write_to_nothing_but_volumes(workload: dict[str, Any]) -> None:
+    spec = pod(workload)
+    assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for volume in spec["volumes"]:
+        assert {"emptyDir", "projected"} & set(volume), "no volume is of the node"
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+    assert "memory" in container["resources"]["limits"]
+    assert {"startupProbe", "livenessProbe"} <= set(container)
+
+
+def test_there_is_never_a_second_writer_of_the_services_data() -> None:
+    # A StatefulSet starts a pod only when the one before is known to be gone; a Deployment does not.
+    service = find(EVERYWHERE, "StatefulSet", names.API_SERVICE)
+    assert service["spec"]["replicas"] == 1
+    (claim,) = service["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert "storageClassName" not in claim["spec"]
+
+
+def test_only_replicas_of_jobs_and_the_operator_reach_the_service() -> None:
+    policy = find(EVERYWHERE, "NetworkPolicy", names.API_SERVICE)["spec"]
+    (rule,) = policy["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [names.DEFAULT_API_PORT]
+    replicas, operator = rule["from"]
+    assert replicas["namespaceSelector"] == {}
+    assert replicas["podSelector"] == {"matchExpressions": [{"key": names.LABEL_JOB, "operator": "Exists"}]}
+    assert operator == {"podSelector": {"matchLabels": {"app.kubernetes.io/name": names.CONTROLLER}}}
+    closed = find(EVERYWHERE, "NetworkPolicy", names.CONTROLLER)["spec"]
+    assert closed["policyTypes"] == ["Ingress"]
+    assert "ingress" not in closed
+
+
+def test_in_one_namespace_no_policy_stands_between_the_replicas_of_a_job() -> None:
+    assert all(one["spec"]["podSelector"] for one in EVERYWHERE if one["kind"] == "NetworkPolicy")
+
+
+# -- overlays -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_name_what_is_there(overlay: str) -> None:
+    folder = DEPLOY / overlay
+    (overlaid,) = read(f"{overlay}/kustomization.yaml")
+    for name in overlaid["resources"]:
+        place = folder / name
+        assert place.is_file() or (place / "kustomization.yaml").is_file(), name
+    for image in overlaid.get("images", []):
+        assert image["name"] in {names.API_SERVICE, names.CONTROLLER}
+
+
+@pytest.mark.parametrize("overlay", [".", "kind", "one-namespace"])
+def test_overlays_for_a_clone_have_the_images_that_make_images_makes(overlay: str) -> None:
+    (overlaid,) = read(f"{overlay}/kustomization.yaml")
+    assert [(image["name"], image["newTag"]) for image in overlaid["images"]] == [
+        (names.API_SERVICE, "dev"),
+        (names.CONTROLLER, "dev"),
+    ]
+
+
+def test_the_shipped_job_runs_on_the_image_of_the_worker() -> None:
+    (job,) = read("adascalejob.yaml")
+    (worker,) = job["spec"]["template"]["spec"]["containers"]
+    assert (worker["name"], worker["image"]) == (names.WORKER_CONTAINER, "adascale-worker:dev")
+    assert worker["securityContext"]["readOnlyRootFilesystem"] is True
+    program = worker["command"][1]
+    assert (ROOT / program).is_file()
+    assert f"COPY {Path(program).parent} {Path(program).parent}" in stage("worker")
+
+
+# -- images ---------------------------------------------------------------------------------------------
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def stage(name: str) -> str:
+    (found,) = re.findall(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_image_runs_as_root(part: str) -> None:
+    users = re.findall(r"^USER (\S+)$", stage(part), re.MULTILINE)
+    # By number: a kubelet can't tell whether a name is root's.
+    assert users == ["65532:65532"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_image_holds_what_its_part_needs_with_the_locked_hashes(part: str) -> None:
+    extra = {"worker": "examples"}.get(part, part)
+    assert f"COPY --from=locks /locks/{extra}.lock" in stage(part)
+    assert "--require-hashes" in stage(part)
+
+
+@pytest.mark.parametrize(
+    ("part", "absent"),
+    [
+        ("worker", ("kopf", "kubernetes", "fastapi")),
+        ("api", ("torch", "kopf", "kubernetes")),
+        ("controller", ("torch", "fastapi")),
+    ],
+)
+def test_an_image_is_not_made_with_what_other_parts_need(part: str, absent: tuple[str, ...]) -> None:
+    (checked,) = re.findall(r"for name in \((.*?)\) if find_spec", stage(part))
+    assert tuple(re.findall(r'"(\w+)"', checked)) == absent
+
+
+def test_images_are_made_by_the_installer_that_the_makefile_uses() -> None:
+    (in_image,) = re.findall(r"^ARG UV=(\S+)$", DOCKERFILE, re.MULTILINE)
+    (in_makefile,) = re.findall(r"^UV := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert in_image == in_makefile
