@@ -19,9 +19,10 @@ from adascale_api.service import Service
 _DESCRIPTION = """
 Where workers post the gain of their batch size, and meet the controller.
 
-Writing needs the token that the service was started with: `Authorization: Bearer TOKEN`. Errors all have
-one form, `ErrorBody`; nothing of a request that is refused is stored. What was answered with 2xx survives
-a crash of the service.
+Writing needs a token, `Authorization: Bearer TOKEN`: the one that the service was started with or, in a
+cluster, that of a service account, good for one job or for the operator. Errors all have one form,
+`ErrorBody`; nothing of a request that is refused is stored. What was answered with 2xx survives a crash of
+the service.
 """
 
 

@@ -1,14 +1,16 @@
 """Who may do what: bearer tokens.
 
-An `Authenticator` says whether a token is good for a job. One machine has a single shared token; in a
-cluster, another authenticator asks Kubernetes whose token it is.
+An `Authenticator` says whether a token is good for a call. One machine has a single shared token; in a
+cluster, `token_review` asks Kubernetes whose token it is.
 """
 
 import hmac
 import logging
+from enum import Enum, auto
 from pathlib import Path
 from typing import Protocol
 
+from adascale_api.errors import UnauthorizedError
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_TOKEN, ENV_TOKEN_FILE
 
@@ -21,11 +23,30 @@ class UnusableTokenError(AdaScaleError):
     exit_code = 2
 
 
+class Right(Enum):
+    """What one may want to do with a job."""
+
+    READ = auto()
+    """Read what is known of it."""
+    WORK = auto()
+    """Tell what its workers do: reports and replicas."""
+    CONTROL = auto()
+    """Decide on it: declare it, remove it, give it replicas."""
+
+
 class Authenticator(Protocol):
     """Tells whether a token is good."""
 
-    async def accepts(self, token: str, job_id: str | None) -> bool:
-        """Whether the bearer of `token` may act for the job `job_id`, or for all jobs where it is none."""
+    async def require(self, token: str, right: Right, job_id: str | None) -> None:
+        """Return if the bearer of `token` has `right` on the job `job_id`, or on all jobs where it is none.
+
+        Raises:
+            RequestError: the answer where it is not so: 401, 403 or 503.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back what it holds, at the end."""
         ...
 
 
@@ -35,9 +56,12 @@ class SharedToken:
     def __init__(self, token: str) -> None:
         self._token = _checked(token, ENV_TOKEN)
 
-    async def accepts(self, token: str, job_id: str | None) -> bool:  # noqa: ARG002 (of the protocol)
-        """Whether `token` is the shared one."""
-        return _equal(token, self._token)
+    async def require(self, token: str, right: Right, job_id: str | None) -> None:  # noqa: ARG002 (of the protocol)
+        """Return if `token` is the shared one."""
+        _require_equal(token, self._token)
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class SharedTokenFile:
@@ -52,10 +76,13 @@ class SharedTokenFile:
         except (OSError, UnicodeDecodeError) as error:
             raise UnusableTokenError(f"{ENV_TOKEN_FILE} {path} can't be read: {error}") from error
 
-    async def accepts(self, token: str, job_id: str | None) -> bool:  # noqa: ARG002 (of the protocol)
-        """Whether `token` is what the file has now, or had before it became unreadable."""
+    async def require(self, token: str, right: Right, job_id: str | None) -> None:  # noqa: ARG002 (of the protocol)
+        """Return if `token` is what the file has now, or had before it became unreadable."""
         self._refresh()
-        return _equal(token, self._token)
+        _require_equal(token, self._token)
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
     def _refresh(self) -> None:
         # A `stat` of a local file does not wait, so it may be done on the event loop.
@@ -84,6 +111,7 @@ def _checked(token: str, source: str) -> str:
     return token
 
 
-def _equal(one: str, other: str) -> bool:
+def _require_equal(sent: str, shared: str) -> None:
     # In constant time, so that answers don't tell how much of a guess was right.
-    return hmac.compare_digest(one.encode(), other.encode())
+    if not hmac.compare_digest(sent.encode(), shared.encode()):
+        raise UnauthorizedError("the token is not accepted: send the one that the service was started with")

@@ -16,6 +16,7 @@ import uvicorn
 from adascale_api.app import create_app
 from adascale_api.auth import Authenticator, SharedToken, SharedTokenFile
 from adascale_api.database import Database
+from adascale_api.token_review import DEFAULT_CONTROLLER, TokenReviewer
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import DEFAULT_API_PORT, ENV_TOKEN, ENV_TOKEN_FILE
 
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run the metrics service: workers post the gain of their batch size to it, and meet the "
         "controller.",
         epilog=f"Writing needs a bearer token, taken from the file that {ENV_TOKEN_FILE} names (read again "
-        f"when it changes) or from {ENV_TOKEN}.",
+        f"when it changes) or from {ENV_TOKEN}; with --token-review, from the cluster's service accounts.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -133,6 +134,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--protect-reads", action="store_true", help="ask for the token for reading too")
     parser.add_argument(
+        "--token-review",
+        action="store_true",
+        help="let the Kubernetes API say whose tokens are good: that of the cluster it runs in, or that "
+        "KUBECONFIG names",
+    )
+    parser.add_argument(
+        "--controller-account",
+        metavar="NAMESPACE:NAME",
+        default=DEFAULT_CONTROLLER,
+        help="with --token-review, the operator's service account, which may do everything "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--no-auth",
         action="store_true",
         help="let everyone on this machine write, without a token; only with a loopback address",
@@ -148,6 +162,8 @@ def _port(text: str) -> int:
 
 
 def _authenticator(options: argparse.Namespace, environment: Mapping[str, str]) -> Authenticator | None:
+    if options.token_review:
+        return _token_reviewer(options, environment)
     if options.no_auth:
         if not _is_loopback(options.host):
             raise UsageError(
@@ -171,6 +187,21 @@ def _authenticator(options: argparse.Namespace, environment: Mapping[str, str]) 
     )
 
 
+def _token_reviewer(options: argparse.Namespace, environment: Mapping[str, str]) -> Authenticator:
+    if options.no_auth:
+        raise UsageError("--token-review and --no-auth contradict each other: leave one out")
+    for name in (ENV_TOKEN_FILE, ENV_TOKEN):
+        if environment.get(name):
+            raise UsageError(
+                f"--token-review and {name} contradict each other: unset it, or leave --token-review out"
+            )
+    # Only here: it takes as long to import as all the rest.
+    from adascale_api.kubernetes_reviews import KubernetesReviews
+
+    reviews = KubernetesReviews(environment)
+    return TokenReviewer(reviews.review, options.controller_account, close=reviews.close)
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -185,7 +216,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        # `::` means every address, those of IPv4 too; by itself Python would leave these out.
+        every = address[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=every)
         # Connections inherit it. Without, an answer waits 40 ms for the client to acknowledge its headers:
         # asyncio sets it only for sockets that name their protocol, which `create_server` does not.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

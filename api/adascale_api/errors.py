@@ -103,6 +103,21 @@ class UnauthorizedError(RequestError):
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
 
 
+class ForbiddenError(RequestError):
+    """A token that is good, and not for this."""
+
+    status = 403
+
+
+class UnavailableError(RequestError):
+    """Something that the answer needs is away for now."""
+
+    status = 503
+    RETRY_AFTER: ClassVar[int] = 5
+    """Seconds after which to try again."""
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER)}
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Make `app` answer every error as an `ErrorBody`."""
     app.add_exception_handler(AdaScaleError, _answer_refusal)

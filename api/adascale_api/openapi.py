@@ -40,4 +40,5 @@ def _open_reads(text: dict[str, Any]) -> None:
     for operations in text["paths"].values():
         if "get" in operations:
             operations["get"].pop("security", None)
-            operations["get"]["responses"].pop("401", None)
+            for status in ("401", "403"):
+                operations["get"]["responses"].pop(status, None)

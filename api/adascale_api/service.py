@@ -59,6 +59,8 @@ class Service:
                 task.cancel()
             await asyncio.wait(tasks)
             await self.database.close()
+            if self.authenticator is not None:
+                await self.authenticator.close()
 
     async def committed(self, job_id: str, operation: Operation[Changed]) -> Changed:
         """The result of a change, once it is committed and those who wait for it are woken."""

@@ -13,8 +13,16 @@ from adascale_api.cli import DEFAULT_DATABASE, main
 from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
 from adascale_api.limits import LARGEST_BODY
+from adascale_api.reviews import REFUSED_FOR, TRUSTED_FOR
 from adascale_api.schemas import LARGEST_BATCH, MOST_REPORTS, GainReportBody, Posted
-from adascale_core.names import DEFAULT_API_PORT, HEARTBEAT_TIMEOUT, MOST_REPLICAS
+from adascale_api.token_review import DEFAULT_CONTROLLER
+from adascale_core.names import (
+    API_AUDIENCE,
+    DEFAULT_API_PORT,
+    HEARTBEAT_TIMEOUT,
+    MOST_REPLICAS,
+    job_audience,
+)
 from api.client import TOKEN, Client, a_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -34,6 +42,7 @@ def test_every_option_is_told_and_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["adascale-api", "--help"])
+    monkeypatch.setenv("COLUMNS", "1000")  # narrower, an option may be broken at its hyphens
     with pytest.raises(SystemExit):
         main()
     told = capsys.readouterr().out
@@ -50,6 +59,11 @@ def test_the_numbers_are_those_of_the_code() -> None:
         f"counts go up to {MOST_REPLICAS}",
         f"batch sizes up to\n{LARGEST_BATCH}",
         f"more than {LARGEST_BODY // 2**20} MiB",
+        f"`{DEFAULT_CONTROLLER}` if not given",
+        f"a refused one for {REFUSED_FOR:.0f} seconds",
+        f"stay good for {TRUSTED_FOR / 60:.0f} more minutes",
+        f"`{API_AUDIENCE}`",
+        f"`{job_audience('<namespace>.<name>')}`",
     ):
         assert text in PAGE, text
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from adascale_api import store
 from adascale_api.bodies import Body
 from adascale_api.errors import ConflictBody, InvalidInputError, Problem, error_response
-from adascale_api.routes.common import READ, WRITE, JobId, ServiceOf, errors
+from adascale_api.routes.common import CONTROL, READ, WORK, JobId, ServiceOf, errors
 from adascale_api.schemas import LARGEST_STEP, AllocationBody, RegistrationBody
 from adascale_core import rendezvous
 from adascale_core.messages import AllocationView
@@ -27,10 +27,10 @@ registration_body = Body(RegistrationBody)
 @router.put(
     "/allocation",
     summary="Want a replica count",
-    dependencies=WRITE,
+    dependencies=CONTROL,
     response_model=AllocationView,
     responses={
-        **errors(401, 413, 415, 422, 503),
+        **errors(401, 403, 413, 415, 422, 503),
         409: {"model": ConflictBody, "description": "This generation, or a newer one, is wanted already."},
     },
     openapi_extra=allocation_body.openapi,
@@ -54,7 +54,7 @@ async def put_allocation(
     "/allocation",
     summary="The job's generations, waited for if asked",
     dependencies=READ,
-    responses=errors(401, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 503),
 )
 async def get_allocation(
     service: ServiceOf,
@@ -83,8 +83,8 @@ async def get_allocation(
 @router.put(
     "/replicas/{rank}",
     summary="Tell what a replica is doing",
-    dependencies=WRITE,
-    responses=errors(401, 413, 415, 422, 503),
+    dependencies=WORK,
+    responses=errors(401, 403, 413, 415, 422, 503),
     openapi_extra=registration_body.openapi,
 )
 async def put_replica(

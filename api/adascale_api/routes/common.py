@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from adascale_api.auth import Right
 from adascale_api.errors import ErrorBody, UnauthorizedError
 from adascale_api.service import Service
 from adascale_core.names import parse_job_id
@@ -41,39 +42,46 @@ _bearer = HTTPBearer(auto_error=False, description="The token of the run, or of 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
-async def may_write(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Let only those on who may change the job in the path."""
-    await _require_token(request, service, credentials)
+async def may_work(request: Request, service: ServiceOf, credentials: Credentials) -> None:
+    """Let only those on who may tell what workers of the job in the path do."""
+    await _require(Right.WORK, request, service, credentials)
+
+
+async def may_control(request: Request, service: ServiceOf, credentials: Credentials) -> None:
+    """Let only those on who may decide on the job in the path."""
+    await _require(Right.CONTROL, request, service, credentials)
 
 
 async def may_read(request: Request, service: ServiceOf, credentials: Credentials) -> None:
     """Let only those on who may read; that is everyone, unless the service was told otherwise."""
     if service.protect_reads:
-        await _require_token(request, service, credentials)
+        await _require(Right.READ, request, service, credentials)
 
 
-async def _require_token(
-    request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
+async def _require(
+    right: Right, request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
 ) -> None:
     if service.authenticator is None:
         return
     if credentials is None:
         raise UnauthorizedError("a token is needed: send the header `Authorization: Bearer TOKEN`")
     job = request.path_params.get("job")
-    if not await service.authenticator.accepts(credentials.credentials, parse_job_id(job) if job else None):
-        raise UnauthorizedError("the token is not accepted: send the one that the service was started with")
+    await service.authenticator.require(credentials.credentials, right, parse_job_id(job) if job else None)
 
 
 READ = [Depends(may_read)]
-WRITE = [Depends(may_write)]
+WORK = [Depends(may_work)]
+CONTROL = [Depends(may_control)]
 
 _MEANING = {
     401: "No token, or one that is not accepted.",
+    403: "A token that is good, but not for this.",
     404: "The job is unknown, or has no report yet.",
     413: "The body is too large.",
     415: "The body is not JSON by its content type.",
     422: "A parameter or a field of the body is not what it must be. Nothing was stored.",
-    503: "The database can't do it now. Nothing was stored; try again.",
+    503: "The database can't do it now, or nobody can say whether the token is good. Nothing was stored; "
+    "try again.",
 }
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from adascale_api import store
 from adascale_api.bodies import ReportsBody
-from adascale_api.routes.common import READ, WRITE, JobId, ServiceOf, errors
+from adascale_api.routes.common import READ, WORK, JobId, ServiceOf, errors
 from adascale_api.schemas import GainReportBody, GainView, HistoryView, Posted, PredictionView
 from adascale_api.store import UnknownJobError
 from adascale_core.batch import valid_replicas
@@ -31,8 +31,8 @@ class NoReportError(UnknownJobError):
 @router.post(
     "",
     summary="Post one report or a list of them",
-    dependencies=WRITE,
-    responses=errors(401, 413, 415, 422, 503),
+    dependencies=WORK,
+    responses=errors(401, 403, 413, 415, 422, 503),
     openapi_extra=body.openapi,
 )
 async def post_gain(
@@ -51,7 +51,7 @@ async def post_gain(
     "",
     summary="The latest gain, and predictions for other replica counts",
     dependencies=READ,
-    responses=errors(401, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 503),
 )
 async def get_gain(service: ServiceOf, job: JobId) -> GainView:
     """The report of the highest generation and step. `predictions` tells what each valid replica count
@@ -63,7 +63,7 @@ async def get_gain(service: ServiceOf, job: JobId) -> GainView:
     "/history",
     summary="The reports over time, thinned",
     dependencies=READ,
-    responses=errors(401, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 503),
 )
 async def get_history(
     service: ServiceOf,

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from adascale_api import store
 from adascale_api.bodies import Body
-from adascale_api.routes.common import READ, WRITE, JobId, ServiceOf, errors
+from adascale_api.routes.common import CONTROL, READ, JobId, ServiceOf, errors
 from adascale_api.schemas import JobList, JobSpecBody, JobView, ReplicaView
 from adascale_api.store import Job
 from adascale_core.batch import require_valid_replicas
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
 body = Body(JobSpecBody)
 
 
-@router.get("", summary="All jobs", dependencies=READ, responses=errors(401, 422, 503))
+@router.get("", summary="All jobs", dependencies=READ, responses=errors(401, 403, 422, 503))
 async def get_jobs(
     service: ServiceOf,
     limit: Annotated[int, Query(ge=1, le=1000, description="At most so many jobs.")] = 100,
@@ -34,7 +34,7 @@ async def get_jobs(
 
 
 @router.get(
-    "/{job}", summary="What is known of a job", dependencies=READ, responses=errors(401, 404, 422, 503)
+    "/{job}", summary="What is known of a job", dependencies=READ, responses=errors(401, 403, 404, 422, 503)
 )
 async def get_job(service: ServiceOf, job: JobId) -> JobView:
     """Its declaration, generations, replicas, latest report and measured step times."""
@@ -44,11 +44,11 @@ async def get_job(service: ServiceOf, job: JobId) -> JobView:
 @router.put(
     "/{job}",
     summary="Declare a job, or edit its declaration",
-    dependencies=WRITE,
+    dependencies=CONTROL,
     responses={
         200: {"description": "It was known, and is declared so now."},
         201: {"description": "It is new.", "model": JobView},
-        **errors(401, 413, 415, 422, 503),
+        **errors(401, 403, 413, 415, 422, 503),
     },
     openapi_extra=body.openapi,
 )
@@ -67,9 +67,9 @@ async def put_job(
 @router.delete(
     "/{job}",
     summary="Remove a job and all that is known of it",
-    dependencies=WRITE,
+    dependencies=CONTROL,
     status_code=204,
-    responses=errors(401, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 503),
 )
 async def delete_job(service: ServiceOf, job: JobId) -> None:
     """Its agents, if there are any left, are told that it is unknown."""

@@ -34,7 +34,7 @@ async def get_readiness(service: ServiceOf) -> Health:
             "description": "As Prometheus reads it.",
             "content": {MEDIA_TYPE: {"schema": {"type": "string"}}},
         },
-        **errors(401, 503),
+        **errors(401, 403, 503),
     },
 )
 async def get_metrics(service: ServiceOf) -> Response:
