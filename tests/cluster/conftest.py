@@ -1,0 +1,118 @@
+"""What tests on a cluster share. They take the one that KUBECONFIG names, and are skipped without one.
+
+Each test gets a namespace of its own, so that several runs may share a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+from kubernetes import client, config
+
+from cluster.system import System, Workspace
+from support.launch import wait_until
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CRD_FILE = DEPLOY / "base" / "crd.yaml"
+APPLY = "application/apply-patch+yaml"
+
+Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def kubeconfig() -> str:
+    """The file, or files, that say where the cluster is."""
+    told = os.environ.get("KUBECONFIG")
+    if not told:
+        pytest.skip("needs a Kubernetes cluster: set KUBECONFIG to the file that says where it is")
+    return told
+
+
+@pytest.fixture(scope="session")
+def api_client(kubeconfig: str) -> Iterator[client.ApiClient]:
+    """A client with all the rights of the kubeconfig."""
+    with config.new_client_from_config(config_file=kubeconfig) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def kubectl(kubeconfig: str) -> Kubectl:
+    """Runs kubectl with arguments and options of `subprocess.run`. It may fail: look at what returns."""
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("needs kubectl: put it on the PATH")
+
+    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [program, "--kubeconfig", kubeconfig, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=options.pop("timeout", 60),
+            check=False,
+            **options,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def crd(api_client: client.ApiClient) -> dict[str, Any]:
+    """The CustomResourceDefinition of `deploy/base/crd.yaml`, served by the cluster."""
+    definition: dict[str, Any] = yaml.safe_load(CRD_FILE.read_text())
+    name = definition["metadata"]["name"]
+    definitions = client.ApiextensionsV1Api(api_client)
+    definitions.patch_custom_resource_definition(
+        name, definition, field_manager="kubectl", force=True, _content_type=APPLY
+    )
+
+    def established() -> bool:
+        status = definitions.read_custom_resource_definition(name).status
+        conditions = (status and status.conditions) or []
+        return any(one.type == "Established" and one.status == "True" for one in conditions)
+
+    wait_until(established, f"CustomResourceDefinition {name} to be established")
+    return definition
+
+
+@contextmanager
+def fresh_namespace(api_client: client.ApiClient, labels: dict[str, str] | None = None) -> Iterator[str]:
+    """A namespace that is deleted afterwards; how long that takes is not waited for."""
+    core = client.CoreV1Api(api_client)
+    name = f"test-{uuid4().hex[:10]}"
+    core.create_namespace(client.V1Namespace(metadata=client.V1ObjectMeta(name=name, labels=labels or {})))
+    try:
+        yield name
+    finally:
+        core.delete_namespace(name)
+
+
+@pytest.fixture
+def namespace(api_client: client.ApiClient) -> Iterator[str]:
+    """A namespace that no other test uses."""
+    with fresh_namespace(api_client) as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def system(api_client: client.ApiClient, kubectl: Kubectl) -> System:
+    """The operator and the metrics service, installed as users do it. They stay when the tests are over."""
+    one = System(api_client, kubectl)
+    one.install()
+    return one
+
+
+@pytest.fixture
+def workspace(api_client: client.ApiClient, system: System) -> Iterator[Workspace]:
+    """A namespace for jobs that really run, enforcing the restricted Pod Security Standard."""
+    enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
+    with fresh_namespace(api_client, enforced) as name:
+        yield Workspace(system, name)
