@@ -55,12 +55,6 @@ def expected(what: str) -> PydanticCustomError:
     return PydanticCustomError("expected", "{message}", {"message": what})
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: member for key, member in value.items() if member is not None}
-    return value
-
-
 class _Section(BaseModel):
     """A part of the file in which each field is known."""
 
@@ -71,7 +65,11 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_nulls(cls, value: Any) -> Any:
-        return _without_nulls(value)
+        # A field that there isn't is wrong without a value, too.
+        if isinstance(value, dict):
+            known = {field.alias for field in cls.model_fields.values()}
+            return {key: member for key, member in value.items() if member is not None or key not in known}
+        return value
 
 
 class _Kubernetes(_Section):
@@ -183,7 +181,9 @@ class PodMetadata(_Kubernetes):
     @field_validator("labels", "annotations", mode="before")
     @classmethod
     def _leave_out_nulls_in(cls, value: Any) -> Any:
-        return _without_nulls(value)
+        if isinstance(value, dict):
+            return {key: member for key, member in value.items() if member is not None}
+        return value
 
 
 class PodTemplate(_Section):

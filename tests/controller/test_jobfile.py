@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_controller.job import Checkpointing
@@ -134,6 +134,8 @@ def test_where_state_is_saved_is_taken_over(checkpoint: dict[str, Any], parsed: 
 
 def test_a_field_without_a_value_counts_as_left_out() -> None:
     assert parse_job(job(maxBatchSize=None, suspend=None, activeDeadlineSeconds=None)) == parse_job(job())
+    template = {**RIGHT["spec"]["template"], "metadata": {"labels": {"a": None}, "annotations": None}}
+    assert parse_job(job(template=template)) == parse_job(job())
 
 
 def test_without_a_container_of_that_name_the_first_one_trains() -> None:
@@ -198,6 +200,7 @@ def test_what_is_not_a_job_is_refused(text: str, complaint: str) -> None:
 WRONG_FIELDS = [
     (job(max_batch_size=64), "spec.max_batch_size: there is no such field; did you mean maxBatchSize?"),
     (job(maxBatchsize=64), "spec.maxBatchsize: there is no such field; did you mean maxBatchSize?"),
+    (job(batchsize=None), "spec.batchsize: there is no such field; did you mean batchSize?"),
     (job(batchsize=64), "spec.batchsize: there is no such field; did you mean batchSize?"),
     (job(replica=4), "spec.replica: there is no such field; did you mean replicas?"),
     (job(replicas=-1), "spec.replicas: must be at least 0, got -1"),
@@ -278,6 +281,10 @@ WRONG_FIELDS = [
     (
         job(template={"metadata": {"labels": {"a": 1}}, "spec": {"containers": [{"name": "a"}]}}),
         'spec.template.metadata.labels.a: must be a text, got 1: write "1"',
+    ),
+    (
+        job(template={"metadata": {"labels": [1]}, "spec": {"containers": [{"name": "a"}]}}),
+        "spec.template.metadata.labels: must hold fields, got a list of 1",
     ),
     (
         job(template={"specs": {}, "spec": {"containers": [{"name": "a"}]}}),
@@ -392,6 +399,7 @@ def test_the_job_that_we_ship_is_right() -> None:
     assert shipped.command == ("python", "examples/digits.py")
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

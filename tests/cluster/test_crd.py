@@ -1,0 +1,567 @@
+"""The API server itself refuses what is no job, in words, and takes exactly what a job file may contain."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kubernetes import client
+
+from adascale_controller.findings import examine
+from adascale_controller.jobfile import job_of
+from adascale_controller.yamltext import dotted
+from adascale_core import names
+from cluster.conftest import Kubectl, fresh_namespace
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+
+SHIPPED = Path(__file__).parents[2] / "deploy" / "adascalejob.yaml"
+TEMPLATE: dict[str, Any] = {
+    "spec": {"containers": [{"name": "worker", "image": "example.invalid/worker:1", "command": ["python"]}]}
+}
+RIGHT: dict[str, Any] = {"batchSize": 32, "maxReplicas": 8, "template": TEMPLATE}
+WHERE = (names.API_GROUP, names.API_VERSION)
+
+Finding = tuple[str, str]
+"""A field, and what is wrong there."""
+
+
+def document(spec: Any, name: str = "digits") -> dict[str, Any]:
+    return {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+def right(**changes: Any) -> dict[str, Any]:
+    """A right spec, with changes."""
+    return {**copy.deepcopy(RIGHT), **changes}
+
+
+class RefusedError(Exception):
+    """The API server's answer to what it does not take."""
+
+    def __init__(self, error: client.ApiException) -> None:
+        answer = json.loads(error.body or "")
+        super().__init__(answer["message"])
+        self.message: str = answer["message"]
+        self.reason: str = answer["reason"]
+        causes = answer.get("details", {}).get("causes", [])
+        self.findings: list[Finding] = [
+            (one["field"], one["message"]) for one in causes if one["field"] != "<nil>"
+        ]
+
+
+class Jobs:
+    """The AdaScaleJobs of a namespace."""
+
+    def __init__(self, api_client: client.ApiClient, namespace: str) -> None:
+        self._api = client.CustomObjectsApi(api_client)
+        self._place = (*WHERE, namespace, names.PLURAL)
+
+    def create(self, document: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
+        """The job as the API server would store it, or, without `dry_run`, has stored it."""
+        try:
+            created = self._api.create_namespaced_custom_object(
+                *self._place, document, field_validation="Strict", dry_run="All" if dry_run else None
+            )
+        except client.ApiException as error:
+            raise RefusedError(error) from None
+        return cast(dict[str, Any], created)
+
+    def patch(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
+        """The job as it would be stored with some fields changed."""
+        try:
+            patched = self._api.patch_namespaced_custom_object(
+                *self._place,
+                name,
+                change,
+                field_validation="Strict",
+                dry_run="All",
+                _content_type="application/merge-patch+json",
+            )
+        except client.ApiException as error:
+            raise RefusedError(error) from None
+        return cast(dict[str, Any], patched)
+
+
+@pytest.fixture(scope="module")
+def shared(api_client: client.ApiClient) -> Iterator[Jobs]:
+    """Jobs of a namespace that all tests of this module may try theirs in, without creating any."""
+    with fresh_namespace(api_client) as namespace:
+        yield Jobs(api_client, namespace)
+
+
+@pytest.fixture
+def jobs(api_client: client.ApiClient, namespace: str) -> Jobs:
+    return Jobs(api_client, namespace)
+
+
+# -- the same is taken, and means the same -------------------------------------------------------------
+
+LIMITS = [1, 2, 2**20 - 1, 2**20]
+small = st.integers(1, 40)
+sizes = small | st.sampled_from([0, -1, 2**20 + 1, *LIMITS, 97, 128, 1021, 1024, 1031, 1031 * 1013])
+counts = st.integers(1, 12) | st.sampled_from([0, 63, 64, 1023, 1024, 1025])
+near = st.sampled_from([-1, 0, 0, 1])
+
+
+@st.composite
+def sized(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes and counts on both sides of what the rules allow."""
+    spec: dict[str, Any] = {"batchSize": draw(sizes)}
+    lower = 1
+    if draw(st.booleans()):
+        lower = max(draw(sizes | st.just(spec["batchSize"])) + draw(near), 0)
+        upper = draw(sizes | small.map(lambda more: lower + more - 2))
+        spec["localBszBounds"] = {"lower": lower, "upper": upper}
+    fewest = draw(counts)
+    if draw(st.booleans()):
+        around = [spec["batchSize"], lower * max(fewest, 2), lower * 2]
+        spec["maxBatchSize"] = draw(sizes | st.sampled_from(around)) + draw(near)
+    if draw(st.booleans()):
+        spec["minReplicas"] = fewest
+    spec["maxReplicas"] = draw(counts | st.integers(0, 3).map(lambda more: fewest + more))
+    return spec
+
+
+# Numbers such as 32.0 are left out: kubectl makes 32 of them.
+anything = st.sampled_from(
+    [None, True, "8", "", "x", 0, 1, -1, 1.5, 2**31, 2**53, 10**30, [], [1], {}, {"a": 1}]
+)
+durations = st.sampled_from([None, -1, 0, 1, 2**31 - 1, 2**31])
+texts = st.sampled_from(
+    ["", "a", "A", "a.b", "a-", "-a", "a..b", "a/b", "/a", "/", "a" * 63, "a" * 64, "a" * 254]
+)
+checkpoints = st.fixed_dictionaries(
+    {},
+    optional={
+        "claimName": texts | anything,
+        "path": texts | st.sampled_from(["/" * 4096, "/" * 4097]) | anything,
+        "storage": st.sampled_from(
+            ["1Gi", "0Gi", "1.5G", ".5G", "1.", "-1Gi", "1e3", "1m", "9" * 32, "9" * 33, 2**63]
+        )
+        | anything,
+        "storageClassName": texts | anything,
+        "accessMode": st.sampled_from(["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"]) | anything,
+        "intervalSeconds": st.sampled_from([0, 1, 0.5, -1, 1e-300, 1e300]) | anything,
+        "interval": anything,
+    },
+)
+variables = st.fixed_dictionaries(
+    {"name": texts | st.sampled_from(["A", "A=", "A B", "é", "\t"]) | anything},
+    optional={"value": texts | anything, "valueFrom": anything},
+)
+containers = st.fixed_dictionaries(
+    {"name": st.sampled_from(["worker", "other"]) | texts | anything, "image": st.just("x")},
+    optional={
+        "command": st.lists(texts | anything, max_size=2) | anything,
+        "args": anything,
+        "env": st.lists(variables | anything, max_size=2) | anything,
+        "envFrom": anything,
+        "workingDir": anything,
+        "ports": st.just([{"containerPort": 1}]),
+    },
+)
+templates = st.fixed_dictionaries(
+    {"spec": st.fixed_dictionaries({"containers": st.lists(containers, max_size=3)}) | anything},
+    optional={
+        "metadata": st.fixed_dictionaries(
+            {}, optional={"labels": anything, "annotations": anything, "name": texts}
+        )
+        | anything,
+        "status": anything,
+    },
+)
+fields: dict[str, st.SearchStrategy[Any]] = {
+    "batchSize": anything,
+    "maxBatchSize": anything,
+    "localBszBounds": anything | st.dictionaries(st.sampled_from(["lower", "upper", "most"]), anything),
+    "minReplicas": anything,
+    "maxReplicas": anything,
+    "replicas": st.sampled_from([0, 1, 1024, 1025]) | anything,
+    "scaleInvariantSteps": st.sampled_from([1, 2**53 - 1]) | anything,
+    "efficiencyTarget": st.sampled_from([0, 1e-9, 0.5, 1, 1.0001]) | anything,
+    "suspend": anything,
+    "backoffLimit": durations | anything,
+    "activeDeadlineSeconds": durations | anything,
+    "ttlSecondsAfterFinished": durations | anything,
+    "checkpoint": checkpoints | anything,
+    "template": templates | anything,
+    "batchsize": anything,
+}
+
+
+@st.composite
+def shaped(draw: st.DrawFn) -> dict[str, Any]:
+    """A right spec, in which at most two fields are any that may be right or wrong."""
+    spec = right()
+    for field in draw(st.lists(st.sampled_from(list(fields)), max_size=2)):
+        spec[field] = draw(fields[field])
+    if draw(st.integers(0, 9)) == 9:
+        spec.pop(draw(st.sampled_from(list(RIGHT))), None)
+    return spec
+
+
+def agree(jobs: Jobs, sent: dict[str, Any]) -> bool:
+    """Whether both take a job: the same one, if so."""
+    examined = examine(sent)
+    stored, refused = None, None
+    try:
+        stored = jobs.create(sent)
+    except RefusedError as error:
+        refused = error
+    if stored is None:
+        assert refused is not None
+        assert refused.reason in ("Invalid", "BadRequest"), refused.message
+        assert isinstance(examined, list), f"only the API server refuses it: {refused.message}"
+        return False
+    assert not isinstance(examined, list), f"only the job file refuses it: {examined}"
+    again = examine({**sent, "spec": stored["spec"]})
+    assert not isinstance(again, list), f"what the API server makes of it is refused: {again}"
+    assert job_of(again) == job_of(examined)
+    return True
+
+
+many = settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@many
+@given(sized())
+def test_sizes_and_counts_are_judged_as_the_core_does(shared: Jobs, spec: dict[str, Any]) -> None:
+    agree(shared, document({**spec, "template": TEMPLATE}))
+
+
+@many
+@given(shaped())
+def test_fields_are_judged_as_in_a_job_file(shared: Jobs, spec: dict[str, Any]) -> None:
+    agree(shared, document(spec))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a", "a-b", "0", "a" * 58, "a" * 59, "a" * 253, "a" * 254, "a.b", "A", "a_b", "-a", "a-", "ä", ""],
+)
+def test_names_are_judged_as_in_a_job_file(shared: Jobs, name: str) -> None:
+    assert agree(shared, document(right(), name)) == (name in ("a", "a-b", "0", "a" * 58))
+
+
+EDGES = [
+    # One replica makes the batch in equal parts, within the bounds.
+    (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1024, "upper": 1024}}),
+    (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1, "upper": 1}}),
+    (True, {"batchSize": 2**20 - 3, "maxReplicas": 1, "localBszBounds": {"lower": 1, "upper": 2**20 - 4}}),
+    (False, {"batchSize": 2**20 - 3, "maxReplicas": 1, "localBszBounds": {"lower": 2, "upper": 2**20 - 4}}),
+    (True, {"batchSize": 1021 * 1019, "maxReplicas": 1, "localBszBounds": {"lower": 1020, "upper": 1021}}),
+    (False, {"batchSize": 1021 * 1019, "maxReplicas": 1, "localBszBounds": {"lower": 1020, "upper": 1020}}),
+    # Two and more share out what maxBatchSize allows.
+    (True, {"batchSize": 7, "maxBatchSize": 2**20, "minReplicas": 1024, "maxReplicas": 1024,
+            "localBszBounds": {"lower": 1024, "upper": 1024}}),
+    (False, {"batchSize": 7, "maxBatchSize": 2**20 - 1, "minReplicas": 1024, "maxReplicas": 1024,
+             "localBszBounds": {"lower": 1024, "upper": 1024}}),
+    (True, {"batchSize": 7, "minReplicas": 2, "maxReplicas": 2, "localBszBounds": {"lower": 9, "upper": 9}}),
+    (True, {"batchSize": 7, "maxBatchSize": 7, "maxReplicas": 1}),
+    # Without bounds they share out batchSize.
+    (True, {"batchSize": 1021, "minReplicas": 2, "maxReplicas": 1021}),
+    (False, {"batchSize": 1021, "minReplicas": 2, "maxReplicas": 1020}),
+    (True, {"batchSize": 2**20, "minReplicas": 1024, "maxReplicas": 1024}),
+    (False, {"batchSize": 2**20, "minReplicas": 1023, "maxReplicas": 1023}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("taken", "sizes"), EDGES)
+def test_at_the_edge_of_the_rules(shared: Jobs, taken: bool, sizes: dict[str, Any]) -> None:
+    assert agree(shared, document({**sizes, "template": TEMPLATE})) == taken
+
+
+def test_the_job_that_we_ship_is_taken(shared: Jobs) -> None:
+    assert agree(shared, yaml.safe_load(SHIPPED.read_text()))
+
+
+def test_an_image_is_only_needed_on_a_cluster(shared: Jobs) -> None:
+    spec = right(template={"spec": {"containers": [{"name": "worker", "command": ["python"]}]}})
+    assert not isinstance(examine(document(spec)), list)
+    with pytest.raises(RefusedError, match=r"spec\.template\.spec\.containers\[0]\.image: Required value"):
+        shared.create(document(spec))
+
+
+def test_what_is_left_out_gets_its_default(shared: Jobs) -> None:
+    stored = shared.create(document(right(suspend=None, maxBatchSize=None)))["spec"]
+    assert stored == right(
+        minReplicas=1,
+        efficiencyTarget=names.DEFAULT_EFFICIENCY_TARGET,
+        suspend=False,
+        backoffLimit=names.DEFAULT_BACKOFF_LIMIT,
+        checkpoint={"intervalSeconds": names.DEFAULT_CHECKPOINT_INTERVAL},
+    )
+
+
+def test_the_rest_of_the_pod_template_is_kept(shared: Jobs) -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["metadata"] = {"labels": {"team": "a"}, "finalizers": ["a/b"]}
+    template["spec"] |= {"nodeSelector": {"disk": "fast"}, "volumes": [{"name": "data", "emptyDir": {}}]}
+    template["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    assert shared.create(document(right(template=template)))["spec"]["template"] == template
+
+
+# -- refused in words ----------------------------------------------------------------------------------
+
+COUNTS = "widen the bounds, or change minReplicas and maxReplicas"
+IN_OUR_WORDS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"maxBatchSize": 16},
+        "spec.maxBatchSize",
+        "16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
+    ),
+    (
+        {"localBszBounds": {"lower": 128, "upper": 16}},
+        "spec.localBszBounds",
+        "lower 128 is over upper 16: lower must be at most upper",
+    ),
+    ({"minReplicas": 9}, "spec.minReplicas", "9 is over maxReplicas 8: it must be at most that"),
+    (
+        {"minReplicas": 6, "maxReplicas": 7},
+        "spec",
+        f"no replica count between 6 and 7 is valid with batchSize 32: {COUNTS}; valid are the divisors of "
+        "batchSize",
+    ),
+    (
+        {
+            "minReplicas": 11,
+            "maxReplicas": 12,
+            "maxBatchSize": 1000,
+            "localBszBounds": {"lower": 99, "upper": 200},
+        },
+        "spec",
+        "no replica count between 11 and 12 is valid with batchSize 32, maxBatchSize 1000, "
+        f"localBszBounds 99 to 200: {COUNTS}; no count above 10 is valid",
+    ),
+    (
+        {"maxReplicas": 1, "localBszBounds": {"lower": 33, "upper": 64}},
+        "spec",
+        "no replica count between 1 and 1 is valid with batchSize 32, localBszBounds 33 to 64: "
+        f"{COUNTS}; valid are 2 and more",
+    ),
+    (
+        {"checkpoint": {"claimName": "a", "path": "/b", "storage": "1Gi"}},
+        "spec.checkpoint",
+        "has both claimName and path; state is saved at one place: give one of them",
+    ),
+    (
+        {"checkpoint": {"claimName": "a", "accessMode": "ReadWriteMany"}},
+        "spec.checkpoint",
+        "has claimName, so no claim is made; that is what accessMode is for: leave it out, or leave out "
+        "claimName",
+    ),
+    (
+        {"checkpoint": {"path": "/a", "storageClassName": "fast", "storage": 1}},
+        "spec.checkpoint",
+        "has path, so no claim is made; that is what storage is for: leave it out, or leave out path",
+    ),
+    (
+        {"checkpoint": {"path": "state"}},
+        "spec.checkpoint.path",
+        "must be a path from the root, as in /state, got the text 'state'",
+    ),
+    (
+        {"checkpoint": {"storage": "big"}},
+        "spec.checkpoint.storage",
+        "must be a size, as in 10Gi, and more than 0, got the text 'big'",
+    ),
+    (
+        {"checkpoint": {"storage": 0}},
+        "spec.checkpoint.storage",
+        "must be a size, as in 10Gi, and more than 0, got 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "field", "message"), IN_OUR_WORDS)
+def test_a_broken_rule_is_told_at_its_field_in_the_words_of_the_job_file(
+    shared: Jobs, changes: dict[str, Any], field: str, message: str
+) -> None:
+    sent = document(right(**changes))
+    with pytest.raises(RefusedError) as refused:
+        shared.create(sent)
+    ((told_field, told),) = refused.value.findings
+    assert told_field == field
+    # Kubernetes says before it what type the value is of.
+    assert told.startswith("Invalid value: ")
+    assert told.endswith(f": {message}")
+    examined = examine(sent)
+    assert isinstance(examined, list)
+    ((place, said),) = examined
+    assert dotted(place) == field
+    # The core also counts up what is valid.
+    assert said.partition(";")[0] == message.partition(";")[0]
+
+
+def test_all_broken_rules_are_told_at_once(shared: Jobs) -> None:
+    changes = {"maxBatchSize": 16, "localBszBounds": {"lower": 9, "upper": 8}, "minReplicas": 9}
+    with pytest.raises(RefusedError) as refused:
+        shared.create(document(right(**changes)))
+    assert {field for field, _ in refused.value.findings} == {
+        "spec.maxBatchSize", "spec.localBszBounds", "spec.minReplicas"
+    }  # fmt: skip
+
+
+def test_a_wrong_name_is_told(shared: Jobs) -> None:
+    with pytest.raises(RefusedError) as refused:
+        shared.create(document(right(), "a" * 59))
+    ((field, message),) = refused.value.findings
+    assert field == "metadata.name"
+    assert message.endswith(
+        f"'{'a' * 59}' is not valid: use lower case letters, digits and '-', beginning and ending with a "
+        "letter or digit, at most 58 of them"
+    )
+
+
+IN_KUBERNETES_WORDS: list[tuple[dict[str, Any], str]] = [
+    ({"batchSize": 0}, r"spec\.batchSize in body should be greater than or equal to 1"),
+    ({"batchSize": 2**20 + 1}, r"spec\.batchSize in body should be less than or equal to 1048576"),
+    ({"batchSize": "32"}, r"spec\.batchSize in body must be of type integer: \"string\""),
+    ({"batchSize": None}, r"spec\.batchSize: Required value"),
+    ({"maxReplicas": 1025}, r"spec\.maxReplicas in body should be less than or equal to 1024"),
+    ({"replicas": -1}, r"spec\.replicas in body should be greater than or equal to 0"),
+    ({"efficiencyTarget": 0}, r"spec\.efficiencyTarget in body should be greater than 0"),
+    ({"max_batch_size": 64}, r'unknown field "spec\.max_batch_size"'),
+    (
+        {"checkpoint": {"accessMode": "X"}},
+        r"accessMode: Unsupported value: \"X\": supported values: \"ReadWriteOnce\"",
+    ),
+    ({"template": {"spec": {"containers": []}}}, r"containers in body should have at least 1 items"),
+    ({"template": {"specs": {}, **TEMPLATE}}, r'unknown field "spec\.template\.specs"'),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), IN_KUBERNETES_WORDS)
+def test_a_field_of_a_wrong_shape_is_told(shared: Jobs, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        shared.create(document(right(**changes)))
+
+
+# -- changed while it is there -------------------------------------------------------------------------
+
+RESTING = right(suspend=True, minReplicas=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        (
+            {"batchSize": 64},
+            "spec.batchSize",
+            "can not be changed, from 32 to 64: the state so far was trained with it; make another job",
+        ),
+        *(
+            (
+                {"checkpoint": change},
+                "spec.checkpoint",
+                "can not be changed: the state so far would be left behind; make another job",
+            )
+            for change in ({"path": "/a"}, {"storage": "2Gi"}, {"intervalSeconds": 5})
+        ),
+    ],
+)
+def test_what_the_state_depends_on_can_not_be_changed(
+    jobs: Jobs, change: dict[str, Any], field: str, message: str
+) -> None:
+    jobs.create(document(RESTING), dry_run=False)
+    with pytest.raises(RefusedError) as refused:
+        jobs.patch("digits", {"spec": change})
+    ((told_field, told),) = refused.value.findings
+    assert told_field == field
+    assert told.endswith(f": {message}")
+
+
+def test_all_else_can_be_changed_within_the_rules(jobs: Jobs) -> None:
+    jobs.create(document(RESTING), dry_run=False)
+    changes: dict[str, Any] = {
+        "maxBatchSize": 512,
+        "localBszBounds": {"lower": 4, "upper": 64},
+        "minReplicas": 2,
+        "maxReplicas": 4,
+        "replicas": 3,
+        "scaleInvariantSteps": 1000,
+        "efficiencyTarget": 0.7,
+        "suspend": False,
+        "backoffLimit": 0,
+        "activeDeadlineSeconds": 60,
+        "ttlSecondsAfterFinished": 0,
+        "template": {"metadata": {"labels": {"a": "b"}}},
+    }
+    stored = jobs.patch("digits", {"spec": changes})["spec"]
+    assert {field: stored[field] for field in changes} == {
+        **changes, "template": {**TEMPLATE, **changes["template"]}
+    }  # fmt: skip
+    with pytest.raises(RefusedError, match=r"spec\.minReplicas: .*: 9 is over maxReplicas 8"):
+        jobs.patch("digits", {"spec": {"minReplicas": 9}})
+
+
+# -- as users see it -----------------------------------------------------------------------------------
+
+
+def test_a_job_is_scaled_whether_it_had_replicas_or_not(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+    jobs.create(document(RESTING), dry_run=False)
+    for replicas in ("3", "0"):
+        scaled = kubectl("-n", namespace, "scale", "asj/digits", f"--replicas={replicas}")
+        assert scaled.stdout == "adascalejob.adascale.dev/digits scaled\n", scaled.stderr
+        shown = kubectl("-n", namespace, "get", "asj", "digits", "-o", "jsonpath={.spec.replicas}")
+        assert shown.stdout == replicas
+    refused = kubectl("-n", namespace, "scale", "asj/digits", "--replicas=1025")
+    assert "spec.replicas in body should be less than or equal to 1024" in refused.stderr
+
+
+def test_columns_tell_how_a_job_is_doing(api_client: client.ApiClient, jobs: Jobs, namespace: str) -> None:
+    jobs.create(document(RESTING), dry_run=False)
+    condition = {
+        "type": "Running", "status": "True", "reason": "Training", "message": "on 2 replicas",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    status = {
+        "state": "Running", "replicas": 2, "desiredReplicas": 4, "batchSize": 64, "gain": 1.84,
+        "efficiency": 0.92, "progressText": "45%", "restarts": 3,
+        "conditions": [{**condition, "type": "Suspended", "status": "False", "reason": "No"}, condition],
+    }  # fmt: skip
+    answer = client.CustomObjectsApi(api_client).patch_namespaced_custom_object_status(
+        *WHERE, namespace, names.PLURAL, "digits", {"status": status},
+        field_validation="Strict", dry_run="All", _content_type="application/merge-patch+json",
+        _headers={"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"},
+    )  # fmt: skip
+    table = cast(dict[str, Any], answer)
+    (row,) = table["rows"]
+    told = dict(zip((one["name"] for one in table["columnDefinitions"]), row["cells"], strict=True))
+    assert told.pop("Age")
+    assert list(told.items()) == [
+        ("Name", "digits"), ("State", "Running"), ("Replicas", 2), ("Desired", 4), ("Batch", 64),
+        ("Gain", 1.84), ("Efficiency", 0.92), ("Progress", "45%"), ("Restarts", 3),
+        ("Reason", "Training"), ("Message", "on 2 replicas"),
+    ]  # fmt: skip
+
+
+def test_kubectl_explains_each_field(crd: dict[str, Any], kubectl: Kubectl) -> None:
+    (version,) = crd["spec"]["versions"]
+    for part in ("spec", "status"):
+        section = version["schema"]["openAPIV3Schema"]["properties"][part]
+        explained = " ".join(kubectl("explain", f"asj.{part}").stdout.split())
+        for name, field in section["properties"].items():
+            assert f" {name} <" in explained
+            assert field["description"] in explained
+
+
+def test_jobs_are_among_all_that_a_namespace_has(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+    jobs.create(document(RESTING), dry_run=False)
+    assert "adascalejob.adascale.dev/digits" in kubectl("-n", namespace, "get", "all", "-o", "name").stdout
