@@ -78,7 +78,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     saved_at = Path(job.checkpoint.path) if job.checkpoint.path else folder.checkpoints
     environ = _inherited(os.environ)
     devices = machine.gpus(environ)
-    capacity = _capacity(job, options, devices)
+    capacity = replicas_at_once(job, options, devices)
     program = local_program(job, saved_at, environ, max(1, machine.cores() // capacity))
     with Signals() as signals:
         folder.create()
@@ -101,7 +101,7 @@ def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("ADASCALE_")}
 
 
-def _capacity(job: Job, options: RunOptions, devices: list[str]) -> int:
+def replicas_at_once(job: Job, options: RunOptions, devices: list[str]) -> int:
     """How many replicas run at once at most.
 
     Raises:
