@@ -95,7 +95,7 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
 COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
     uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
-    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "kopf", "kubernetes") if find_spec(name)] or 0)' \
+    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "kopf") if find_spec(name)] or 0)' \
     && ! command -v cc gcc g++ clang
 USER 65532:65532
 EXPOSE 8265

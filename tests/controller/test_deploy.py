@@ -74,6 +74,19 @@ def test_the_operator_asks_the_service_where_it_is() -> None:
     assert f"--api-url={url}" in arguments
 
 
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: str(one["metadata"]["name"]))
+def test_probes_go_where_the_program_listens(workload: dict[str, Any]) -> None:
+    (container,) = pod(workload)["containers"]
+    (port,) = container["ports"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if probe in container:
+            assert container[probe]["httpGet"]["port"] == port["name"]
+    if workload["metadata"]["name"] == names.CONTROLLER:
+        assert f"--liveness=0.0.0.0:{port['containerPort']}" in container["args"]
+    else:
+        assert port["containerPort"] == names.DEFAULT_API_PORT
+
+
 # -- rights ---------------------------------------------------------------------------------------------
 
 Rights = dict[tuple[str, str], set[str]]
@@ -275,7 +288,7 @@ def test_an_image_holds_what_its_part_needs_with_the_locked_hashes(part: str) ->
     ("part", "absent"),
     [
         ("worker", ("kopf", "kubernetes", "fastapi")),
-        ("api", ("torch", "kopf", "kubernetes")),
+        ("api", ("torch", "kopf")),
         ("controller", ("torch", "fastapi")),
     ],
 )
