@@ -8,7 +8,6 @@ import aiohttp
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
-from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME
 
 from adascale_api.errors import UnavailableError
 from adascale_api.reviews import Review
@@ -37,19 +36,20 @@ class KubernetesReviews:
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._configuration = client.Configuration()
+        kubeconfig = environment.get("KUBECONFIG")
         try:
-            if environment.get("KUBECONFIG") or SERVICE_HOST_ENV_NAME not in environment:
-                asyncio.run(self._load_kubeconfig(environment.get("KUBECONFIG")))
+            if kubeconfig:
+                asyncio.run(self._load_kubeconfig(kubeconfig))
             else:
                 config.load_incluster_config(client_configuration=self._configuration)
         except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
             raise NoClusterError(
-                f"there is no cluster that could review tokens: {error}. Run in a pod, or set KUBECONFIG"
+                f"there is no cluster that could review tokens: {error}; run this in a pod, or set KUBECONFIG"
             ) from error
         self._configuration.connection_pool_maxsize = CONNECTIONS
         self._api: client.ApiClient | None = None
 
-    async def _load_kubeconfig(self, path: str | None) -> None:
+    async def _load_kubeconfig(self, path: str) -> None:
         await config.load_kube_config(path, client_configuration=self._configuration)
 
     async def review(self, token: str, audiences: Sequence[str]) -> Review:

@@ -356,16 +356,28 @@ def test_a_renewed_token_file_is_read_again(tmp_path: Path) -> None:
         assert "the token from before stays" in service.log()
 
 
-def test_ipv6_works_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "reached", "not_reached"),
+    [
+        ("::1", ["::1"], ["127.0.0.1"]),
+        ("::", ["::1", "127.0.0.1"], []),
+        ("0.0.0.0", ["127.0.0.1"], ["::1"]),
+    ],
+)
+def test_ipv6_works_too(tmp_path: Path, host: str, reached: list[str], not_reached: list[str]) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    with ServiceProcess(tmp_path, "--host", "::1") as service:
-        assert f"http://[::1]:{service.port}" in service.log()
-        with socket.create_connection(("::1", service.port)) as connection:
-            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+    with ServiceProcess(tmp_path, "--host", host) as service:
+        assert f"http://{f'[{host}]' if ':' in host else host}:{service.port}" in service.log()
+        for address in reached:
+            with socket.create_connection((address, service.port)) as connection:
+                connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        for address in not_reached:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, service.port))
 
 
 def test_metrics_tell_the_jobs_and_the_requests(service: ServiceProcess, client: Client, job: str) -> None:

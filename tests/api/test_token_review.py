@@ -3,19 +3,26 @@
 import asyncio
 import base64
 import json
+import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adascale_api import cli
 from adascale_api import reviews as reviews_module
 from adascale_api.auth import Right
 from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError
 from adascale_api.reviews import ACCEPTED_FOR, PAUSE, REFUSED_FOR, TRUSTED_FOR, Review
 from adascale_api.token_review import InvalidAccountError, TokenReviewer, read_claims
+from adascale_core.errors import AdaScaleError
 from adascale_core.names import API_AUDIENCE, job_audience
+from api.client import Client, ServiceProcess, a_report
+from support.launch import free_port
 
 JOB = "team-a.digits"
 OPERATOR = "system:serviceaccount:adascale-system:adascale-controller"
@@ -377,3 +384,75 @@ def test_tokens_themselves_are_not_kept() -> None:
         assert token not in repr(vars(cluster.reviewer._reviews))
 
     run(test)
+
+
+# -- as a process ---------------------------------------------------------------------------------------
+
+
+def kubeconfig_of(folder: Path, server: str) -> str:
+    """A kubeconfig that names a server."""
+    path = folder / "kubeconfig"
+    path.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "one",
+                "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+                "clusters": [{"name": "one", "cluster": {"server": server}}],
+                "users": [{"name": "one", "user": {"token": "ours"}}],
+            }
+        )
+    )
+    return str(path)
+
+
+def test_with_the_kubernetes_api_away_unknown_tokens_are_told_to_try_again(tmp_path: Path) -> None:
+    environ = {"KUBECONFIG": kubeconfig_of(tmp_path, f"https://127.0.0.1:{free_port()}")}
+    token = a_token(job_audience(JOB), expires_at=2**40)
+    with ServiceProcess(tmp_path, "--token-review", environ=environ) as service:
+        with Client(service.port, token) as client:
+            answer = client.call("POST", f"/jobs/{JOB}/gain", a_report().to_json())
+            assert answer.status == 503
+            assert "the Kubernetes API, which reviews tokens, does not answer" in answer.body["error"]
+            assert answer.headers["retry-after"] == "5"
+            assert client.get("/jobs")["jobs"] == []
+        service.process.terminate()
+        assert service.process.wait(20) == 0
+        assert "Traceback" not in service.log()
+        assert "Unclosed" not in service.log()
+        assert token not in service.log()
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "message"),
+    [
+        (["--no-auth"], {}, "--token-review and --no-auth contradict each other"),
+        ([], {"ADASCALE_TOKEN": "a"}, "--token-review and ADASCALE_TOKEN contradict each other"),
+        ([], {"ADASCALE_TOKEN_FILE": "/a"}, "--token-review and ADASCALE_TOKEN_FILE contradict each other"),
+        (["--controller-account", "a"], {"KUBECONFIG": "{}"}, "must be NAMESPACE:NAME"),
+        ([], {"KUBECONFIG": "/no/such/file"}, "there is no cluster that could review tokens"),
+        ([], {"KUBECONFIG": "/dev/null"}, "there is no cluster that could review tokens"),
+        ([], {}, "Service host/port is not set.; run this in a pod, or set KUBECONFIG"),
+        (
+            [],
+            {"KUBERNETES_SERVICE_HOST": "::1", "KUBERNETES_SERVICE_PORT": "443"},
+            "Service token file does not exist",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    environ: dict[str, str],
+    message: str,
+) -> None:
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "ADASCALE_TOKEN", "ADASCALE_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        told = kubeconfig_of(tmp_path, "https://127.0.0.1:1") if value == "{}" else value
+        monkeypatch.setenv(name, told)
+    with pytest.raises(AdaScaleError, match=re.escape(message)) as refused:
+        cli.serve(cli._parser().parse_args(["--token-review", *options]), os.environ)
+    assert refused.value.exit_code == 2
