@@ -334,13 +334,13 @@ class Controller:
         at_work = view.wanted == standing and seen.training > 0
         most = room.most(job.id)
         self._try(look, most)
-        limits = [job.spec.max_replicas, job.replicas, memory.trials.limit(most, seen.now)]
+        limits = [limit for limit in (job.replicas, memory.trials.limit(most, seen.now)) if limit is not None]
         return replace(
             state,
             arrival=float(seen.job.created_at),
             replicas=standing.replicas if standing is not None else 0,
             settled_at=state.settled_at if at_work else None,
-            max_replicas=min(limit for limit in limits if limit is not None),
+            limit=min(limits, default=None),
         )
 
     def _try(self, look: _Look, most: int) -> None:

@@ -55,11 +55,11 @@ class Lease:
 
     Args:
         spec: who holds it since when.
-        version: its resourceVersion.
+        metadata: its labels, and the version that this is of it.
     """
 
     spec: Spec
-    version: str
+    metadata: Mapping[str, Any]
 
     @property
     def holder(self) -> str:
@@ -76,8 +76,8 @@ class Leases(Protocol):
     async def create(self, spec: Spec) -> Lease | None:
         """The lease, made; none if there is one already."""
 
-    async def replace(self, spec: Spec, version: str) -> Lease | None:
-        """The lease, replaced; none if it is no longer of this version."""
+    async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
+        """The lease, with another spec; none if it has been changed since."""
 
 
 class Election:
@@ -106,7 +106,7 @@ class Election:
     ) -> None:
         if not 0 < retry < renew_deadline < duration:
             raise ValueError(
-                f"retry ({retry}) must be below renew_deadline ({renew_deadline}), that below duration ({duration})"
+                f"must be 0 < retry < renew_deadline < duration; got {retry}, {renew_deadline}, {duration}"
             )
         self._leases = leases
         self._identity = identity
@@ -147,7 +147,7 @@ class Election:
         Raises:
             LeaseLostError: another has it, or it could not be renewed in time.
         """
-        why = "it is not held"
+        why = "it was never held" if self._own is None else "others change it all the time"
         while self.held:
             await asyncio.sleep(min(self._retry, max(self._until - self._clock(), 0.0)))
             left = self._until - self._clock()
@@ -175,7 +175,7 @@ class Election:
                     if lease is None or not self._is_mine(lease, own):
                         return
                     nobody = dict(lease.spec) | {"holderIdentity": "", "renewTime": _now()}
-                    if await self._leases.replace(nobody, lease.version) is not None:
+                    if await self._leases.replace(lease, nobody) is not None:
                         return
                     lease = await self._leases.read()
         except (UnansweredError, TimeoutError) as error:
@@ -186,13 +186,13 @@ class Election:
     async def _take(self) -> bool:
         lease = await self._leases.read()
         if lease is None:
-            return await self._write(self._spec(transitions=0), None)
+            return await self._write(None, self._spec(transitions=0))
         if self._seen != lease.spec:
             self._seen, self._seen_at = lease.spec, self._clock()
         if not self._is_free(lease):
             return False
         transitions = (lease.spec.get("leaseTransitions") or 0) + (lease.holder != self._identity)
-        return await self._write(self._spec(transitions), lease.version)
+        return await self._write(lease, self._spec(transitions))
 
     def _is_free(self, lease: Lease) -> bool:
         if lease.holder in ("", self._identity):
@@ -211,29 +211,27 @@ class Election:
         own = self._own
         assert own is not None
         spec = dict(own.spec) | {"renewTime": _now(), "leaseDurationSeconds": self._duration}
-        if await self._write(spec, own.version):
+        if await self._write(own, spec):
             return
         # Changed since: by a renewal whose answer was lost, by somebody's label, or by another holder.
         lease = await self._leases.read()
         if lease is None:
-            await self._write(spec, None)
+            await self._write(None, spec)
         elif not self._is_mine(lease, own):
             self._own = None
             raise LeaseLostError(f"the lease is held by {lease.holder or 'nobody'}")
         else:
-            await self._write(spec, lease.version)
+            await self._write(lease, spec)
 
     def _is_mine(self, lease: Lease, own: Lease) -> bool:
         """Whether this very process holds a lease, not one of the same identity that came after it."""
         keys = ("holderIdentity", "acquireTime")
         return all(lease.spec.get(key) == own.spec.get(key) for key in keys)
 
-    async def _write(self, spec: Spec, version: str | None) -> bool:
-        """Make the lease, or replace that of `version`; whether this one has it now."""
+    async def _write(self, lease: Lease | None, spec: Spec) -> bool:
+        """Make the lease, or change this one; whether it is this one's now."""
         began = self._clock()
-        written = await (
-            self._leases.create(spec) if version is None else self._leases.replace(spec, version)
-        )
+        written = await (self._leases.create(spec) if lease is None else self._leases.replace(lease, spec))
         if written is None:
             return False
         self._own, self._until = written, began + self._renew_deadline
@@ -287,19 +285,17 @@ class _ApiLeases:
         }
 
     async def read(self) -> Lease | None:
-        return await self._call("GET", self._path, None, absent=404)
+        return await self._call("GET", self._path, None, absent=frozenset({404}))
 
     async def create(self, spec: Spec) -> Lease | None:
-        return await self._call("POST", self._folder, {**self._object, "spec": spec}, absent=409)
+        return await self._call("POST", self._folder, {**self._object, "spec": spec}, absent=frozenset({409}))
 
-    async def replace(self, spec: Spec, version: str) -> Lease | None:
-        metadata = {**self._object["metadata"], "resourceVersion": version}
-        return await self._call(
-            "PUT", self._path, {**self._object, "metadata": metadata, "spec": spec}, absent=409
-        )
+    async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
+        changed = {**self._object, "metadata": lease.metadata, "spec": spec}
+        return await self._call("PUT", self._path, changed, absent=frozenset({404, 409}))
 
-    async def _call(self, method: str, path: str, body: object, *, absent: int) -> Lease | None:
-        """The lease of an answer; none where its status is `absent`."""
+    async def _call(self, method: str, path: str, body: object, *, absent: frozenset[int]) -> Lease | None:
+        """The lease of an answer; none where its status is in `absent`."""
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         try:
             request = await self._api.param_serialize(
@@ -309,12 +305,12 @@ class _ApiLeases:
             content = await answer.read()
         except (TimeoutError, aiohttp.ClientError, OSError, ApiException) as error:
             raise UnansweredError(str(error) or "no answer in time") from error
-        if answer.status == absent:
+        if answer.status in absent:
             return None
         try:
             told = json.loads(content)
             if answer.status < 300:
-                return Lease(told.get("spec") or {}, told["metadata"]["resourceVersion"])
+                return Lease(told.get("spec") or {}, told["metadata"])
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             # Something between here and the API server answers in its own words.
             raise UnansweredError(f"{method} {path} was answered with {content[:200]!r}") from error
