@@ -267,7 +267,11 @@ EDGES = [
     (False, {"batchSize": 2**20 - 3, "maxReplicas": 1, "localBszBounds": {"lower": 2, "upper": 2**20 - 4}}),
     (True, {"batchSize": 1021 * 1019, "maxReplicas": 1, "localBszBounds": {"lower": 1020, "upper": 1021}}),
     (False, {"batchSize": 1021 * 1019, "maxReplicas": 1, "localBszBounds": {"lower": 1020, "upper": 1020}}),
+    (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1025, "upper": 2048}}),
+    (False, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1025, "upper": 2047}}),
     # Two and more share out what maxBatchSize allows.
+    (True, {"batchSize": 7, "maxBatchSize": 16, "maxReplicas": 4, "localBszBounds": {"lower": 8, "upper": 8}}),
+    (False, {"batchSize": 7, "maxBatchSize": 15, "maxReplicas": 4, "localBszBounds": {"lower": 8, "upper": 8}}),
     (True, {"batchSize": 7, "maxBatchSize": 2**20, "minReplicas": 1024, "maxReplicas": 1024,
             "localBszBounds": {"lower": 1024, "upper": 1024}}),
     (False, {"batchSize": 7, "maxBatchSize": 2**20 - 1, "minReplicas": 1024, "maxReplicas": 1024,
