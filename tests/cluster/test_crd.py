@@ -270,8 +270,10 @@ EDGES = [
     (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1025, "upper": 2048}}),
     (False, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1025, "upper": 2047}}),
     # Two and more share out what maxBatchSize allows.
-    (True, {"batchSize": 7, "maxBatchSize": 16, "maxReplicas": 4, "localBszBounds": {"lower": 8, "upper": 8}}),
-    (False, {"batchSize": 7, "maxBatchSize": 15, "maxReplicas": 4, "localBszBounds": {"lower": 8, "upper": 8}}),
+    (True, {"batchSize": 7, "maxBatchSize": 16, "maxReplicas": 4,
+            "localBszBounds": {"lower": 8, "upper": 8}}),
+    (False, {"batchSize": 7, "maxBatchSize": 15, "maxReplicas": 4,
+             "localBszBounds": {"lower": 8, "upper": 8}}),
     (True, {"batchSize": 7, "maxBatchSize": 2**20, "minReplicas": 1024, "maxReplicas": 1024,
             "localBszBounds": {"lower": 1024, "upper": 1024}}),
     (False, {"batchSize": 7, "maxBatchSize": 2**20 - 1, "minReplicas": 1024, "maxReplicas": 1024,
