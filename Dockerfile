@@ -78,13 +78,9 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
 COPY examples examples
 USER 65532:65532
 ENTRYPOINT ["adascale-agent", "--"]
-ARG VERSION=dev
-ARG REVISION=unknown
 LABEL org.opencontainers.image.title="adascale-worker" \
       org.opencontainers.image.description="Runs a PyTorch program as a replica of an elastic job" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.licenses="Apache-2.0"
 
 FROM base AS api
 COPY --from=locks /locks/api.lock /opt/requirements.lock
@@ -101,13 +97,9 @@ USER 65532:65532
 EXPOSE 8265
 ENTRYPOINT ["adascale-api"]
 CMD ["--host", "0.0.0.0"]
-ARG VERSION=dev
-ARG REVISION=unknown
 LABEL org.opencontainers.image.title="adascale-api" \
       org.opencontainers.image.description="The metrics service: gains of elastic jobs, and where their replicas meet" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.licenses="Apache-2.0"
 
 FROM base AS controller
 COPY --from=locks /locks/controller.lock /opt/requirements.lock
@@ -123,10 +115,6 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
 USER 65532:65532
 ENTRYPOINT ["adascale"]
 CMD ["operator"]
-ARG VERSION=dev
-ARG REVISION=unknown
 LABEL org.opencontainers.image.title="adascale-controller" \
       org.opencontainers.image.description="The operator: moves elastic jobs between replica counts by their gain" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.licenses="Apache-2.0"

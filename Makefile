@@ -66,9 +66,11 @@ images: $(PARTS:%=image-%) ## make the images adascale-worker, -api and -control
 .PHONY: $(PARTS:%=image-%)
 $(PARTS:%=image-%): image-%:
 	@test -n "$(ENGINE)" || { echo "docker, podman or buildah is needed to make images, and none is there; another program that takes their options: make images ENGINE=..." >&2; exit 2; }
-	$(ENGINE) build $(BUILD_FLAGS) --target $* --build-arg VERSION=$(IMAGE_TAG) \
-		--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) --tag adascale-$*:$(IMAGE_TAG) .
+	$(ENGINE) build $(BUILD_FLAGS) --target $* --tag adascale-$*:$(IMAGE_TAG) \
+		--label org.opencontainers.image.version=$(IMAGE_TAG) \
+		--label org.opencontainers.image.revision=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) .
 
+# Restarted, since an image of the same name as before does not replace pods by itself.
 .PHONY: kind-up
 kind-up: ## make a cluster with kind, with the images and the operator in it
 	$(call need,kind,for a cluster on this machine)
@@ -77,7 +79,6 @@ kind-up: ## make a cluster with kind, with the images and the operator in it
 	@$(MAKE) --no-print-directory images
 	@for part in $(PARTS); do $(MAKE) --no-print-directory kind-load-$$part || exit 1; done
 	kubectl --context kind-$(KIND_CLUSTER) apply -k deploy/kind
-	# The tag is the same as before: pods of an earlier image are not replaced by themselves.
 	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout restart statefulset/adascale-api deployment/adascale-controller
 	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout status --timeout=5m statefulset/adascale-api
 	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout status --timeout=5m deployment/adascale-controller
@@ -90,13 +91,13 @@ $(PARTS:%=kind-load-%): kind-load-%:
 		&& $(MAKE) --no-print-directory archive-$* ARCHIVES="$$folder" \
 		&& kind load image-archive --name $(KIND_CLUSTER) "$$folder/adascale-$*.tar"
 
+# Under docker.io/library a node looks for names without a registry; as localhost/... it would never find them.
 .PHONY: $(PARTS:%=archive-%)
 $(PARTS:%=archive-%): archive-%:
 	@mkdir -p "$(ARCHIVES)" && rm -f "$(ARCHIVES)/adascale-$*.tar"
 ifeq ($(notdir $(ENGINE)),docker)
 	$(ENGINE) save --output "$(ARCHIVES)/adascale-$*.tar" adascale-$*:$(IMAGE_TAG)
 else
-	# Nodes look for a name without a registry under docker.io/library; as localhost/..., they never find it.
 	$(ENGINE) push --quiet adascale-$*:$(IMAGE_TAG) "docker-archive:$(ARCHIVES)/adascale-$*.tar:docker.io/library/adascale-$*:$(IMAGE_TAG)"
 endif
 
