@@ -76,7 +76,8 @@ class KubernetesReviews:
                 "the Kubernetes API does not review tokens for this service "
                 f"({error.status} {error.reason}){may}"
             ) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, ConfigException) as error:
+            # Nobody there, or another than the API; or our own token is away while it is renewed.
             raise UnavailableError(
                 f"the Kubernetes API, which reviews tokens, does not answer ({str(error) or 'timeout'})"
             ) from error
