@@ -326,7 +326,7 @@ class JobUnderTest:
         return f"status {json.dumps(self.status(), indent=1)}\npods {pods}\nevents {self.events()}"
 
 
-def job_manifest(name: str = "paced", *, pace: float = 0.02, **spec: Any) -> Manifest:
+def job_manifest(name: str = "paced", *, pace: float = 0.05, **spec: Any) -> Manifest:
     """An AdaScaleJob whose steps take `pace` seconds on any number of replicas.
 
     The gradients are noisy, so that each replica is worth its while: it goes to 1, 2, 4 by itself.
@@ -341,7 +341,11 @@ def job_manifest(name: str = "paced", *, pace: float = 0.02, **spec: Any) -> Man
         "image": "adascale-worker:dev",
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "/programs/paced.py"],
-        "env": [{"name": "PACE", "value": str(pace)}, {"name": "OMP_NUM_THREADS", "value": "1"}],
+        "env": [
+            {"name": "PACE", "value": str(pace)},
+            {"name": "NOISE", "value": "20"},
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+        ],
         "volumeMounts": [{"name": "programs", "mountPath": "/programs"}],
         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
     }

@@ -303,7 +303,12 @@ class Controller:
         room = self._room(running)
         states = [self._state(look, room) for look in running]
         # Durations are measured on a clock that never goes back, and so is the time of the decision.
-        return decide(states, room, time.monotonic())
+        decisions = decide(states, room, time.monotonic())
+        for look, state in zip(running, states, strict=True):
+            wish, decision = look.seen.job.valid.replicas, decisions[state.id]
+            if wish is not None and state.limit == wish and decision.replicas < state.replicas:
+                decisions[state.id] = replace(decision, reason=f"spec.replicas is {wish}")
+        return decisions
 
     def _room(self, looks: list[_Look]) -> Room:
         if Kind.NODES not in self._kinds:

@@ -1,6 +1,7 @@
 """A training program whose steps take a known time, so that what becomes of it is known too.
 
 PACE: seconds that a micro-batch takes, at least.
+NOISE: of the targets, beside which the gradient is small: the more, the more a larger batch is worth.
 FAIL: a file; as long as it is there, the program fails with the exit code in it.
 """
 
@@ -18,11 +19,12 @@ from adascale_worker import ElasticTrainer
 
 trainer = ElasticTrainer()
 pace = float(os.environ["PACE"])
+noise = float(os.environ.get("NOISE", "1"))
 fail = Path(os.environ.get("FAIL", "/nonexistent"))
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
-targets = inputs @ torch.randn(8, 1) + torch.randn(512, 1)
+targets = inputs @ torch.randn(8, 1) + noise * torch.randn(512, 1)
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -1,0 +1,44 @@
+"""A job moves between replica counts while it trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.system import System, Workspace, job_manifest
+from support.launch import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def test_a_job_grows_by_its_gain_and_the_pods_that_stay_are_the_same(
+    system: System, workspace: Workspace
+) -> None:
+    """1 -> 2 -> 4, then as many as `kubectl scale` lets it, to its end."""
+    job = workspace.submit(job_manifest(scaleInvariantSteps=6000))
+    job.wait_until_training(1)
+    first = job.uids()
+    job.wait_until_training(2)
+    second = job.uids()
+    status = job.wait_until_training(4)
+    third = job.uids()
+    assert first.items() <= second.items() <= third.items()
+    assert list(third) == [0, 1, 2, 3]
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
+    assert status["batchSize"] == 16
+    assert status["observedGeneration"] == 1
+    assert job.view()["active"]["replicas"] == 4
+
+    # What a replica is worth is measured, on machines that do other things too; here it shall stay there.
+    job.edit(minReplicas=2)
+    job.kubectl("scale", "asj/paced", "--replicas=2")
+    job.wait_until_training(2)
+    wait_until(lambda: job.uids() == {rank: third[rank] for rank in (0, 1)}, "the surplus pods' end")
+
+    job.kubectl("wait", "--for=condition=Complete", "asj/paced", "--timeout=180s", timeout=200)
+    status = job.status()
+    assert (status["state"], status["progressText"]) == ("Complete", "100%")
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (3, 0, 0)
+    reasons = [reason for reason, _ in job.events()]
+    assert reasons.count("Rescaling") == 3
+    assert reasons[-1] == "Finished"
+    assert system.ask(f"/jobs/{job.id}/gain")["progress"] >= 6000
