@@ -1,0 +1,565 @@
+"""One operator at a time: the rules of the lease, in virtual time, against an API server that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import selectors
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kubernetes.aio.client import ApiClient
+
+from adascale_controller.operator.lease import (
+    Election,
+    Lease,
+    LeaseElection,
+    LeaseLostError,
+    Spec,
+    UnansweredError,
+)
+
+T = TypeVar("T")
+
+
+# -- virtual time ------------------------------------------------------------------------------------------
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which waiting takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Impatient(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Impatient(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "everybody waits for something that will not happen"
+        self._loop.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# -- an API server with one lease --------------------------------------------------------------------------
+
+
+class Server:
+    """The lease, with the versions that guard it."""
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+        self.version = 0
+        self.down = False
+
+    def read(self) -> Lease | None:
+        return self.lease
+
+    def create(self, spec: Spec) -> Lease | None:
+        return self._put(spec) if self.lease is None else None
+
+    def replace(self, lease: Lease, spec: Spec) -> Lease | None:
+        return self._put(spec) if self.lease is not None and self.lease.metadata == lease.metadata else None
+
+    def _put(self, spec: Spec) -> Lease:
+        self.version += 1
+        self.lease = Lease(dict(spec), {"resourceVersion": str(self.version)})
+        return self.lease
+
+    @property
+    def holder(self) -> str:
+        return self.lease.holder if self.lease else ""
+
+
+class Line:
+    """The connection of one operator with the server: slow, and cut at times.
+
+    Args:
+        server: at the other end.
+        delay: seconds that a request takes, and as many an answer, from how many there were before.
+        fault: what becomes of a request: "" nothing, "lost" before it arrives, "deaf" its answer.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        delay: Callable[[int], float] = lambda count: 0.01,
+        fault: Callable[[int], str] = lambda count: "",
+    ) -> None:
+        self.server = server
+        self.delay = delay
+        self.fault = fault
+        self.count = 0
+
+    async def read(self) -> Lease | None:
+        return await self._ask(self.server.read)
+
+    async def create(self, spec: Spec) -> Lease | None:
+        return await self._ask(lambda: self.server.create(spec))
+
+    async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
+        return await self._ask(lambda: self.server.replace(lease, spec))
+
+    async def _ask(self, call: Callable[[], Lease | None]) -> Lease | None:
+        self.count += 1
+        delay, fault = self.delay(self.count), self.fault(self.count)
+        # A request that was given up still arrives.
+        request = asyncio.ensure_future(self._arrive(call, delay, fault))
+        return await asyncio.shield(request)
+
+    async def _arrive(self, call: Callable[[], Lease | None], delay: float, fault: str) -> Lease | None:
+        await asyncio.sleep(delay)
+        answer: Lease | None = None
+        if self.server.down or fault == "lost":
+            fault = "lost"
+        else:
+            answer = call()
+        await asyncio.sleep(delay)
+        if fault:
+            # Read by nobody where the request was given up.
+            asyncio.current_task().add_done_callback(lambda task: task.exception())  # type: ignore[union-attr]
+            raise UnansweredError(fault)
+        return answer
+
+
+def election(line: Line, identity: str) -> Election:
+    return Election(line, identity, clock=now)
+
+
+class Operator:
+    """Somebody who works while it has the lease."""
+
+    def __init__(self, line: Line, identity: str) -> None:
+        self.election = election(line, identity)
+        self.working = False
+        self.lost = 0
+        self._task = asyncio.ensure_future(self._live())
+
+    async def _live(self) -> None:
+        while True:
+            await self.election.acquire()
+            self.working = True
+            try:
+                await self.election.hold()
+            except LeaseLostError:
+                self.lost += 1
+            finally:
+                self.working = False
+
+    async def kill(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def leave(self) -> None:
+        await self.kill()
+        await self.election.release()
+
+
+@asynccontextmanager
+async def operators(*lines: Line) -> AsyncIterator[list[Operator]]:
+    made = [Operator(line, f"operator-{number}") for number, line in enumerate(lines)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            await one.kill()
+        await asyncio.sleep(200)  # until all that is under way has arrived
+
+
+async def seconds_until(holds: Callable[[], bool]) -> float:
+    began = now()
+    while not holds():
+        assert now() - began < 600
+        await asyncio.sleep(0.05)
+    return now() - began
+
+
+# -- one after the other -----------------------------------------------------------------------------------
+
+
+def test_the_first_works_and_the_second_waits() -> None:
+    async def main() -> None:
+        server = Server()
+        async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
+            await seconds_until(lambda: first.working)
+            assert now() < 1
+            for _ in range(1000):
+                await asyncio.sleep(1)
+                assert (first.working, second.working) == (True, False)
+            assert first.lost == 0
+            assert server.holder == "operator-0"
+
+    run(main)
+
+
+def test_the_second_takes_over_when_the_first_is_gone_for_as_long_as_the_lease_lasts() -> None:
+    async def main() -> None:
+        server = Server()
+        async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
+            await seconds_until(lambda: first.working)
+            await asyncio.sleep(100)
+            await first.kill()
+            assert 26 <= await seconds_until(lambda: second.working) <= 34
+            assert server.lease is not None
+            assert server.lease.spec["leaseTransitions"] == 1
+
+    run(main)
+
+
+def test_the_second_takes_over_at_once_when_the_first_leaves() -> None:
+    async def main() -> None:
+        server = Server()
+        async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
+            await seconds_until(lambda: first.working)
+            await asyncio.sleep(100)
+            await first.leave()
+            assert not first.election.held
+            assert await seconds_until(lambda: second.working) <= 3.2
+
+    run(main)
+
+
+def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
+    async def main() -> None:
+        server = Server()
+        before, after = election(Line(server), "same"), election(Line(server), "same")
+        await before.acquire()
+        began = now()
+        await after.acquire()
+        assert now() - began < 1
+        with pytest.raises(LeaseLostError):
+            await before.hold()
+        assert not before.held
+        assert after.held
+        await before.release()
+        assert server.holder == "same"
+
+    run(main)
+
+
+def test_the_holder_stops_before_another_may_begin() -> None:
+    async def main() -> None:
+        server = Server()
+        line = Line(server)
+        async with operators(line, Line(server, lambda count: 0.02)) as (first, second):
+            await seconds_until(lambda: first.working)
+            line.fault = lambda count: "lost"
+            stopped = await seconds_until(lambda: not first.working)
+            assert 16 <= stopped <= 20.1
+            assert not first.election.held
+            assert await seconds_until(lambda: second.working) >= 30 - stopped - 4
+
+    run(main)
+
+
+def test_a_holder_that_hangs_does_not_hold() -> None:
+    """As when its process was stopped: it learns of it only after it goes on."""
+
+    async def main() -> None:
+        server = Server()
+        only = election(Line(server), "only")
+        await only.acquire()
+        assert only.held
+        await asyncio.sleep(19)
+        assert only.held
+        await asyncio.sleep(2)
+        assert not only.held
+        with pytest.raises(LeaseLostError, match="20 s"):
+            await only.hold()
+
+    run(main)
+
+
+@pytest.mark.parametrize("fault", ["lost", "deaf"])
+def test_an_outage_shorter_than_the_deadline_changes_nothing(fault: str) -> None:
+    async def main() -> None:
+        server = Server()
+        line = Line(server)
+        async with operators(line) as (only,):
+            await seconds_until(lambda: only.working)
+            for _ in range(5):
+                line.fault = lambda count: fault
+                await asyncio.sleep(15)
+                line.fault = lambda count: ""
+                await asyncio.sleep(5)
+            assert only.working
+            assert only.lost == 0
+
+    run(main)
+
+
+def test_an_api_server_that_is_away_ends_nobody_for_good() -> None:
+    async def main() -> None:
+        server = Server()
+        async with operators(Line(server), Line(server, lambda count: 0.02)) as both:
+            server.down = True
+            await asyncio.sleep(100)
+            assert not any(one.working for one in both)
+            server.down = False
+            assert await seconds_until(lambda: any(one.working for one in both)) < 5
+            server.down = True
+            await asyncio.sleep(100)
+            assert not any(one.working for one in both)
+            server.down = False
+            assert await seconds_until(lambda: any(one.working for one in both)) < 40
+
+    run(main)
+
+
+def test_a_label_on_the_lease_takes_it_from_nobody() -> None:
+    async def main() -> None:
+        server = Server()
+        async with operators(Line(server)) as (only,):
+            await seconds_until(lambda: only.working)
+            assert server.lease is not None
+            server.lease = Lease(server.lease.spec, {"resourceVersion": "label", "labels": {"a": "b"}})
+            await asyncio.sleep(100)
+            assert only.working
+            assert only.lost == 0
+
+    run(main)
+
+
+def test_a_lease_that_somebody_deletes_is_made_again() -> None:
+    async def main() -> None:
+        server = Server()
+        async with operators(Line(server)) as (only,):
+            await seconds_until(lambda: only.working)
+            server.lease = None
+            await asyncio.sleep(10)
+            assert server.holder == "operator-0"
+            assert only.lost == 0
+
+    run(main)
+
+
+def test_a_holder_that_wants_longer_is_given_longer() -> None:
+    async def main() -> None:
+        server = Server()
+        patient = Election(Line(server), "patient", duration=120, clock=now)
+        await patient.acquire()
+        other = election(Line(server), "other")
+        began = now()
+        await other.acquire()
+        assert now() - began >= 120
+
+    run(main)
+
+
+def test_nothing_is_released_that_is_not_held() -> None:
+    async def main() -> None:
+        server = Server()
+        first, second = election(Line(server), "first"), election(Line(server), "second")
+        await first.acquire()
+        await second.release()
+        assert server.holder == "first"
+        with pytest.raises(LeaseLostError, match="never held"):
+            await second.hold()
+
+    run(main)
+
+
+def test_a_renewal_that_was_broken_off_does_not_keep_the_lease_from_being_released() -> None:
+    async def main() -> None:
+        server = Server()
+        line = Line(server)
+        only = Operator(line, "only")
+        await seconds_until(lambda: only.working)
+        line.delay = lambda count: 0.5
+        asked = line.count
+        await seconds_until(lambda: line.count > asked)
+        await asyncio.sleep(0.6)  # it has arrived, its answer is under way
+        await only.leave()
+        assert server.holder == ""
+        await asyncio.sleep(10)
+
+    run(main)
+
+
+@pytest.mark.parametrize("bad", [(30, 30, 3), (30, 20, 20), (10, 20, 3), (30, 20, 0)])
+def test_times_that_cannot_be_kept_are_refused(bad: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="must be 0 < retry"):
+        Election(Line(Server()), "a", *bad)
+
+
+# -- whatever happens --------------------------------------------------------------------------------------
+
+delays = st.lists(st.sampled_from([0.0, 0.1, 1.0, 4.0, 12.0, 40.0]), min_size=1, max_size=12)
+faults = st.lists(st.sampled_from(["", "", "", "lost", "deaf"]), min_size=1, max_size=12)
+lines = st.lists(st.tuples(delays, faults), min_size=2, max_size=3)
+events = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 5.0, 15.0, 25.0, 60.0]),
+        st.integers(0, 2),
+        st.sampled_from(["kill", "leave", "down", "up", "cut", "cut", "mend", "delete"]),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lines, events)
+def test_there_are_never_two_and_in_the_end_there_is_one(
+    made: list[tuple[list[float], list[str]]], events: list[tuple[float, int, str]]
+) -> None:
+    async def main() -> None:
+        server = Server()
+        trouble = True
+        cut: set[int] = set()
+
+        def line(position: int) -> Line:
+            delays, faults = made[position]
+            return Line(
+                server,
+                lambda count: delays[count % len(delays)] if trouble else 0.01,
+                lambda count: "lost" if position in cut else faults[count % len(faults)] if trouble else "",
+            )
+
+        async with operators(*(line(position) for position in range(len(made)))) as all_of_them:
+
+            async def wait(seconds: float) -> None:
+                end = now() + seconds
+                while now() < end:
+                    assert sum(one.election.held for one in all_of_them) <= 1
+                    assert sum(one.working for one in all_of_them) <= 1
+                    await asyncio.sleep(0.5)
+
+            for number, (seconds, who, what) in enumerate(events):
+                await wait(seconds)
+                position = who % len(made)
+                one = all_of_them[position]
+                if what in ("kill", "leave"):
+                    await (one.kill() if what == "kill" else one.leave())
+                    all_of_them[position] = Operator(line(position), f"restarted-{number}")
+                elif what == "cut":
+                    cut.add(position)
+                elif what == "mend":
+                    cut.discard(position)
+                elif what == "delete":
+                    # By hand, which no election can be safe against while somebody has it.
+                    if not any(one.election.held for one in all_of_them):
+                        server.lease = None
+                else:
+                    server.down = what == "down"
+            await wait(100)
+            trouble = server.down = False
+            cut.clear()
+            await wait(100)
+            assert sum(one.working for one in all_of_them) == 1
+
+    run(main)
+
+
+# -- what the API server answers ---------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def answering(*answers: tuple[int, bytes] | Exception) -> AsyncIterator[tuple[ApiClient, list[Any]]]:
+    """A client whose requests are answered so, and what they were."""
+    left = list(answers)
+    asked: list[Any] = []
+
+    class Answer:
+        def __init__(self, status: int, content: bytes) -> None:
+            self.status = status
+            self.content = content
+
+        async def read(self) -> bytes:
+            return self.content
+
+    async with ApiClient() as api:
+
+        async def call(
+            method: str, url: str, header_params: Any = None, body: Any = None, *rest: Any, **more: Any
+        ) -> Answer:
+            asked.append((method, url.partition("/apis")[2], body))
+            answer = left.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return Answer(*answer)
+
+        api.call_api = call
+        yield api, asked
+
+
+def body(spec: Mapping[str, Any], version: str = "7") -> bytes:
+    return json.dumps({"metadata": {"name": "l", "resourceVersion": version}, "spec": spec}).encode()
+
+
+def test_a_lease_is_made_where_there_is_none() -> None:
+    async def main() -> None:
+        made = body({"holderIdentity": "me", "acquireTime": "t"})
+        async with answering((404, b"{}"), (201, made)) as (api, asked):
+            one = LeaseElection(api, "system", "controller", "me")
+            await one.acquire()
+            assert one.held
+        (_, read, _), (method, path, sent) = asked
+        assert read == "/coordination.k8s.io/v1/namespaces/system/leases/controller"
+        assert (method, path) == ("POST", "/coordination.k8s.io/v1/namespaces/system/leases")
+        assert sent["metadata"] == {"name": "controller", "namespace": "system"}
+        assert sent["spec"]["holderIdentity"] == "me"
+        assert sent["spec"]["leaseDurationSeconds"] == 30
+        assert len(sent["spec"]["renewTime"]) == len("2026-03-01T10:00:00.000000Z")
+
+    run(main)
+
+
+def test_a_lease_is_replaced_as_it_was_seen() -> None:
+    async def main() -> None:
+        mine = body({"holderIdentity": "me"}, "8")
+        async with answering((200, body({"holderIdentity": "", "leaseTransitions": 4})), (200, mine)) as (
+            api,
+            asked,
+        ):
+            await LeaseElection(api, "system", "controller", "me").acquire()
+        method, path, sent = asked[1]
+        assert (method, path.rpartition("/")[2]) == ("PUT", "controller")
+        assert sent["metadata"]["resourceVersion"] == "7"
+        assert sent["spec"]["leaseTransitions"] == 5
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        (403, b'{"message": "leases is forbidden"}'),
+        (500, b"{}"),
+        (502, b"<html>bad gateway</html>"),
+        (200, b"[]"),
+        (200, b"{}"),
+        (429, b""),
+        ConnectionResetError("reset"),
+        TimeoutError(),
+    ],
+)
+def test_whatever_is_answered_is_waited_out(trouble: tuple[int, bytes] | Exception) -> None:
+    async def main() -> None:
+        mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
+        async with answering(trouble, mine, (409, b"{}"), trouble, mine, mine) as (api, asked):
+            one = LeaseElection(api, "system", "controller", "me")
+            await one.acquire()
+            assert one.held
+            assert len(asked) == 6
+
+    run(main)
