@@ -34,11 +34,11 @@ run: $(READY) ## train deploy/adascalejob.yaml on this machine
 
 .PHONY: test
 test: $(READY) ## the fast tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not cluster"
 
 .PHONY: test-slow
 test-slow: $(READY) ## the tests that take longer
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not cluster"
 
 .PHONY: check
 check: $(READY) ## format, lint, types, imports

@@ -28,6 +28,13 @@ APPLY = "application/apply-patch+yaml"
 Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all tests here, so that `make test` leaves alone whatever cluster KUBECONFIG names."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.cluster)
+
+
 @pytest.fixture(scope="session")
 def kubeconfig() -> str:
     """The file, or files, that say where the cluster is."""

@@ -1,0 +1,254 @@
+"""Parts of the system, and of the cluster, are gone for a while: training goes on, and all comes right again.
+
+Nodes and the API server can't be stopped through the API. What stops and starts them is told by environment
+variables, each a command line that is given more arguments:
+
+    ADASCALE_TEST_NODE         NAME stop|start
+    ADASCALE_TEST_APISERVER    stop|start
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from adascale_core import names
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded
+from support.launch import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+LONG: dict[str, Any] = {"maxReplicas": 2, "minReplicas": 2}
+"""A job that stays on two replicas and never ends by itself."""
+
+
+def command(variable: str, what: str) -> Callable[..., None]:
+    """What a test may stop and start with."""
+    told = os.environ.get(variable)
+    if not told:
+        pytest.skip(f"needs to stop {what}: set {variable}, see {__file__}")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([*shlex.split(told), *arguments], check=True, timeout=120)
+
+    return run
+
+
+def steps(job: JobUnderTest) -> int:
+    """The steps that the service has heard of."""
+    latest = job.view()["latest"]
+    return latest["step"] if latest else 0
+
+
+def goes_on(job: JobUnderTest, more: int = 40) -> None:
+    """Wait until it has made some more steps."""
+    before = steps(job)
+    wait_until(lambda: steps(job) >= before + more, f"{more} more steps after {before}", patience=120)
+
+
+def is_one_job(job: JobUnderTest, replicas: int) -> None:
+    """One Job, of the right size, and one generation that status and service agree on."""
+    batches = job.batch_jobs()
+    assert [one.metadata.name for one in batches] == [job.name]
+    assert batches[0].spec.completions == batches[0].spec.parallelism == replicas
+    view, status = job.view(), job.status()
+    assert view["active"]["generation"] == view["wanted"]["generation"] == status["allocation"]["generation"]
+    assert view["active"]["replicas"] == status["replicas"] == replicas
+
+
+def test_training_goes_on_while_the_operator_is_away_and_then_takes_up_what_was_asked_meanwhile(
+    system: System, workspace: Workspace
+) -> None:
+    job = workspace.submit(job_manifest(**LONG))
+    job.wait_until_training(2)
+    uids = job.uids()
+    with system.scaled(f"deployment/{names.CONTROLLER}", 0):
+        wait_until(lambda: not system.pods_of(names.CONTROLLER), "the operator's end")
+        goes_on(job)
+        # A replica is lost meanwhile: service, agents and the Job controller do without the operator.
+        job.kubectl("delete", "pod", job.pods()[1].metadata.name, "--grace-period=0", "--force")
+        wait_until(lambda: job.uids().get(1) not in (None, uids[1]), "another pod of rank 1")
+        goes_on(job)
+        job.edit(maxReplicas=1, minReplicas=1)
+    job.wait_until_training(1)
+    wait_until(lambda: job.uids() == {0: uids[0]}, "the end of rank 1")
+    is_one_job(job, 1)
+    status = job.status()
+    assert status["disruptions"] == 1
+    assert status["failures"] == 0
+
+
+def test_the_operator_is_killed_again_and_again_while_a_job_grows(
+    system: System, workspace: Workspace
+) -> None:
+    job = workspace.submit(job_manifest())
+    for _ in range(4):
+        before = job.status().get("allocation")
+        system.kill(names.CONTROLLER)
+        wait_until(partial(has_moved_on, job, before), "another allocation", patience=120)
+        if job.status()["replicas"] == 4:
+            break
+    job.wait_until_training(4)
+    is_one_job(job, 4)
+    assert job.status()["failures"] == 0
+
+
+def has_moved_on(job: JobUnderTest, before: Any) -> bool:
+    """Whether the operator has decided anew."""
+    return bool(job.status().get("allocation") != before)
+
+
+def test_the_metrics_service_is_killed_and_knows_what_it_had_answered(
+    system: System, workspace: Workspace
+) -> None:
+    job = workspace.submit(job_manifest(**LONG))
+    job.wait_until_training(2)
+    goes_on(job)
+    uids = job.uids()
+    generation = job.view()["active"]["generation"]
+    history = system.ask(f"/jobs/{job.id}/gain/history")["points"]
+    with system.scaled(f"statefulset/{names.API_SERVICE}", 0):
+        system.kill(names.API_SERVICE)
+        wait_until(lambda: not system.pods_of(names.API_SERVICE), "the service's end")
+        # Longer than its agents' heartbeats take to run out.
+        away = time.monotonic()
+        wait_until(lambda: time.monotonic() - away > names.HEARTBEAT_TIMEOUT + 5, "the time", patience=60)
+        assert job.uids() == uids
+    wait_until(lambda: answers(system, job), "the service's answer", patience=120)
+    goes_on(job)
+    after = system.ask(f"/jobs/{job.id}/gain/history?points=5000")["points"]
+    known = {(one["generation"], one["step"]) for one in after}
+    assert {(one["generation"], one["step"]) for one in history} <= known
+    assert job.view()["active"]["generation"] == generation
+    assert job.uids() == uids
+    assert (job.status()["disruptions"], job.status()["failures"]) == (0, 0)
+
+
+def answers(system: System, job: JobUnderTest) -> Any:
+    """The service's answer, as soon as there is one."""
+    try:
+        return system.ask(f"/jobs/{job.id}/gain")
+    except AssertionError:
+        return None
+
+
+@contextmanager
+def stopped(run: Callable[..., None], *names: str) -> Iterator[None]:
+    """Something is stopped meanwhile."""
+    run(*names, "stop")
+    try:
+        yield
+    finally:
+        run(*names, "start")
+
+
+def test_the_api_server_is_gone_for_half_a_minute(system: System, workspace: Workspace) -> None:
+    run = command("ADASCALE_TEST_APISERVER", "the API server")
+    job = workspace.submit(job_manifest(**LONG))
+    job.wait_until_training(2)
+    uids, before = job.uids(), steps(job)
+    with stopped(run):
+        gone = time.monotonic()
+        wait_until(lambda: time.monotonic() - gone > 30, "half a minute", patience=60)
+    wait_until(lambda: is_reachable(job), "the API server")
+    wait_until(lambda: steps(job) > before, "steps")
+    assert job.uids() == uids
+    assert (job.status()["disruptions"], job.status()["failures"]) == (0, 0)
+    # The operator works, whether it has held out or was started again.
+    job.edit(maxReplicas=1, minReplicas=1)
+    job.wait_until_training(1)
+    is_one_job(job, 1)
+
+
+def is_reachable(job: JobUnderTest) -> bool:
+    """Whether the API server answers."""
+    try:
+        job.raw()
+    except (ApiException, HTTPError):
+        return False
+    return True
+
+
+def test_a_lost_node_is_done_without_and_used_again_when_it_is_back(
+    system: System, workspace: Workspace
+) -> None:
+    run = command("ADASCALE_TEST_NODE", "a node")
+    nodes = [one.metadata.name for one in system.core.list_node().items if not one.spec.taints]
+    if len(nodes) < 2 or not system.storage.shared:
+        pytest.skip("needs two nodes and a volume that both can mount")
+    resources = {"requests": {"cpu": "50m"}, "limits": {"nvidia.com/gpu": "1"}}
+    capacity = {
+        one.metadata.name: one.status.allocatable.get("nvidia.com/gpu")
+        for one in system.core.list_node().items
+    }
+    if any(capacity[name] != "4" for name in nodes[:2]):
+        pytest.skip("needs two nodes of four nvidia.com/gpu each, as `--gpus 4` claims")
+    # More than a node holds, so that both are needed.
+    job = workspace.submit(
+        job_manifest(
+            container={"resources": resources}, minReplicas=2, maxReplicas=6, maxBatchSize=24, pace=0.1
+        )
+    )
+    lost = have_both_parts_on_one(system, nodes[:2])
+    job.wait_until_training(4, patience=180)
+    job.wait_for("replicas on both nodes", lambda _: len(places(job)) == 2, patience=180)
+    job.wait_until_training(6, patience=240)
+    with stopped(run, lost):
+        wait_until(lambda: not is_ready(system, lost), f"{lost} to be declared lost", patience=120)
+        declared = time.monotonic()
+        status = job.wait_for(
+            "training on the other node",
+            lambda told: told.get("replicas") in (2, 3, 4) and places(job) <= {*nodes} - {lost},
+            patience=90,
+        )
+        assert time.monotonic() - declared < 60
+        goes_on(job)
+        assert status["failures"] == 0
+    wait_until(lambda: is_ready(system, lost), f"{lost} to be back", patience=120)
+    job.wait_until_training(6, patience=300)
+    assert places(job) == {*nodes[:2]}
+    assert job.status()["failures"] == 0
+
+
+def have_both_parts_on_one(system: System, nodes: list[str]) -> str:
+    """Have the operator and the service on the same one of two nodes; the other one."""
+    (service,) = system.pods_of(names.API_SERVICE)
+    home = system.core.read_namespaced_pod(service, names.SYSTEM_NAMESPACE).spec.node_name
+    other = next(name for name in nodes if name != home)
+    succeeded(system.kubectl("cordon", other))
+    try:
+        system.kill(names.CONTROLLER)
+        what = f"deployment/{names.CONTROLLER}"
+        succeeded(
+            system.kubectl(
+                "-n", names.SYSTEM_NAMESPACE, "rollout", "status", what, "--timeout=120s", timeout=130
+            )
+        )
+    finally:
+        succeeded(system.kubectl("uncordon", other))
+    return other
+
+
+def places(job: JobUnderTest) -> set[str]:
+    """The nodes that its pods run on."""
+    return {
+        pod.spec.node_name
+        for pod in job.pods().values()
+        if pod.spec.node_name and pod.metadata.deletion_timestamp is None
+    }
+
+
+def is_ready(system: System, name: str) -> bool:
+    """Whether a node is heard of."""
+    conditions = system.core.read_node(name).status.conditions
+    return any(one.type == "Ready" and one.status == "True" for one in conditions)
