@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_controller.job import Checkpointing, Job
+from adascale_controller.operator.capacity import eligible_nodes, pod_request
 from adascale_controller.operator.objects import (
     PodSettings,
     Workload,
@@ -621,7 +622,7 @@ def kept(theirs: Any, made: Any, place: str = "") -> None:
         return
     if isinstance(theirs, dict):
         for key, value in theirs.items():
-            kept(value, made[key], f"{place}.{key}")
+            kept(value, made.get(key), f"{place}.{key}")
     elif isinstance(theirs, list):
         assert len(made) >= len(theirs), place
         rest = iter(made)
@@ -687,3 +688,54 @@ def test_pods_are_always_those_of_the_operator(made_of: dict[str, Any], one_node
     assert {TOKEN_FOLDER, CHECKPOINT_FOLDER, "/dev/shm"} <= set(places)
     variables = [one["name"] for one in found["env"]]
     assert len(set(variables)) == len(variables)
+
+
+NODE = {
+    "metadata": {"name": "node1", "labels": {"a": "1"}},
+    "spec": {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
+    "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+}
+junk = st.one_of(
+    st.integers(), words, st.just([1]), st.just([["a"]]), st.just([{}]), st.just({"a": 1}), st.just({})
+)
+open_places = [
+    ("securityContext",), ("tolerations",), ("affinity",), ("affinity", "podAffinity"), ("volumes",),
+    ("initContainers",), ("terminationGracePeriodSeconds",), ("restartPolicy",), ("nodeSelector",),
+    ("resources",), ("overhead",), ("affinity", "nodeAffinity"), ("nodeName",),
+    ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"),
+    ("affinity", "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"),
+    ("securityContext", "runAsUser"), ("securityContext", "capabilities"),
+]  # fmt: skip
+of_containers = [
+    ("securityContext",), ("securityContext", "capabilities"), ("securityContext", "capabilities", "add"),
+    ("volumeMounts",), ("resources",), ("resources", "requests"), ("envFrom",), ("terminationMessagePath",),
+]  # fmt: skip
+
+
+def put(section: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    for key in place[:-1]:
+        if not isinstance(section.get(key), dict):
+            section[key] = {}
+        section = section[key]
+    section[place[-1]] = copy.deepcopy(value)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(open_places), junk), max_size=3),
+    st.lists(st.tuples(st.sampled_from(of_containers), junk), max_size=3),
+)
+def test_what_is_no_pod_template_is_left_for_the_api_server_to_refuse(
+    of_pod: list[tuple[tuple[str, ...], Any]], of_worker: list[tuple[tuple[str, ...], Any]]
+) -> None:
+    """The schema leaves most of a PodSpec open, and nobody's mistake may end the operator."""
+    made_of = template(container(command=["python"]))
+    for place, value in of_pod:
+        put(made_of["spec"], place, value)
+    for place, value in of_worker:
+        put(made_of["spec"]["containers"][0], place, value)
+    before = copy.deepcopy(made_of)
+    manifest = job_manifest(workload(made_of), 2, suspend=False, one_node=True)
+    assert made_of == before
+    json.dumps(manifest)
+    pod_request(made_of["spec"])
+    eligible_nodes(made_of["spec"], [NODE])

@@ -171,7 +171,7 @@ def _is_tolerated(taint: Raw, spec: Raw) -> bool:
 def _tolerates(toleration: Raw, taint: Raw) -> bool:
     if toleration.get("effect") and toleration["effect"] != taint["effect"]:
         return False
-    if toleration.get("key") and toleration["key"] != taint["key"]:
+    if toleration.get("key") and toleration["key"] != taint.get("key"):
         return False
     match toleration.get("operator") or "Equal":
         case "Exists":
@@ -184,7 +184,7 @@ def _tolerates(toleration: Raw, taint: Raw) -> bool:
 
 
 def _is_selected(node: Raw, spec: Raw) -> bool:
-    labels = _object(node["metadata"].get("labels"))
+    labels = _object(_object(node.get("metadata")).get("labels"))
     if any(labels.get(key) != value for key, value in _object(spec.get("nodeSelector")).items()):
         return False
     affinity = _object(_object(spec.get("affinity")).get("nodeAffinity"))
@@ -205,9 +205,10 @@ def _matches(term: Raw, labels: Mapping[str, str], fields: Mapping[str, str]) ->
 
 
 def _meets(requirement: Raw, values: Mapping[str, str]) -> bool:
-    has = values.get(requirement["key"])
-    asked: Sequence[str] = requirement.get("values") or ()
-    match requirement["operator"]:
+    key, texts = requirement.get("key"), requirement.get("values")
+    has = values.get(key) if isinstance(key, str) else None
+    asked: Sequence[str] = texts if isinstance(texts, list) else []
+    match requirement.get("operator"):
         case "In":
             return has in asked
         case "NotIn":
@@ -228,7 +229,7 @@ def _integers(texts: Sequence[str | None]) -> list[int] | None:
         return None
     try:
         return [int(text or "") for text in texts]
-    except ValueError:
+    except (ValueError, TypeError):
         return None
 
 

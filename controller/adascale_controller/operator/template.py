@@ -154,23 +154,31 @@ def pod_template(workload: Workload, *, one_node: bool) -> PodTemplate:
     return PodTemplate(template, worker["name"], tuple(warnings))
 
 
-# -- the parts of a template, which may be absent or null -------------------------------------------------
+# -- the parts of a template -------------------------------------------------------------------------------
+#
+# They may be absent, null, or, since the schema leaves most of a PodSpec open, of any other type. What is
+# wrong stays as it is, without what we would have added to it: the API server then refuses the Job, and says
+# which field is wrong better than we could.
 
 
 def _section(parent: Manifest, key: str) -> Manifest:
-    """`parent[key]`, made where it is not there."""
-    section = parent.get(key)
-    if section is None:
-        section = parent[key] = {}
-    return section
+    """The object `parent[key]`, made where it is not there; what is no object, is not touched."""
+    if parent.get(key) is None:
+        parent[key] = {}
+    section = parent[key]
+    return section if isinstance(section, dict) else {}
 
 
-def _items(parent: Manifest, key: str) -> list[Manifest]:
-    """`parent[key]`, made where it is not there."""
-    items = parent.get(key)
-    if items is None:
-        items = parent[key] = []
-    return items
+def _items(parent: Manifest, key: str) -> list[Any]:
+    """The list `parent[key]`, made where it is not there; what is no list, is not touched."""
+    if parent.get(key) is None:
+        parent[key] = []
+    items = parent[key]
+    return items if isinstance(items, list) else []
+
+
+def _objects(items: Iterable[Any]) -> list[Manifest]:
+    return [one for one in items if isinstance(one, dict)]
 
 
 def _fill(section: Manifest, key: str, value: object) -> None:
@@ -180,7 +188,8 @@ def _fill(section: Manifest, key: str, value: object) -> None:
 
 
 def _all_containers(spec: Manifest) -> list[Manifest]:
-    return [*spec["containers"], *(spec.get("initContainers") or [])]
+    init = spec.get("initContainers")
+    return [*spec["containers"], *_objects(init if isinstance(init, list) else [])]
 
 
 # -- the pod -----------------------------------------------------------------------------------------------
@@ -220,7 +229,7 @@ def _leave_lost_nodes(spec: Manifest) -> None:
         # The same rule as that of the admission plugin, which would otherwise add 300 seconds.
         told = any(
             (one.get("key") or key) == key and (one.get("effect") or "NoExecute") == "NoExecute"
-            for one in tolerations
+            for one in _objects(tolerations)
         )
         if not told:
             tolerations.append(
@@ -311,7 +320,7 @@ def _literal(value: str) -> str:
 
 def _trainer_grace(spec: Manifest) -> int:
     grace = spec.get("terminationGracePeriodSeconds")
-    return max(1, (_GRACE_SECONDS if grace is None else grace) - _GRACE_LEFT)
+    return max(1, (grace if isinstance(grace, int) else _GRACE_SECONDS) - _GRACE_LEFT)
 
 
 # -- volumes -----------------------------------------------------------------------------------------------
@@ -330,14 +339,14 @@ def _mount(worker: Manifest, spec: Manifest, workload: Workload, warnings: list[
     if workload.claim_name is not None:
         claim = {"persistentVolumeClaim": {"claimName": workload.claim_name}}
         volumes[CHECKPOINT_FOLDER] = ("checkpoints", claim)
-    theirs = _items(worker, "volumeMounts")
+    mounts, pod_volumes = _items(worker, "volumeMounts"), _items(spec, "volumes")
     warnings.extend(
         f"what the template mounts at {place} is left out: the operator mounts a volume of its own there"
-        for place in sorted(_places(theirs) & volumes.keys())
+        for place in sorted(_places(mounts) & volumes.keys())
     )
-    worker["volumeMounts"] = [one for one in theirs if _place(one) not in volumes]
+    mounts[:] = [one for one in mounts if not (isinstance(one, dict) and _place(one) in volumes)]
 
-    taken = _places(worker["volumeMounts"])
+    taken = _places(mounts)
     if "/dev/shm" not in taken:
         # The 64 MiB of a container runtime are too few for the batches that data loaders pass through it.
         # Without a limit of its own it may grow to the pod's memory limit, which it counts against.
@@ -347,23 +356,23 @@ def _mount(worker: Manifest, spec: Manifest, workload: Workload, warnings: list[
         if not worker.get("envFrom") and all(one.get("name") != "HOME" for one in worker["env"]):
             worker["env"].append({"name": "HOME", "value": "/tmp"})  # PyTorch's caches are under it
 
-    used = {one.get("name") for one in _items(spec, "volumes")}
+    used = {str(one.get("name")) for one in _objects(pod_volumes)}
     for place, (role, source) in volumes.items():
         name = _unused(f"adascale-{role}", used)
-        spec["volumes"].append({"name": name} | source)
+        pod_volumes.append({"name": name} | source)
         mount: Manifest = {"name": name, "mountPath": place}
-        worker["volumeMounts"].append(mount | {"readOnly": True} if place == TOKEN_FOLDER else mount)
+        mounts.append(mount | {"readOnly": True} if place == TOKEN_FOLDER else mount)
 
 
 def _place(mount: Mapping[str, Any]) -> str:
     return posixpath.normpath(str(mount.get("mountPath") or "/"))
 
 
-def _places(mounts: Iterable[Mapping[str, Any]]) -> set[str]:
-    return {_place(one) for one in mounts}
+def _places(mounts: Iterable[Any]) -> set[str]:
+    return {_place(one) for one in _objects(mounts)}
 
 
-def _unused(name: str, used: set[Any]) -> str:
+def _unused(name: str, used: set[str]) -> str:
     candidate, number = name, 2
     while candidate in used:
         candidate, number = f"{name}-{number}", number + 1
@@ -376,22 +385,21 @@ def _unused(name: str, used: set[Any]) -> str:
 def _restrict(spec: Manifest) -> None:
     """Meet the standard where the template says nothing; what it says is for the namespace to judge."""
     pod = _section(spec, "securityContext")
-    if not any(_of(one, "securityContext").get("runAsUser") == 0 for one in (spec, *_all_containers(spec))):
+    containers = _all_containers(spec)
+    contexts = [pod, *(_section(one, "securityContext") for one in containers)]
+    if not any(one.get("runAsUser") == 0 for one in contexts):
         _fill(pod, "runAsNonRoot", True)
     _fill(pod, "seccompProfile", {"type": "RuntimeDefault"})
     if pod.get("fsGroup") is None:
         pod["fsGroup"] = _GROUP
         _fill(pod, "fsGroupChangePolicy", "OnRootMismatch")
-    for container in _all_containers(spec):
+    for container in containers:
         _fill(container, "terminationMessagePolicy", "FallbackToLogsOnError")
         context = _section(container, "securityContext")
         capabilities = _section(context, "capabilities")
         _fill(capabilities, "drop", ["ALL"])
         # The API server refuses `false` beside these.
-        admin = {"SYS_ADMIN", "CAP_SYS_ADMIN"} & set(capabilities.get("add") or [])
+        added = capabilities.get("add")
+        admin = isinstance(added, list) and ("SYS_ADMIN" in added or "CAP_SYS_ADMIN" in added)
         if not context.get("privileged") and not admin:
             _fill(context, "allowPrivilegeEscalation", False)
-
-
-def _of(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return parent.get(key) or {}
