@@ -92,20 +92,22 @@ def test_the_operator_is_killed_again_and_again_while_a_job_grows(
     system: System, workspace: Workspace
 ) -> None:
     job = workspace.submit(job_manifest())
-    for _ in range(4):
-        before = job.status().get("allocation")
+    desired = 0
+    while desired < 4:
         system.kill(names.CONTROLLER)
-        wait_until(partial(has_moved_on, job, before), "another allocation", patience=120)
-        if job.status()["replicas"] == 4:
-            break
+        wait_until(
+            partial(wants_more_than, job, desired), f"more than {desired} replicas wanted", patience=120
+        )
+        desired = job.status()["desiredReplicas"]
+    system.kill(names.CONTROLLER)
     job.wait_until_training(4)
     is_one_job(job, 4)
     assert job.status()["failures"] == 0
 
 
-def has_moved_on(job: JobUnderTest, before: Any) -> bool:
-    """Whether the operator has decided anew."""
-    return bool(job.status().get("allocation") != before)
+def wants_more_than(job: JobUnderTest, replicas: int) -> bool:
+    """Whether the operator has decided for more."""
+    return bool(job.status().get("desiredReplicas", 0) > replicas)
 
 
 def test_the_metrics_service_is_killed_and_knows_what_it_had_answered(
