@@ -21,6 +21,7 @@ from adascale_controller.operator.objects import (
     job_manifest,
     resize_patch,
     template_digest,
+    template_warnings,
 )
 from adascale_controller.operator.pods import Pod, Problem, read_pod
 from adascale_controller.operator.resource import ElasticJob, SpecReader
@@ -29,7 +30,7 @@ from adascale_controller.operator.sighting import BatchJob, Claim, Sighting
 from adascale_controller.operator.stage import Kind as StageKind
 from adascale_controller.operator.stage import Stage, stage_of
 from adascale_controller.operator.status import worth_writing
-from adascale_controller.operator.steering import Course, steer
+from adascale_controller.operator.steering import Course, Event, steer
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.trials import Trials
 from adascale_controller.service_client import (
@@ -220,7 +221,10 @@ class Controller:
                 now=self._clock(),
             )
             seen = replace(seen, refusal=await self._refusal(seen, memory))
-            failures = Failures.read(job.status).seen(seen.pods)
+            failures = Failures.read(job.status)
+            if own:
+                # Pods of an earlier job of this name are not its own.
+                failures = failures.seen(seen.pods)
             looks.append(_Look(seen, workload, failures, stage_of(seen, failures), memory))
         return looks
 
@@ -408,13 +412,17 @@ class Controller:
             await self._cluster.remove_pod(job.namespace, name)
         if news:
             for event in course.events:
-                logger.info("%s: %s: %s", job.id, event.reason, event.message)
-                await self._cluster.tell(
-                    job.namespace, job.name, job.uid, event, seen.now, self._settings.identity
-                )
+                await self._tell(look, event)
         if course.remove_job:
             logger.info("%s: ttlSecondsAfterFinished is over, deleting it", job.id)
             await self._cluster.remove_job(job.namespace, job.name, job.uid)
+
+    async def _tell(self, look: _Look, event: Event) -> None:
+        job = look.seen.job
+        logger.info("%s: %s: %s", job.id, event.reason, event.message)
+        await self._cluster.tell(
+            job.namespace, job.name, job.uid, event, look.seen.now, self._settings.identity
+        )
 
     async def _write_status(self, look: _Look, course: Course) -> bool:
         """Write the status if that is worth it; whether it told something new."""
@@ -435,6 +443,8 @@ class Controller:
                 await self._make_claim(look, workload)
             manifest = job_manifest(workload, course.create, suspend=False, one_node=seen.one_node)
             self._store.put(Kind.JOBS, await self._cluster.create_batch(manifest))
+            for warning in template_warnings(workload):
+                await self._tell(look, Event("TemplateOverruled", warning, warning=True))
         elif course.remove_batch and batch is not None:
             await self._cluster.remove_batch(job.namespace, job.name, batch.uid)
         elif course.resize is not None and batch is not None:
