@@ -221,10 +221,7 @@ class Controller:
                 now=self._clock(),
             )
             seen = replace(seen, refusal=await self._refusal(seen, memory))
-            failures = Failures.read(job.status)
-            if own:
-                # Pods of an earlier job of this name are not its own.
-                failures = failures.seen(seen.pods)
+            failures = Failures.read(job.status).seen(seen.own_pods)
             looks.append(_Look(seen, workload, failures, stage_of(seen, failures), memory))
         return looks
 

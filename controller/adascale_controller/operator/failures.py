@@ -3,7 +3,8 @@
 A generation counts once, whatever number of its replicas fail in it. A program that fails before it is in any
 generation counts once for each round of starts: as often as it did on the replica that tried most often.
 What is counted is kept in the job's status together with the count, so that a restarted operator neither
-forgets a failure nor counts it twice.
+forgets a failure nor counts it twice. Pods that are gone, as when the Job was made anew, take nothing off the
+count, and what fails after them counts again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Failures:
     Args:
         count: how often the program has failed.
         generation: the newest generation that is counted.
-        false_starts: rounds of starts that are counted.
+        false_starts: rounds of starts that are counted, of pods that are still there.
     """
 
     count: int = 0
@@ -39,7 +40,7 @@ class Failures:
         )
 
     def seen(self, pods: Iterable[Pod]) -> Failures:
-        """With what the pods of the job tell."""
+        """With what the pods of the job's own Job tell."""
         generations: set[int] = set()
         starts: Counter[int] = Counter()
         for pod in failed(pods):
@@ -55,7 +56,7 @@ class Failures:
             self,
             count=self.count + len(new) + max(rounds - self.false_starts, 0),
             generation=max([self.generation, *new]),
-            false_starts=max(rounds, self.false_starts),
+            false_starts=rounds,
         )
 
 

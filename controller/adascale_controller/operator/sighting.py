@@ -111,18 +111,26 @@ class Sighting:
 
     @property
     def standing(self) -> Allocation | None:
-        """The newest allocation, whoever has it."""
+        """The newest allocation, whoever has it.
+
+        Where the service has come to the recorded number by itself, agents follow the service.
+        """
         recorded = self.job.recorded
         wanted = self.service.wanted if self.service is not None else None
         if recorded is None or wanted is None:
             return recorded
-        return max(recorded, wanted, key=lambda one: one.generation)
+        return wanted if wanted.generation >= recorded.generation else recorded
 
     @property
     def own_batch(self) -> BatchJob | None:
         """The Job, where it is this AdaScaleJob's and not on its way out."""
         batch = self.batch
         return batch if batch is not None and batch.owner == self.job.uid and not batch.deleting else None
+
+    @property
+    def own_pods(self) -> Sequence[Pod]:
+        """The pods, where they are this AdaScaleJob's and not those of an earlier one of its name."""
+        return self.pods if self.batch is not None and self.batch.owner == self.job.uid else ()
 
     @property
     def one_node(self) -> bool:
@@ -152,7 +160,8 @@ class Sighting:
             # It re-enters from the last checkpoint: nothing is saved any more.
             return 0
         running = [one.rank for one in view.replicas if one.phase is Phase.RUNNING]
-        return max(running, default=-1) + 1
+        # Who has a place in what is active, but has not told yet that it has taken it, is about to run.
+        return max(self.training, max(running, default=-1) + 1)
 
     def problem(self, ranks: range) -> Problem | None:
         """What keeps one of these ranks from starting, the lowest first."""

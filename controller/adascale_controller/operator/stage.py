@@ -79,7 +79,7 @@ def _ended(seen: Sighting, failures: Failures) -> Stage | None:
 
 def last_failure(seen: Sighting) -> str:
     """The latest failure of the program, in words and with the end of its output."""
-    last: Pod | None = next(reversed(failed(seen.pods)), None)
+    last: Pod | None = next(reversed(failed(seen.own_pods)), None)
     if last is None or last.ended is None:
         return ""
     ended = last.ended
