@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -54,21 +55,21 @@ def api_client(kubeconfig: str) -> Iterator[client.ApiClient]:
 @pytest.fixture(scope="session")
 def kubectl(kubeconfig: str) -> Kubectl:
     """Runs kubectl with arguments and options of `subprocess.run`. It may fail: look at what returns."""
-    program = shutil.which("kubectl")
-    if program is None:
+    if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl: put it on the PATH")
+    return partial(run_kubectl, kubeconfig)
 
-    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [program, "--kubeconfig", kubeconfig, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=options.pop("timeout", 60),
-            check=False,
-            **options,
-        )
 
-    return run
+def run_kubectl(kubeconfig: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run kubectl; options are those of `subprocess.run`. It may fail: look at what returns."""
+    return subprocess.run(
+        ["kubectl", "--kubeconfig", kubeconfig, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=options.pop("timeout", 60),
+        check=False,
+        **options,
+    )
 
 
 @pytest.fixture(scope="session")

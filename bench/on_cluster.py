@@ -1,0 +1,112 @@
+"""How long an elastic job takes to start and to change its size on a Kubernetes cluster.
+
+    KUBECONFIG=... .venv/bin/python bench/on_cluster.py [--rounds N]
+
+Installs the operator as the tests do, and measures by a job whose steps take 50 ms:
+
+- from `kubectl apply` to the first optimizer step;
+- from a decision (the allocation in the job's status) to the first step at the new size, up and down;
+- how much of that training stood still: from the last step before to the first one after.
+
+Times of steps are those of the workers' own reports, of decisions those at which this program saw them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kubernetes import config
+
+from cluster.conftest import fresh_namespace, run_kubectl
+from cluster.system import JobUnderTest, System, Workspace, job_manifest
+from support.launch import wait_until
+
+SIZES = [1, 2, 4, 2, 1]
+PACE = 0.05
+
+
+def history(system: System, job: JobUnderTest) -> list[dict[str, Any]]:
+    """All reports so far."""
+    points: list[dict[str, Any]] = system.ask(f"/jobs/{job.id}/gain/history?points=5000")["points"]
+    return points
+
+
+def first_step(system: System, job: JobUnderTest, generation: int) -> tuple[float, float | None]:
+    """When the first step of a generation was done, and how long training stood still before it."""
+
+    def reported() -> bool:
+        try:
+            return bool(system.ask(f"/jobs/{job.id}/gain")["generation"] >= generation)
+        except AssertionError:
+            return False
+
+    wait_until(reported, f"a report of generation {generation}", patience=180)
+    points = history(system, job)
+    first = next(one for one in points if one["generation"] >= generation)
+    earlier = [one for one in points if one["generation"] < generation]
+    if not earlier:
+        return first["time"] - (first["step"] - 1) * first["step_time"], None
+    last = earlier[-1]
+    # The first report may be some steps late; what they took is no part of the change.
+    late = (first["step"] - last["step"] - 1) * max(first["step_time"], PACE)
+    return first["time"] - late, max(first["time"] - late - last["time"], 0.0)
+
+
+def is_decided(job: JobUnderTest, known: int) -> bool:
+    """Whether there is a newer allocation."""
+    return bool(job.status()["allocation"]["generation"] > known)
+
+
+def one_round(system: System, namespace: str, found: dict[str, list[float]]) -> None:
+    """Start a job, and lead it through all sizes."""
+    workspace = Workspace(system, namespace)
+    applied = time.time()
+    job = workspace.submit(job_manifest(pace=PACE, minReplicas=SIZES[0], maxReplicas=SIZES[0]))
+    began, _ = first_step(system, job, 1)
+    found["apply -> first step"].append(began - applied)
+    for before, after in pairwise(SIZES):
+        job.wait_until_training(before)
+        known = job.status()["allocation"]["generation"]
+        job.edit(minReplicas=after, maxReplicas=after)
+        wait_until(partial(is_decided, job, known), "a decision")
+        decided = time.time()
+        stepped, still = first_step(system, job, job.status()["allocation"]["generation"])
+        found[f"{before} -> {after}: decision -> first step"].append(stepped - decided)
+        found[f"{before} -> {after}: of it standing still"].append(still or 0.0)
+    job.delete()
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    kubeconfig = os.environ.get("KUBECONFIG") or sys.exit("set KUBECONFIG to a cluster for tests")
+    with config.new_client_from_config(config_file=kubeconfig) as api:
+        system = System(api, partial(run_kubectl, kubeconfig))
+        system.install()
+        found: dict[str, list[float]] = defaultdict(list)
+        for _ in range(rounds):
+            with fresh_namespace(api) as namespace:
+                one_round(system, namespace, found)
+    width = max(map(len, found))
+    print(f"{'seconds':{width}}  median    min    max")
+    for what, values in found.items():
+        print(f"{what:{width}}  {statistics.median(values):6.2f} {min(values):6.2f} {max(values):6.2f}")
+
+
+if __name__ == "__main__":
+    main()
