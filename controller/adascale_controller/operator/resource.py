@@ -11,6 +11,7 @@ from typing import Any, Self
 from adascale_controller.findings import examine
 from adascale_controller.job import Job
 from adascale_controller.jobfile import job_of
+from adascale_controller.operator.places import why_not_shared
 from adascale_controller.yamltext import dotted
 from adascale_core import names
 from adascale_core.messages import Allocation
@@ -121,4 +122,14 @@ def _parse(raw: Mapping[str, Any]) -> tuple[Job | None, str | None]:
     if isinstance(examined, list):
         told = (f"{dotted(place)}: {message}" if place else message for place, message in examined)
         return None, "; ".join(told)
-    return job_of(examined), None
+    job = job_of(examined)
+    path = job.checkpoint.path
+    if path is not None and job.spec.max_replicas > 1:
+        reason = why_not_shared(raw["spec"]["template"], path)
+        if reason is not None:
+            return None, (
+                f"spec.checkpoint.path: {reason}, so replicas would not find what others have saved. Have "
+                "spec.template mount a volume there that all replicas share, or give "
+                "spec.checkpoint.claimName instead"
+            )
+    return job, None
