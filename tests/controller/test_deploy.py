@@ -96,7 +96,7 @@ CONTROLLER_RIGHTS: Rights = {
     ("adascale.dev", "adascalejobs/status"): {"get", "patch"},
     ("adascale.dev", "adascalejobs/finalizers"): {"update"},
     ("batch", "jobs"): {"get", "list", "watch", "create", "patch", "delete"},
-    ("", "pods"): {"get", "list", "watch", "delete"},
+    ("", "pods"): {"get", "list", "watch", "patch", "delete"},
     ("", "persistentvolumeclaims"): {"get", "list", "watch", "create"},
     ("", "events"): {"list", "create", "patch"},
 }

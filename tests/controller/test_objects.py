@@ -108,6 +108,7 @@ def test_a_job_is_an_indexed_job_of_the_same_name_that_never_gives_up_by_count()
         "parallelism": 3,
         "suspend": False,
         "backoffLimit": 2147483647,
+        "backoffLimitPerIndex": 2147483647,
         "podReplacementPolicy": "Failed",
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "podFailurePolicy": {

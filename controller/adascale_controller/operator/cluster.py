@@ -12,7 +12,7 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from adascale_controller.operator.conditions import Reason
-from adascale_controller.operator.pods import Problem
+from adascale_controller.operator.pods import TRACKING, Problem
 from adascale_controller.operator.resource import seconds, timestamp
 from adascale_controller.operator.steering import Event
 from adascale_controller.operator.store import Kind
@@ -181,12 +181,24 @@ class Cluster:
                 raise
 
     async def remove_pod(self, namespace: str, name: str) -> None:
-        """Delete a pod by force: nobody is there to end it in order.
+        """Delete a pod by force, also where the Job controller still keeps it.
 
         Raises:
             ClusterError: it can't be deleted.
         """
-        await self._remove(f"{_core(namespace)}/pods/{name}", {"gracePeriodSeconds": 0})
+        path = f"{_core(namespace)}/pods/{name}"
+        try:
+            left = await self._call("DELETE", path, body={"gracePeriodSeconds": 0})
+            kept = left["metadata"].get("finalizers") or []
+            if TRACKING in kept:
+                others = [one for one in kept if one != TRACKING] or None
+                version = left["metadata"]["resourceVersion"]
+                patch = {"metadata": {"finalizers": others, "resourceVersion": version}}
+                await self._call("PATCH", path, _MANAGED, patch, _MERGE)
+        except ClusterError as error:
+            # Gone, or changed meanwhile: the next cycle sees what is left.
+            if error.status not in {404, 409}:
+                raise
 
     async def remove_job(self, namespace: str, name: str, uid: str) -> None:
         """Delete an AdaScaleJob, and with it all that belongs to it.

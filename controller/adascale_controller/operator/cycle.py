@@ -405,7 +405,7 @@ class Controller:
                 # The job has moved on by itself; the next cycle takes that up.
         await self._size_batch(look, course)
         for name in course.remove_pods:
-            logger.warning("%s: pod %s is deleted by force, nobody ends it", job.id, name)
+            logger.warning("%s: pod %s is lost: making way for another one", job.id, name)
             await self._cluster.remove_pod(job.namespace, name)
         if news:
             for event in course.events:

@@ -29,7 +29,9 @@ __all__ = [
 ]
 
 MOST_FAILURES: Final = 2**31 - 1
-"""The Job never gives up by count: the operator counts, and counts a generation once."""
+"""The Job never gives up by count: the operator counts, and counts a generation once. It counts each index by
+itself, since the Job controller then also pauses for each by itself before it replaces a pod. Otherwise the
+pauses double with each pod of all that was ever lost, up to ten minutes, for the growth of the Job too."""
 
 DISRUPTIONS: Final = tuple(sorted((names.EXIT_REENTRY, names.UNAVAILABLE, 128 + 9, 128 + 15)))
 """Exit codes that are no failure of the program: it left with its state saved, it never found the service,
@@ -53,6 +55,7 @@ def job_manifest(workload: Workload, replicas: int, *, suspend: bool, one_node: 
         "parallelism": size,
         "suspend": suspend,
         "backoffLimit": MOST_FAILURES,
+        "backoffLimitPerIndex": MOST_FAILURES,
         "podFailurePolicy": {
             "rules": [
                 {

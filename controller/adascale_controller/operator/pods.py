@@ -18,6 +18,10 @@ Raw = Mapping[str, Any]
 """An object of the Kubernetes API, or a part of one, as its JSON."""
 
 COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
+TRACKING: Final = "batch.kubernetes.io/job-tracking"
+"""The finalizer by which the Job controller keeps a pod until it has counted it and made the next."""
+LONG_LIFE: Final = 600.0
+"""Seconds after which a pod that is lost was not lost for how it was started, as Kubernetes has it for containers."""
 
 _KILLED: Final = (128 + 9, 128 + 15)
 """Exit codes of who was killed by somebody else: SIGKILL, SIGTERM."""
@@ -155,6 +159,16 @@ def own_failure(ended: Ended) -> bool:
         return False
     # To any other container than the worker these codes mean nothing.
     return code not in _NO_FAILURE if ended.of_worker else code != 0
+
+
+def is_lost(pod: Pod, now: float) -> bool:
+    """Whether a pod was ended from outside, so that another one may be started in its place at once.
+
+    One that was killed or ran out of memory soon after its start may be so again: it is not.
+    """
+    if pod.ended is None or pod.phase != "Failed" or own_failure(pod.ended):
+        return False
+    return pod.ended.disruption or pod.deleting_since is not None or now > pod.created_at + LONG_LIFE
 
 
 def _rank(meta: Raw) -> int:

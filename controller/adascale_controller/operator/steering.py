@@ -8,6 +8,7 @@ from typing import Any
 
 from adascale_controller.operator.conditions import Condition, ConditionType, Reason, condition_of
 from adascale_controller.operator.failures import Failures
+from adascale_controller.operator.pods import Pod, is_lost
 from adascale_controller.operator.resource import seconds
 from adascale_controller.operator.sighting import Sighting
 from adascale_controller.operator.stage import Kind, Stage, last_failure
@@ -43,7 +44,7 @@ class Course:
         create: the size of the Job to make.
         resize: the size that its Job is to have; 0: suspended.
         remove_batch: whether to delete its Job.
-        remove_pods: pods to delete by force.
+        remove_pods: pods to delete by force, with what the Job controller keeps them for.
         remove_job: whether to delete the AdaScaleJob itself.
         events: what to tell.
     """
@@ -103,7 +104,7 @@ def steer(
         create=size if creates else None,
         resize=size if batch is not None and not remakes and _differs(seen, size) else None,
         remove_batch=batch is not None and remakes,
-        remove_pods=tuple(_abandoned(seen)),
+        remove_pods=(*_abandoned(seen), *_in_the_way(seen)),
         remove_job=_is_expired(seen, stage, status),
         events=tuple(_events(seen, outlook, status)),
     )
@@ -170,6 +171,22 @@ def _abandoned(seen: Sighting) -> Iterator[str]:
         if pod.deleting_since is None or pod.ended is not None:
             continue
         if seen.now > pod.deleting_since + OVERDUE or pod.node in seen.lost_nodes:
+            yield pod.name
+
+
+def _in_the_way(seen: Sighting) -> Iterator[str]:
+    """Pods that were lost, and that the Job controller would only replace after a pause.
+
+    It pauses, each time longer, after every pod that has not succeeded, and knows by those pods how often.
+    """
+    batch = seen.own_batch
+    if batch is None or batch.suspended or batch.finished:
+        return
+    newest: dict[int, Pod] = {}
+    for pod in sorted(seen.own_pods, key=lambda one: one.created_at):
+        newest[pod.rank] = pod
+    for rank, pod in newest.items():
+        if 0 <= rank < batch.size and is_lost(pod, seen.now):
             yield pod.name
 
 

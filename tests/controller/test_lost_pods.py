@@ -1,0 +1,62 @@
+"""Which pods make way for others at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.pods import LONG_LIFE, Ended, Pod, is_lost
+from adascale_core.last_words import LastWords
+from support.sightings import NOW, batch, course, job, pod, seen, view
+
+KILLED = Ended(137)
+REENTERS = Ended(75)
+FAILED = Ended(3, words=LastWords(1, 3))
+
+
+def ended(rank: int, how: Ended, **more: Any) -> Pod:
+    return pod(rank, **{"phase": "Failed", "running": False, "ended": how, **more})
+
+
+@pytest.mark.parametrize(
+    ("lost", "one"),
+    [
+        (False, pod(0)),
+        (False, pod(0, deleting_since=NOW)),
+        (True, ended(0, REENTERS, deleting_since=NOW)),
+        (True, ended(0, replace(REENTERS, disruption=True))),
+        (True, ended(0, Ended(None, reason="Evicted", disruption=True))),
+        (True, ended(0, KILLED, deleting_since=NOW)),
+        (False, ended(0, KILLED)),
+        (True, ended(0, KILLED, created_at=NOW - LONG_LIFE - 1)),
+        (False, ended(0, FAILED)),
+        (False, ended(0, FAILED, created_at=NOW - LONG_LIFE - 1)),
+        (False, ended(0, FAILED, deleting_since=NOW)),
+        (False, ended(0, Ended(0), phase="Succeeded", deleting_since=NOW)),
+    ],
+)
+def test_a_pod_is_lost_if_it_was_ended_from_outside(lost: bool, one: Pod) -> None:
+    assert is_lost(one, NOW) == lost
+
+
+GONE = ended(1, REENTERS, name="gone", deleting_since=NOW)
+
+
+@pytest.mark.parametrize(
+    ("removed", "pods", "more"),
+    [
+        (("gone",), [pod(0), GONE], {}),
+        ((), [pod(0), GONE, pod(1, created_at=NOW)], {}),
+        ((), [pod(0), replace(GONE, rank=2)], {}),
+        ((), [pod(0), GONE], {"suspended": True}),
+        ((), [pod(0), GONE], {"complete": True}),
+        ((), [pod(0), replace(GONE, created_at=NOW - 90), ended(1, FAILED)], {}),
+    ],
+)
+def test_the_last_pod_of_a_rank_makes_way_if_it_is_lost(
+    removed: tuple[str, ...], pods: list[Pod], more: dict[str, Any]
+) -> None:
+    sighting = seen(job((1, 2)), view((1, 2), (1, 2)), batch(2, **more), pods)
+    assert course(sighting, 2).remove_pods == removed
