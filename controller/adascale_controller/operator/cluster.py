@@ -34,11 +34,13 @@ class ClusterError(AdaScaleError):
 
     Args:
         status: the HTTP status; 0: no answer.
+        told: what the API server itself says.
     """
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, told: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.told = told
 
 
 class Cluster:
@@ -283,7 +285,8 @@ class Cluster:
             reason = str(error) or f"nothing came within {TIMEOUT:.0f} s"
             raise ClusterError(f"the API server does not answer: {reason}") from error
         if answer.status >= 300:
-            raise ClusterError(f"the API server refuses {method} {path}: {_told(content)}", answer.status)
+            told = _told(content)
+            raise ClusterError(f"the API server refuses {method} {path}: {told}", answer.status, told)
         return json.loads(content) if content else None
 
 

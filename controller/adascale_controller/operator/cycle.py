@@ -439,7 +439,15 @@ class Controller:
             if course.make_claim:
                 await self._make_claim(look, workload)
             manifest = job_manifest(workload, course.create, suspend=False, one_node=seen.one_node)
-            self._store.put(Kind.JOBS, await self._cluster.create_batch(manifest))
+            try:
+                self._store.put(Kind.JOBS, await self._cluster.create_batch(manifest))
+            except ClusterError as error:
+                if error.status not in {400, 422}:
+                    raise
+                # It will be no other before the spec is: no use in trying again.
+                self._specs.refuse(job, f"spec.template: {error.told}")
+                self._store.changed.set()
+                return
             for warning in template_warnings(workload):
                 await self._tell(look, Event("TemplateOverruled", warning, warning=True))
         elif course.remove_batch and batch is not None:

@@ -21,7 +21,7 @@ COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 TRACKING: Final = "batch.kubernetes.io/job-tracking"
 """The finalizer by which the Job controller keeps a pod until it has counted it and made the next."""
 LONG_LIFE: Final = 600.0
-"""Seconds after which a pod that is lost was not lost for how it was started, as Kubernetes has it for containers."""
+"""Seconds after which a pod that is lost was not lost for how it was started: Kubernetes' own."""
 
 _KILLED: Final = (128 + 9, 128 + 15)
 """Exit codes of who was killed by somebody else: SIGKILL, SIGTERM."""

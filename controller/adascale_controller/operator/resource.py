@@ -105,6 +105,10 @@ class SpecReader:
             self._read[meta["uid"]] = known
         return known[1], known[2]
 
+    def refuse(self, job: ElasticJob, reason: str) -> None:
+        """Take in that the API server refuses what is made from a job's spec."""
+        self._read[job.uid] = (job.generation, None, reason)
+
     def forget_all_but(self, uids: set[str]) -> None:
         """Forget jobs that are gone."""
         for uid in self._read.keys() - uids:

@@ -68,7 +68,7 @@ def _ended(seen: Sighting, failures: Failures) -> Stage | None:
         if known_reason is Reason.DEADLINE_EXCEEDED and job.job is not None:
             message = f"activeDeadlineSeconds {job.job.active_deadline_seconds} are over"
         return Stage(Kind.FAILED, known_reason, message)
-    if job.job is None and seen.standing is None:
+    if job.job is None and (seen.standing is None or seen.batch is None):
         return Stage(Kind.FAILED, Reason.INVALID_SPEC, job.invalid or "")
     limit = job.job.backoff_limit if job.job is not None else None
     if limit is not None and failures.count > limit:
