@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +55,8 @@ TELEMETRY_INTERVAL = 10.0
 """Seconds between two writes of numbers that change with every step."""
 RESYNC_INTERVAL = 300.0
 """Seconds between two lists of everything."""
+STALE_INTERVAL = 5.0
+"""Seconds between two lists where the API server has something else than what was seen."""
 CLAIM_INTERVAL = 5.0
 """Seconds between two looks at a volume claim that is not there."""
 REFUSAL_PATIENCE = 1.0
@@ -87,6 +90,7 @@ class _Look:
     workload: Workload | None
     failures: Failures
     stage: Stage
+    demand: Demand | None
     memory: _Memory
 
 
@@ -126,6 +130,7 @@ class Controller:
         self._memories: dict[str, _Memory] = {}
         self._pods: dict[str, tuple[str, Pod]] = {}
         self._service_was_up = True
+        self._stale = False
 
     async def run(self) -> None:
         """Go on until cancelled."""
@@ -137,8 +142,9 @@ class Controller:
             except TimeoutError:
                 pass
             self._store.changed.clear()
-            if time.monotonic() - listed_at > RESYNC_INTERVAL:
+            if time.monotonic() - listed_at > (STALE_INTERVAL if self._stale else RESYNC_INTERVAL):
                 listed_at = time.monotonic()
+                self._stale = False
                 await self._list_again()
             await self.cycle()
             self._alive()
@@ -163,7 +169,10 @@ class Controller:
 
         async def carry_out(look: _Look) -> None:
             async with limit:
-                await self._carry_out(look, decisions.get(look.seen.job.id))
+                decision = decisions.get(look.seen.job.id)
+                # Where something is wrong with a job that may run, so that nothing is decided, it goes on.
+                if decision is not None or look.stage.kind is not StageKind.RUN:
+                    await self._carry_out(look, decision)
 
         await asyncio.gather(*(carry_out(look) for look in looks))
         if views is not None:
@@ -191,39 +200,61 @@ class Controller:
         return {view.id: view for view in views}
 
     async def _look(self, views: Mapping[str, JobView] | None) -> list[_Look]:
-        jobs = [ElasticJob.read(raw, self._specs) for raw in self._store.all(Kind.ADASCALEJOBS)]
-        jobs = [job for job in jobs if not job.deleting]
-        uids = {job.uid for job in jobs}
+        raws = self._store.all(Kind.ADASCALEJOBS)
+        raws = [raw for raw in raws if "deletionTimestamp" not in raw["metadata"]]
+        uids = {raw["metadata"]["uid"] for raw in raws}
         self._specs.forget_all_but(uids)
         self._memories = {uid: memory for uid, memory in self._memories.items() if uid in uids}
         batches = {_key(raw): raw for raw in self._store.all(Kind.JOBS)}
         pods = self._pods_by_job()
-        lost = lost_nodes(self._store.all(Kind.NODES))
+        nodes = self._store.all(Kind.NODES)
+        lost = lost_nodes(nodes)
         looks = []
-        for job in jobs:
-            memory = self._memories.setdefault(job.uid, _Memory())
-            raw_batch = batches.get((job.namespace, job.name))
-            batch = BatchJob.read(raw_batch) if raw_batch is not None else None
-            own = batch is not None and batch.owner == job.uid
-            raws = pods.get((job.namespace, job.name), [])
-            mine = [raw for raw in raws if not own or batch is None or _owner(raw) == batch.uid]
-            workload = self._workload(job)
-            claim = await self._claim(job, workload, memory)
-            seen = Sighting(
-                job=job,
-                service=None if views is None else views.get(job.id, JobView(id=job.id)),
-                batch=batch,
-                pods=[self._read_pod(raw) for raw in mine],
-                claim=claim,
-                digest=_digest(workload, batch, claim),
-                refusal=None,
-                lost_nodes=lost,
-                now=self._clock(),
-            )
-            seen = replace(seen, refusal=await self._refusal(seen, memory))
-            failures = Failures.read(job.status).seen(seen.own_pods)
-            looks.append(_Look(seen, workload, failures, stage_of(seen, failures), memory))
+        for raw in raws:
+            memory = self._memories.setdefault(raw["metadata"]["uid"], _Memory())
+            with self._apart(".".join(_key(raw)), memory):
+                job = ElasticJob.read(raw, self._specs)
+                raw_batch = batches.get((job.namespace, job.name))
+                batch = BatchJob.read(raw_batch) if raw_batch is not None else None
+                own = batch is not None and batch.owner == job.uid
+                of_name = pods.get((job.namespace, job.name), [])
+                mine = [one for one in of_name if not own or batch is None or _owner(one) == batch.uid]
+                workload = self._workload(job)
+                claim = await self._claim(job, workload, memory)
+                seen = Sighting(
+                    job=job,
+                    service=None if views is None else views.get(job.id, JobView(id=job.id)),
+                    batch=batch,
+                    pods=[self._read_pod(one) for one in mine],
+                    claim=claim,
+                    digest=_digest(workload, batch, claim),
+                    refusal=None,
+                    lost_nodes=lost,
+                    now=self._clock(),
+                )
+                seen = replace(seen, refusal=await self._refusal(seen, memory))
+                failures = Failures.read(job.status).seen(seen.own_pods)
+                stage = stage_of(seen, failures)
+                demand = _demand(seen, nodes) if stage.kind is StageKind.RUN else None
+                looks.append(_Look(seen, workload, failures, stage, demand, memory))
         return looks
+
+    @contextmanager
+    def _apart(self, name: str, memory: _Memory) -> Iterator[None]:
+        """What goes wrong with one job is told once, and does not keep the operator from the others."""
+        try:
+            yield
+        except (ClusterError, ServiceUnreachableError, ServiceRefusedError) as error:
+            if str(error) != memory.complaint:
+                logger.warning("%s: %s; trying again", name, error)
+            memory.complaint = str(error)
+            self._stale |= isinstance(error, ClusterError) and error.status in {404, 409}
+        except Exception as error:
+            # Broad, since it stands for what nobody foresaw: an object of a shape that no schema rules out,
+            # or a fault of ours. One job that can't be dealt with must not end the operator for all others.
+            if repr(error) != memory.complaint:
+                logger.exception("%s: nothing can be done about it", name)
+            memory.complaint = repr(error)
 
     def _pods_by_job(self) -> Mapping[tuple[str, str], list[Mapping[str, Any]]]:
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
@@ -260,22 +291,27 @@ class Controller:
         name = workload.claim_name if workload is not None else None
         if workload is None or name is None:
             return None
-        own = workload.job.checkpoint.claim_name is None
         known = memory.claim
-        if known is not None and known.exists:
+        if known is not None and known.name != name:
+            known = memory.claim = None
+        if known is not None and (known.exists or self._clock() - memory.claim_seen_at < CLAIM_INTERVAL):
             return known
-        if self._clock() - memory.claim_seen_at < CLAIM_INTERVAL:
-            return known
-        memory.claim_seen_at = self._clock()
+        checkpoint = workload.job.checkpoint
+        own = checkpoint.claim_name is None
+        modes: Collection[str] = [checkpoint.access_mode]
         try:
             raw = await self._cluster.claim(job.namespace, name)
+            exists = raw is not None
+            modes = raw["spec"]["accessModes"] if raw is not None else modes
         except ClusterError as error:
-            logger.warning("%s: %s", job.id, error)
+            # Nothing is guessed where it may be known soon: other pods would be made for it.
+            if error.status != 403:
+                raise
             # Where claims may not be read, pods tell what is wrong with them.
-            one_node = own and workload.job.checkpoint.access_mode == "ReadWriteOnce"
-            return known or Claim(name, own, exists=error.status == 403, one_node=one_node)
-        modes = raw["spec"]["accessModes"] if raw is not None else [workload.job.checkpoint.access_mode]
-        memory.claim = Claim(name, own, exists=raw is not None, one_node="ReadWriteMany" not in modes)
+            exists = not own
+            modes = modes if own else ["ReadWriteMany"]
+        memory.claim_seen_at = self._clock()
+        memory.claim = Claim(name, own, exists, one_node="ReadWriteMany" not in modes)
         return memory.claim
 
     async def _refusal(self, seen: Sighting, memory: _Memory) -> Problem | None:
@@ -300,31 +336,25 @@ class Controller:
 
     def _decide(self, looks: Iterable[_Look]) -> dict[str, Decision]:
         """The replica counts of all jobs that may run."""
-        running = [look for look in looks if look.stage.kind is StageKind.RUN]
-        room = self._room(running)
-        states = [self._state(look, room) for look in running]
+        running = {look.seen.job.id: look for look in looks if look.stage.kind is StageKind.RUN}
+        room = self._room(running.values())
+        states = []
+        for name, look in running.items():
+            with self._apart(name, look.memory):
+                states.append(self._state(look, room))
         # Durations are measured on a clock that never goes back, and so is the time of the decision.
         decisions = decide(states, room, time.monotonic())
-        for look, state in zip(running, states, strict=True):
-            wish, decision = look.seen.job.valid.replicas, decisions[state.id]
+        for state in states:
+            wish, decision = running[state.id].seen.job.valid.replicas, decisions[state.id]
             if wish is not None and state.limit == wish and decision.replicas < state.replicas:
                 decisions[state.id] = replace(decision, reason=f"spec.replicas is {wish}")
         return decisions
 
-    def _room(self, looks: list[_Look]) -> Room:
+    def _room(self, looks: Collection[_Look]) -> Room:
         if Kind.NODES not in self._kinds:
             return ReplicaRoom(sum(look.seen.job.valid.spec.max_replicas for look in looks))
+        demands = {look.seen.job.id: look.demand for look in looks if look.demand is not None}
         nodes = self._store.all(Kind.NODES)
-        demands = {}
-        for look in looks:
-            seen = look.seen
-            pod_spec = seen.job.template["spec"]
-            demands[seen.job.id] = Demand(
-                request=pod_request(pod_spec),
-                nodes=eligible_nodes(pod_spec, nodes),
-                placed={rank: pod.node for rank, pod in seen.present.items() if pod.node},
-                one_node=seen.one_node,
-            )
         return NodeRoom(free_nodes(nodes, self._store.all(Kind.PODS), demands), demands)
 
     def _state(self, look: _Look, room: Room) -> JobState:
@@ -378,14 +408,10 @@ class Controller:
         if decision is not None and seen.service is not None and seen.service.complete and seen.standing:
             # Its program has come to its end; its pods are about to.
             decision = replace(decision, replicas=seen.standing.replicas)
-        course = steer(seen, look.stage, look.failures, decision, memory.trials.standing(seen.now))
-        try:
+        with self._apart(seen.job.id, memory):
+            course = steer(seen, look.stage, look.failures, decision, memory.trials.standing(seen.now))
             await self._act(look, course)
             memory.complaint = ""
-        except (ClusterError, ServiceUnreachableError, ServiceRefusedError) as error:
-            if str(error) != memory.complaint:
-                logger.warning("%s: %s; trying again", seen.job.id, error)
-            memory.complaint = str(error)
 
     async def _act(self, look: _Look, course: Course) -> None:
         seen = look.seen
@@ -455,7 +481,9 @@ class Controller:
         elif course.resize is not None and batch is not None:
             # A suspended Job keeps its size.
             size = course.resize or batch.size
-            patch = resize_patch(size, suspend=course.resize == 0)
+            known = job.job is not None
+            deadline = job.valid.active_deadline_seconds if known else batch.deadline
+            patch = resize_patch(size, suspend=course.resize == 0, deadline=deadline)
             self._store.put(
                 Kind.JOBS, await self._cluster.patch_batch(job.namespace, job.name, batch.uid, patch)
             )
@@ -499,6 +527,17 @@ def _job_of(pod: Mapping[str, Any]) -> str | None:
 def _owner(raw: Mapping[str, Any]) -> str | None:
     owners = raw["metadata"].get("ownerReferences") or ()
     return next((one["uid"] for one in owners if one.get("controller")), None)
+
+
+def _demand(seen: Sighting, nodes: Collection[Mapping[str, Any]]) -> Demand:
+    """What a job asks of the nodes."""
+    pod_spec = seen.job.template["spec"]
+    return Demand(
+        request=pod_request(pod_spec),
+        nodes=eligible_nodes(pod_spec, nodes),
+        placed={rank: pod.node for rank, pod in seen.present.items() if pod.node},
+        one_node=seen.one_node,
+    )
 
 
 def _digest(workload: Workload | None, batch: BatchJob | None, claim: Claim | None) -> str:
