@@ -144,8 +144,12 @@ def test_the_failure_policy_names_the_container_that_trains() -> None:
 def test_completions_and_parallelism_change_together_and_are_never_zero(replicas: int, size: int) -> None:
     made = job_manifest(workload(), replicas, suspend=True, one_node=False)["spec"]
     patch = resize_patch(replicas, suspend=True)["spec"]
-    assert patch == {"completions": size, "parallelism": size, "suspend": True}
-    assert patch.items() <= made.items()
+    assert patch == {"completions": size, "parallelism": size, "suspend": True, "activeDeadlineSeconds": None}
+    assert {name: value for name, value in patch.items() if value is not None}.items() <= made.items()
+
+
+def test_a_job_whose_deadline_was_edited_gets_the_new_one() -> None:
+    assert resize_patch(2, suspend=False, deadline=60)["spec"]["activeDeadlineSeconds"] == 60
 
 
 # -- how a replica is started ------------------------------------------------------------------------------

@@ -90,13 +90,24 @@ def template_warnings(workload: Workload) -> tuple[str, ...]:
     return pod_template(workload, one_node=False).warnings
 
 
-def resize_patch(replicas: int, *, suspend: bool) -> Manifest:
-    """A merge patch that gives an existing Job its size.
+def resize_patch(replicas: int, *, suspend: bool, deadline: int | None = None) -> Manifest:
+    """A merge patch that gives an existing Job its size, and all else that may be edited while it runs.
 
     Completions and parallelism change together, which is what the API server allows an Indexed Job.
+
+    Args:
+        replicas, suspend: as for `job_manifest`.
+        deadline: the seconds that it may be active for; none: any.
     """
     size = max(replicas, 1)
-    return {"spec": {"completions": size, "parallelism": size, "suspend": suspend}}
+    return {
+        "spec": {
+            "completions": size,
+            "parallelism": size,
+            "suspend": suspend,
+            "activeDeadlineSeconds": deadline,
+        }
+    }
 
 
 def claim_manifest(workload: Workload) -> Manifest | None:

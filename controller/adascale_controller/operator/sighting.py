@@ -26,6 +26,7 @@ class BatchJob:
         deleting: whether it is on its way out.
         complete: whether index 0 has succeeded.
         failed: reason and message, if the Job controller has given it up.
+        deadline: the seconds that it may be active for; none: any.
     """
 
     uid: str
@@ -36,6 +37,7 @@ class BatchJob:
     deleting: bool
     complete: bool
     failed: tuple[str, str] | None
+    deadline: int | None = None
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Self:
@@ -58,6 +60,7 @@ class BatchJob:
             deleting="deletionTimestamp" in meta,
             complete="Complete" in conditions or "SuccessCriteriaMet" in conditions,
             failed=(failed.get("reason", "Failed"), failed.get("message", "")) if failed else None,
+            deadline=spec.get("activeDeadlineSeconds"),
         )
 
     @property

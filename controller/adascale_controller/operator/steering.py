@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_controller.operator.conditions import Condition, ConditionType, Reason, condition_of
@@ -14,6 +14,7 @@ from adascale_controller.operator.sighting import Sighting
 from adascale_controller.operator.stage import Kind, Stage, last_failure
 from adascale_controller.operator.status import Outlook, Status, status_of
 from adascale_controller.operator.trials import Refused
+from adascale_controller.service_client import JobView
 from adascale_controller.words import plural
 from adascale_core.decision import Decision
 from adascale_core.messages import Allocation, JobSpec
@@ -42,7 +43,7 @@ class Course:
         want: the allocation to want there.
         make_claim: whether to make the claim for its state.
         create: the size of the Job to make.
-        resize: the size that its Job is to have; 0: suspended.
+        resize: the size that its Job is to have, and with it the deadline; 0: suspended.
         remove_batch: whether to delete its Job.
         remove_pods: pods to delete by force, with what the Job controller keeps them for.
         remove_job: whether to delete the AdaScaleJob itself.
@@ -80,7 +81,10 @@ def steer(
     """
     if is_predecessors(seen):
         waiting = Stage(Kind.WAIT, Reason.CLEANING_UP, "an earlier job of this name is being forgotten")
-        return Course(status_of(seen, Outlook(waiting, failures, None)), forget=True)
+        unknown = replace(seen, service=JobView())
+        # Replicas that are still ending would report once more, to what is then the new job.
+        alone = all(pod.ended is not None for pod in seen.pods)
+        return Course(status_of(unknown, Outlook(waiting, failures, None)), forget=alone)
     want = _allocation(seen, stage, decision)
     outlook = Outlook(
         stage,
@@ -162,7 +166,9 @@ def _differs(seen: Sighting, size: int | None) -> bool:
     batch = seen.own_batch
     if batch is None or size is None or batch.finished:
         return False
-    return batch.suspended != (size == 0) or (size > 0 and batch.size != size)
+    deadline = seen.job.job.active_deadline_seconds if seen.job.job is not None else batch.deadline
+    resized = batch.suspended != (size == 0) or (size > 0 and batch.size != size)
+    return resized or batch.deadline != deadline
 
 
 def _abandoned(seen: Sighting) -> Iterator[str]:

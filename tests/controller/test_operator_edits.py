@@ -1,0 +1,36 @@
+"""What the operator does when a job is edited, or made anew under a name that was in use."""
+
+from __future__ import annotations
+
+import pytest
+
+from adascale_controller.operator.conditions import ConditionType, Reason
+from support.sightings import batch, condition, course, job, pod, report, seen, training, view
+
+
+def test_an_edited_deadline_is_given_to_the_job_without_another_size() -> None:
+    assert course(training((1, 2)), 2).resize is None
+    assert course(training((1, 2), active_deadline_seconds=60), 2).resize == 2
+
+
+@pytest.mark.parametrize(("deadline", "resize"), [(60, None), (90, 2), (None, 2)])
+def test_a_deadline_is_compared_with_that_of_the_job(deadline: int | None, resize: int | None) -> None:
+    sighting = seen(
+        job((1, 2), active_deadline_seconds=deadline), view((1, 2), (1, 2)), batch(2, deadline=60)
+    )
+    assert course(sighting, 2).resize == resize
+
+
+def test_what_an_earlier_job_of_the_name_comes_to_is_not_told_of_the_new_one() -> None:
+    service = view((7, 3), (7, 3), latest=report(7, 3))
+    status = course(seen(job(), service, pods=())).status
+    assert (status["replicas"], status["state"]) == (0, "Pending")
+    assert not {"allocation", "gain", "progress"} & status.keys()
+
+
+def test_an_earlier_job_of_the_name_is_forgotten_when_its_pods_are_gone() -> None:
+    service = view((7, 1), (7, 1))
+    ending = course(seen(job(), service, pods=[pod(0, deleting_since=1_800_000_020.0)]))
+    assert not ending.forget
+    assert condition(ending, ConditionType.RUNNING).reason == Reason.CLEANING_UP
+    assert course(seen(job(), service, pods=())).forget
