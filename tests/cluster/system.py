@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -291,6 +292,8 @@ class JobUnderTest:
         found = self._system.core.list_namespaced_pod(self.namespace, label_selector=selector).items
         index = "batch.kubernetes.io/job-completion-index"
         alive = [one for one in found if ended or one.status.phase in ("Pending", "Running")]
+        # Of a rank that has had several, the newest.
+        alive.sort(key=lambda one: one.metadata.creation_timestamp)
         return {int(one.metadata.annotations[index]): one for one in alive}
 
     def uids(self) -> dict[int, str]:
@@ -306,9 +309,34 @@ class JobUnderTest:
         """What the newest pod of a rank has written."""
         return self.kubectl("logs", self.pods(ended=True)[rank].metadata.name, "--tail=-1")
 
+    def run_in(self, rank: int, code: str) -> str:
+        """What a Python program writes in the container of a rank."""
+        return self.kubectl(
+            "exec", self.pods()[rank].metadata.name, "-c", "worker", "--", "python", "-c", code
+        )
+
+    def entered(self) -> int:
+        """The step at which the program has entered the active generation, once it has."""
+        line = re.compile(rf"^enters generation {self.view()['active']['generation']} at step (\d+)$", re.M)
+        return int(wait_until(lambda: line.search(self.logs()), line.pattern)[1])
+
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint, as rank 0 sees it; 0 if there is none."""
+        code = (
+            "import json, os, pathlib; folder = pathlib.Path(os.environ['ADASCALE_CHECKPOINT_DIR']); "
+            "found = sorted(folder.glob('checkpoint-*.json')); "
+            "print(json.loads(found[-1].read_text())['step'] if found else 0)"
+        )
+        return int(self.run_in(0, code))
+
     def view(self) -> Manifest:
         """What the metrics service knows of it."""
         found: Manifest = self._system.ask(f"/jobs/{self.id}")
+        return found
+
+    def history(self) -> list[Manifest]:
+        """The reports of its gain, as the metrics service keeps them."""
+        found: list[Manifest] = self._system.ask(f"/jobs/{self.id}/gain/history?points=5000")["points"]
         return found
 
     def events(self) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 PACE: seconds that a micro-batch takes, at least.
 NOISE: of the targets, beside which the gradient is small: the more, the more a larger batch is worth.
 FAIL: a file; as long as it is there, the program fails with the exit code in it.
+HUNGRY: a file; when it is there, the program removes it and takes as many MiB as it says.
 """
 
 import itertools
@@ -21,6 +22,7 @@ trainer = ElasticTrainer()
 pace = float(os.environ["PACE"])
 noise = float(os.environ.get("NOISE", "1"))
 fail = Path(os.environ.get("FAIL", "/nonexistent"))
+hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
@@ -41,6 +43,10 @@ for epoch in itertools.count(state.epoch):
         if fail.exists():
             print("this program fails on purpose", flush=True)
             sys.exit(int(fail.read_text()))
+        if hungry.exists():
+            size = int(hungry.read_text())
+            hungry.unlink()
+            taken = b"." * size * 2**20
     trainer.step(epoch)
     if trainer.finished:
         break

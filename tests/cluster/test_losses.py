@@ -1,0 +1,134 @@
+"""A job loses replicas, through no fault of its program: it goes on from what was saved."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from adascale_core import names
+from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest
+from support.launch import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+KILL_TRAINERS = """
+import os, pathlib, signal
+for folder in pathlib.Path('/proc').glob('[0-9]*'):
+    parent = (folder / 'stat').read_text().rpartition(')')[2].split()[1]
+    if parent == '1' and 'paced.py' in (folder / 'cmdline').read_text():
+        os.kill(int(folder.name), signal.SIGKILL)
+"""
+HUNGER = """
+import os, pathlib
+pathlib.Path('/tmp/new').write_text('4000')
+os.rename('/tmp/new', '/tmp/hungry')
+"""
+
+
+def on_two_replicas(**spec: Any) -> Manifest:
+    """A job that has two replicas or none."""
+    manifest = job_manifest(minReplicas=2, maxReplicas=2, **spec)
+    worker = manifest["spec"]["template"]["spec"]["containers"][0]
+    worker["env"].append({"name": "HUNGRY", "value": "/tmp/hungry"})
+    worker["resources"]["limits"] = {"memory": "2Gi"}
+    return manifest
+
+
+def wait_until_it_goes_on(job: JobUnderTest, disruptions: int) -> int:
+    """Wait until the job trains again after so many disruptions; the step at which it does."""
+
+    def goes_on(status: Manifest) -> bool:
+        return bool(status["disruptions"] >= disruptions and status["state"] == "Running")
+
+    status = job.wait_for(f"training after disruption {disruptions}", goes_on, 180)
+    counts = ("replicas", "disruptions", "failures", "restarts", "rescales")
+    assert [status[one] for one in counts] == [2, disruptions, 0, disruptions, 0], job.story()
+    return job.entered()
+
+
+def wait_for_a_checkpoint_after(job: JobUnderTest, step: int) -> int:
+    """The step of a checkpoint that was saved while training went on."""
+    return int(wait_until(lambda: (saved := job.saved_step()) > step and saved, "a checkpoint"))
+
+
+def last_step_before(job: JobUnderTest) -> int:
+    """The last step that was told of by the generations before the active one."""
+    active = job.view()["active"]["generation"]
+    reports = job.history()
+    return max(int(one["step"]) for one in reports if one["generation"] < active)
+
+
+def test_a_job_that_loses_replicas_goes_on_from_its_last_checkpoint(workspace: Workspace) -> None:
+    """Its trainer is killed, then its pod is deleted by force, then it has no memory left."""
+    job = workspace.submit(on_two_replicas())
+    job.wait_until_training(2)
+    first = job.uids()
+    step = wait_for_a_checkpoint_after(job, job.entered())
+
+    job.run_in(1, KILL_TRAINERS)
+    again = wait_until_it_goes_on(job, 1)
+    assert again >= step
+    assert job.uids() == first
+
+    step = wait_for_a_checkpoint_after(job, again)
+    job.kubectl("delete", "pod", job.pods()[0].metadata.name, "--force", "--grace-period=0")
+    again = wait_until_it_goes_on(job, 2)
+    assert again >= step
+    second = job.uids()
+    assert second[0] != first[0]
+    assert second[1] == first[1]
+
+    step = wait_for_a_checkpoint_after(job, again)
+    job.run_in(1, HUNGER)
+    assert wait_until_it_goes_on(job, 3) >= step
+    assert job.uids()[0] == second[0]
+    reasons = [reason for reason, _ in job.events()]
+    assert reasons.count("ReplicaLost") == 3
+    assert "ProgramFailed" not in reasons
+    job.delete()
+
+
+def test_pods_that_are_evicted_or_drained_save_first_and_no_step_is_repeated(
+    system: System, workspace: Workspace
+) -> None:
+    """Nothing is saved but by who leaves: first all pods at once, then one."""
+    checkpoint = {"claimName": "shared", "intervalSeconds": 3600}
+    # A node is drained of pods by their labels, whatever namespace they are in.
+    job = workspace.submit(on_two_replicas(name=workspace.namespace, checkpoint=checkpoint))
+    job.wait_until_training(2)
+    first = job.uids()
+    wait_until(lambda: job.view()["latest"]["step"] > job.entered(), "steps")
+
+    def evict(pod: Any) -> None:
+        name = pod.metadata.name
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+        system.core.create_namespaced_pod_eviction(name, job.namespace, body)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(evict, job.pods().values()))
+    again = wait_until_it_goes_on(job, 1)
+    assert again == last_step_before(job)
+    second = job.uids()
+    assert not set(first.values()) & set(second.values())
+
+    wait_until(lambda: job.view()["latest"]["step"] > again, "steps")
+    drained = job.pods()[1]
+    selector = f"{names.LABEL_JOB}={job.name}"
+    try:
+        job.kubectl(
+            "drain",
+            drained.spec.node_name,
+            f"--pod-selector={selector}",
+            "--delete-emptydir-data",
+            "--timeout=60s",
+            timeout=80,
+        )
+    finally:
+        uncordon = ("uncordon", drained.spec.node_name)
+        wait_until(lambda: system.kubectl(*uncordon).returncode == 0, "the node to take pods again")
+    again = wait_until_it_goes_on(job, 2)
+    assert again == last_step_before(job)
+    assert job.uids()[1] != second[1]
+    job.delete()
