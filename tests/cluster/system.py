@@ -62,6 +62,9 @@ class Storage:
     def provide(self, namespace: str, name: str, modes: list[str]) -> None:
         """A volume for a claim that is there already, or will be."""
         folder = f"{namespace}-{name}"
+        known = self._core.list_persistent_volume(field_selector=f"metadata.name=test-{folder}").items
+        if known:
+            return
         self._make_folder(folder)
         volume = {
             "apiVersion": "v1",
