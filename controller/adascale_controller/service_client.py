@@ -27,6 +27,8 @@ TIMEOUT = 5.0
 """Seconds to wait for an answer."""
 
 
+CONNECTIONS = 8
+"""Connections that are kept; more calls at the same time make more."""
 PAGE = 500
 """Jobs to ask for at a time."""
 
@@ -123,7 +125,7 @@ class MetricsService:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._token = token
         self._token_file = token_file
-        self._pool = urllib3.PoolManager(retries=False)
+        self._pool = urllib3.PoolManager(maxsize=CONNECTIONS, retries=False)
 
     def put_job(self, job_id: str, spec: JobSpec) -> None:
         """Declare a job, anew or as it is by now.
@@ -160,8 +162,14 @@ class MetricsService:
         after: str | None = ""
         while after is not None:
             page = self._call("GET", f"jobs?limit={PAGE}&after={after}")
-            views += [JobView.from_json(one) for one in page["jobs"]]
-            after = page["next"]
+            try:
+                views += [JobView.from_json(one) for one in page["jobs"]]
+                after = page["next"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ServiceUnreachableError(
+                    f"{self.url} is not the address of a metrics service, or one of another version: its "
+                    f"answer is not understood ({error!r})"
+                ) from error
         return views
 
     def wait_for_change(self, job_id: str, version: int, seconds: float) -> None:

@@ -60,7 +60,7 @@ def pod(rank: int, **more: Any) -> Pod:
 
 def failed_pod(rank: int, generation: int = 0, *, created_at: float = NOW - 50, **more: Any) -> Pod:
     """A pod whose program has failed."""
-    ended = Ended(3, words=LastWords(generation, "Traceback\nValueError: no", 3), **more)
+    ended = Ended(3, words=LastWords(generation, 3, "Traceback\nValueError: no"), **more)
     return pod(
         rank,
         uid=f"pod-{rank}-{created_at}",

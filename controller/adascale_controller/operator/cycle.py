@@ -30,7 +30,7 @@ from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.sighting import BatchJob, Claim, Sighting
 from adascale_controller.operator.stage import Kind as StageKind
 from adascale_controller.operator.stage import Stage, stage_of
-from adascale_controller.operator.status import worth_writing
+from adascale_controller.operator.status import own_part, worth_writing
 from adascale_controller.operator.steering import Course, Event, steer
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.trials import Trials
@@ -451,7 +451,7 @@ class Controller:
         """Write the status if that is worth it; whether it told something new."""
         job, memory, now = look.seen.job, look.memory, look.seen.now
         news = worth_writing(job.status, course.status)
-        late = job.status != course.status and now - memory.written_at >= TELEMETRY_INTERVAL
+        late = own_part(job.status) != course.status and now - memory.written_at >= TELEMETRY_INTERVAL
         if news or late:
             written = await self._cluster.apply_status(job.namespace, job.name, job.uid, course.status)
             self._store.put(Kind.ADASCALEJOBS, written)

@@ -55,16 +55,16 @@ def stage_of(seen: Sighting, failures: Failures) -> Stage:
 
 def _ended(seen: Sighting, failures: Failures) -> Stage | None:
     job, batch = seen.job, seen.own_batch
-    for kind, stage in ((ConditionType.COMPLETE, Kind.COMPLETE), (ConditionType.FAILED, Kind.FAILED)):
+    for kind, stage, otherwise in _ENDS:
         known = condition_of(job.status, kind)
         # A spec that was refused may have been put right; everything else stays as it ended.
         if known is not None and known.status and known.reason != Reason.INVALID_SPEC:
-            return Stage(stage, Reason(known.reason), known.message)
+            return Stage(stage, _reason(known.reason, otherwise), known.message)
     if batch is not None and batch.complete:
         return Stage(Kind.COMPLETE, Reason.FINISHED, "The program has come to its end")
     if batch is not None and batch.failed is not None:
         reason, message = batch.failed
-        known_reason = Reason(reason) if reason in set(Reason) else Reason.FAILED
+        known_reason = _reason(reason, Reason.FAILED)
         if known_reason is Reason.DEADLINE_EXCEEDED and job.job is not None:
             message = f"activeDeadlineSeconds {job.job.active_deadline_seconds} are over"
         return Stage(Kind.FAILED, known_reason, message)
@@ -75,6 +75,17 @@ def _ended(seen: Sighting, failures: Failures) -> Stage | None:
         what = f"{plural(failures.count, 'failure')} of the program, backoffLimit is {limit}"
         return Stage(Kind.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, f"{what}. {last_failure(seen)}".rstrip())
     return None
+
+
+_ENDS = (
+    (ConditionType.COMPLETE, Kind.COMPLETE, Reason.FINISHED),
+    (ConditionType.FAILED, Kind.FAILED, Reason.FAILED),
+)
+
+
+def _reason(word: str, otherwise: Reason) -> Reason:
+    """The reason of a word that another version, or the Job controller, may have chosen."""
+    return Reason(word) if word in set(Reason) else otherwise
 
 
 def last_failure(seen: Sighting) -> str:

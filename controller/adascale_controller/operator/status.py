@@ -39,6 +39,25 @@ TELEMETRY = frozenset(
 """Fields that change with every step: written from time to time, all others at once."""
 
 
+_OWN = TELEMETRY | {
+    "observedGeneration",
+    "state",
+    "replicas",
+    "desiredReplicas",
+    "selector",
+    "rescales",
+    "disruptions",
+    "failures",
+    "restarts",
+    "attempts",
+    "conditions",
+    "allocation",
+    "startTime",
+    "completionTime",
+    "claim",
+}
+
+
 @dataclass(frozen=True)
 class Outlook:
     """What is decided for a job, and what that rests on.
@@ -96,9 +115,19 @@ def worth_writing(before: Mapping[str, Any], status: Status) -> bool:
     """Whether a status says more than that time has passed."""
 
     def plain(one: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in one.items() if name not in TELEMETRY}
+        return {name: value for name, value in own_part(one).items() if name not in TELEMETRY}
 
     return plain(before) != plain(status)
+
+
+def own_part(status: Mapping[str, Any]) -> Status:
+    """What the operator has written of a status: others may have added fields and conditions of their own."""
+    own = {name: value for name, value in status.items() if name in _OWN}
+    if "conditions" in own:
+        types = set(ConditionType)
+        known = {one["type"]: one for one in own["conditions"] if one["type"] in types}
+        own["conditions"] = [known[kind] for kind in ConditionType if kind in known]
+    return own
 
 
 def _counts(seen: Sighting, outlook: Outlook) -> Status:

@@ -133,7 +133,9 @@ def _allocation(seen: Sighting, stage: Stage, decision: Decision | None) -> Allo
     count = decision.replicas if decision is not None and stage.kind is Kind.RUN else 0
     if standing is None:
         return Allocation(1, count) if count else None
-    if count != standing.replicas or (count and has_new_bounds(seen)):
+    # A generation that the service has not been told of yet will take up the new bounds anyway.
+    told = seen.service is not None and seen.service.wanted == standing
+    if count != standing.replicas or (count and told and has_new_bounds(seen)):
         return Allocation(standing.generation + 1, count)
     return standing
 

@@ -33,6 +33,8 @@ class Store:
 
     def __init__(self) -> None:
         self._objects: dict[Kind, dict[_Name, Mapping[str, Any]]] = {kind: {} for kind in Kind}
+        self._gone: dict[Kind, dict[_Name, int]] = {kind: {} for kind in Kind}
+        """Versions in which objects were deleted: a late answer must not bring them back."""
         self.changed = asyncio.Event()
         """Set with each change; whoever takes notice clears it."""
 
@@ -45,18 +47,21 @@ class Store:
         """Take in an object."""
         name = _name(raw)
         known = self._objects[kind].get(name)
-        if known is not None and _version(known) >= _version(raw):
+        newest = self._gone[kind].get(name, -1) if known is None else _version(known)
+        if newest >= _version(raw):
             return
         self._objects[kind][name] = raw
         self.changed.set()
 
     def remove(self, kind: Kind, raw: Mapping[str, Any]) -> None:
         """Take in that an object was deleted, of which `raw` is the last version."""
-        known = self._objects[kind].get(_name(raw))
-        if known is None or _version(known) > _version(raw):
+        name = _name(raw)
+        known = self._objects[kind].get(name)
+        if known is not None and _version(known) > _version(raw):
             return
-        del self._objects[kind][_name(raw)]
-        self.changed.set()
+        self._gone[kind][name] = max(self._gone[kind].get(name, -1), _version(raw))
+        if self._objects[kind].pop(name, None) is not None:
+            self.changed.set()
 
     def replace(self, kind: Kind, listed: Iterable[Mapping[str, Any]], version: int) -> None:
         """Take in a list of all objects of a kind, as of `version`: what isn't in it, is no more."""
@@ -68,6 +73,8 @@ class Store:
             if name not in present and _version(known) <= version:
                 del self._objects[kind][name]
                 self.changed.set()
+        gone = self._gone[kind].items()
+        self._gone[kind] = {name: deleted for name, deleted in gone if deleted > version}
 
 
 def _name(raw: Mapping[str, Any]) -> _Name:
