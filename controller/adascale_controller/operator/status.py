@@ -139,9 +139,13 @@ def _counts(seen: Sighting, outlook: Outlook) -> Status:
     rescales = before.get("rescales", 0)
     trained = attempts.get("trained", 0)
     if seen.service is not None:
-        # A service that has lost its data counts from zero.
         new = seen.service.disruptions
-        disruptions += new - told if new >= told else new
+        if new == told - 1 and seen.service.failures:
+            # A peer was heard first; it was the program's failure that took it along.
+            disruptions = max(disruptions - 1, 0)
+        else:
+            # A service that has lost its data counts from zero.
+            disruptions += new - told if new >= told else new
         told = new
         if seen.training and seen.training != trained:
             rescales += trained > 0

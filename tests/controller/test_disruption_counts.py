@@ -1,0 +1,35 @@
+"""How many disruptions a job has had, as the service counts them by now."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.sightings import batch, course, job, seen, view
+
+
+@pytest.mark.parametrize(
+    ("counted", "told", "disruptions", "failures", "expected"),
+    [
+        (0, 0, 0, 0, 0),
+        (0, 0, 1, 0, 1),
+        (3, 3, 3, 1, 3),
+        (3, 3, 5, 0, 5),
+        # What was a disruption at first turns out to be a failure.
+        (1, 1, 0, 1, 0),
+        (5, 3, 2, 1, 4),
+        # The service has lost its data, and counts anew.
+        (3, 3, 0, 0, 3),
+        (3, 3, 1, 0, 4),
+        (1, 1, 0, 0, 1),
+    ],
+)
+def test_what_the_service_counts_anew_is_added(
+    counted: int, told: int, disruptions: int, failures: int, expected: int
+) -> None:
+    status = {"disruptions": counted, "attempts": {"toldDisruptions": told, "trained": 2}}
+    service = view((2, 2), (2, 2), disruptions=disruptions, failures=failures)
+    done = course(seen(job((2, 2), status=status), service, batch(2)), 2)
+    assert done.status["disruptions"] == expected
+    assert done.status["attempts"]["toldDisruptions"] == disruptions
+    lost = [event for event in done.events if event.reason == "ReplicaLost"]
+    assert bool(lost) == (expected > counted)
