@@ -2,7 +2,7 @@
 
 PACE: seconds that a micro-batch takes, at least.
 NOISE: of the targets, beside which the gradient is small: the more, the more a larger batch is worth.
-FAIL: a file; as long as it is there, the program fails with the exit code in it.
+FAIL: files, with colons between; as long as one is there, the program fails with the exit code in it.
 HUNGRY: a file; when it is there, the program removes it and takes as many MiB as it says.
 """
 
@@ -21,7 +21,7 @@ from adascale_worker import ElasticTrainer
 trainer = ElasticTrainer()
 pace = float(os.environ["PACE"])
 noise = float(os.environ.get("NOISE", "1"))
-fail = Path(os.environ.get("FAIL", "/nonexistent"))
+fails = [Path(one) for one in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
 
 torch.manual_seed(0)
@@ -32,6 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 state = trainer.program_reentry(model, optimizer)
 print(f"enters generation {trainer.generation} at step {state.step}", flush=True)
+loss = torch.zeros(())  # where all steps are made already
 for epoch in itertools.count(state.epoch):
     for x, y in trainer.dataloader(TensorDataset(inputs, targets)):
         optimizer.zero_grad()
@@ -40,9 +41,10 @@ for epoch in itertools.count(state.epoch):
         optimizer.step()
         trainer.log(loss=loss)
         time.sleep(pace)
-        if fail.exists():
-            print("this program fails on purpose", flush=True)
-            sys.exit(int(fail.read_text()))
+        for fail in fails:
+            if fail.exists():
+                print("this program fails on purpose", flush=True)
+                sys.exit(int(fail.read_text()))
         if hungry.exists():
             size = int(hungry.read_text())
             hungry.unlink()
