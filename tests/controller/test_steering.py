@@ -11,6 +11,7 @@ from adascale_controller.operator.sighting import Claim, Sighting
 from adascale_controller.operator.status import worth_writing
 from adascale_controller.operator.steering import OVERDUE, Course
 from adascale_controller.operator.trials import Refused
+from adascale_controller.service_client import JobView
 from adascale_core.messages import Allocation, JobSpec, Phase
 from support.sightings import (
     NOW,
@@ -167,7 +168,7 @@ def test_a_newer_generation_of_the_service_is_taken_up() -> None:
 
 
 @pytest.mark.parametrize("known", [view(spec=None), view((2, 1), (2, 1))], ids=["all", "the newest"])
-def test_what_the_service_has_lost_is_published_again(known: object) -> None:
+def test_what_the_service_has_lost_is_published_again(known: JobView) -> None:
     lost = replace(training((3, 2)), service=known)
     done = course(lost, 2)
     assert done.want == Allocation(3, 2)

@@ -84,7 +84,7 @@ def told(rank: int, phase: Phase = Phase.RUNNING, generation: int = 1) -> Regist
 
 def report(generation: int = 1, replicas: int = 1, progress: float = 500.0, gain: float = 2.0) -> GainReport:
     """A report of what a step has gained."""
-    return GainReport(generation, 10, progress, 0.0, replicas, 8, 1, 2.0 * replicas, gain, 1.0, 2.0, 0.1, 1.0)
+    return GainReport(generation, 10, progress, 0, replicas, 8, 1, 2.0 * replicas, gain, 1.0, 2.0, 0.1, 1.0)
 
 
 def view(

@@ -43,6 +43,7 @@ from adascale_controller.service_client import (
 from adascale_core import names
 from adascale_core.batch import valid_replicas
 from adascale_core.decision import Decision, JobState, decide
+from adascale_core.messages import Allocation
 from adascale_core.room import Demand, NodeRoom, ReplicaRoom, Room
 
 logger = logging.getLogger(__name__)
@@ -422,14 +423,9 @@ class Controller:
             return
         if course.declare is not None:
             await asyncio.to_thread(self._service.put_job, job.id, course.declare)
-        if course.want is not None:
-            try:
-                await asyncio.to_thread(self._service.allocate, job.id, course.want)
-            except ServiceRefusedError as error:
-                if error.status != 409:
-                    raise
-                # The job has moved on by itself; the next cycle takes that up.
-        await self._size_batch(look, course)
+        # Where the job has moved on by itself, the next cycle takes that up.
+        if course.want is None or await self._have_service_want(job.id, course.want):
+            await self._size_batch(look, course)
         for name in course.remove_pods:
             logger.warning("%s: pod %s is lost: making way for another one", job.id, name)
             await self._cluster.remove_pod(job.namespace, name)
@@ -439,6 +435,16 @@ class Controller:
         if course.remove_job:
             logger.info("%s: ttlSecondsAfterFinished is over, deleting it", job.id)
             await self._cluster.remove_job(job.namespace, job.name, job.uid)
+
+    async def _have_service_want(self, job_id: str, want: Allocation) -> bool:
+        """Whether the service wants it, and nothing larger has become active since it was looked at."""
+        try:
+            told = await asyncio.to_thread(self._service.allocate, job_id, want)
+        except ServiceRefusedError as error:
+            if error.status != 409:
+                raise
+            return False
+        return told.active is None or told.broken or told.active.replicas <= want.replicas
 
     async def _tell(self, look: _Look, event: Event) -> None:
         job = look.seen.job
