@@ -1,0 +1,371 @@
+"""Jobs get what the nodes have for them, or what is found by trying.
+
+What replicas ask for here is a resource that the test gives to two nodes, two of it each, as a device plugin
+would: what else goes on in the cluster takes nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+
+from adascale_core import names
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded
+from support.launch import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+EACH = 2
+"""How much of the resource a node has."""
+
+
+class Devices:
+    """A resource that two nodes have.
+
+    Args:
+        system: the installation.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self.name = f"test.adascale.dev/{uuid4().hex[:10]}"
+        ready = [
+            one.metadata.name
+            for one in system.core.list_node().items
+            if not one.spec.taints and not one.spec.unschedulable
+        ]
+        if len(ready) < 2:
+            pytest.skip(f"needs two nodes that take pods, and has {ready}")
+        self.nodes: tuple[str, str] = (ready[0], ready[1])
+
+    def plug_in(self) -> None:
+        """Have the nodes offer it."""
+        for node in self.nodes:
+            self._patch(node, [{"op": "add", "path": self._path("capacity"), "value": str(EACH)}])
+        # The kubelet takes it over.
+        wait_until(lambda: all(self._offers(node) for node in self.nodes), f"nodes to offer {self.name}")
+
+    def pull_out(self) -> None:
+        """Have them offer it no more."""
+        for node in self.nodes:
+            offers = self._offers(node)
+            places = ("capacity", "allocatable") if offers else ("capacity",)
+            self._patch(node, [{"op": "remove", "path": self._path(place)} for place in places])
+
+    def container(self) -> dict[str, Any]:
+        """Fields of a container that takes one."""
+        return {
+            "resources": {
+                "requests": {"cpu": "50m", "memory": "256Mi", self.name: "1"},
+                "limits": {self.name: "1"},
+            }
+        }
+
+    @contextmanager
+    def taken(self, workspace: Workspace, node: str, **labels: str) -> Iterator[None]:
+        """One of them is taken by a pod that is no replica, on this node."""
+        core = self._system.core
+        restricted = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        pod = {
+            "metadata": {"name": "other", "labels": labels},
+            "spec": {
+                "terminationGracePeriodSeconds": 0,
+                "nodeSelector": {"kubernetes.io/hostname": node},
+                "containers": [
+                    {
+                        "name": "other",
+                        "image": "adascale-controller:dev",
+                        "imagePullPolicy": "IfNotPresent",
+                        "command": ["python", "-c", "import signal; signal.pause()"],
+                        "securityContext": restricted,
+                        "resources": self.container()["resources"],
+                    }
+                ],
+            },
+        }
+        core.create_namespaced_pod(workspace.namespace, pod)
+
+        def runs() -> bool:
+            return bool(core.read_namespaced_pod("other", workspace.namespace).status.phase == "Running")
+
+        wait_until(runs, "the other pod")
+        try:
+            yield
+        finally:
+            core.delete_namespaced_pod("other", workspace.namespace)
+
+    def _offers(self, node: str) -> bool:
+        return self.name in self._system.core.read_node(node).status.allocatable
+
+    def _path(self, place: str) -> str:
+        return f"/status/{place}/{self.name.replace('/', '~1')}"
+
+    def _patch(self, node: str, patch: list[dict[str, str]]) -> None:
+        succeeded(
+            self._system.kubectl(
+                "patch", "node", node, "--subresource=status", "--type=json", "-p", json.dumps(patch)
+            )
+        )
+
+
+@pytest.fixture
+def devices(system: System) -> Iterator[Devices]:
+    """What replicas ask for."""
+    found = Devices(system)
+    found.plug_in()
+    yield found
+    found.pull_out()
+
+
+@contextmanager
+def tainted(system: System, node: str) -> Iterator[None]:
+    """The node takes no new pods, by a taint."""
+    key = f"test.adascale.dev/{uuid4().hex[:10]}"
+    succeeded(system.kubectl("taint", "node", node, f"{key}=:NoSchedule"))
+    try:
+        yield
+    finally:
+        succeeded(system.kubectl("taint", "node", node, f"{key}-"))
+
+
+@contextmanager
+def cordoned(system: System, node: str) -> Iterator[None]:
+    """The node takes no new pods, for it is about to be drained."""
+    succeeded(system.kubectl("cordon", node))
+    try:
+        yield
+    finally:
+        succeeded(system.kubectl("uncordon", node))
+
+
+def wait_until_looked_at(job: JobUnderTest) -> dict[str, Any]:
+    """The status that is told after one more look at a job."""
+    generation = job.raw()["metadata"]["generation"]
+    job.edit(backoffLimit=generation)
+    return job.wait_for("another look", lambda status: status.get("observedGeneration", 0) > generation)
+
+
+def waits_for_room(job: JobUnderTest, replicas: str) -> None:
+    """It says so, and has no pods."""
+    condition = job.wait_for_condition("Running", "WaitingForRoom", status="False")
+    assert condition["message"] == f"waiting for room for {replicas}"
+    assert job.status()["state"] == "Pending"
+    assert not job.batch_jobs()
+
+
+def finish(job: JobUnderTest) -> None:
+    """Have a job come to its end."""
+    job.edit(scaleInvariantSteps=1)
+    job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
+
+
+def test_jobs_share_what_the_nodes_have_for_them(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    near, far = devices.nodes
+    container = devices.container()
+    with devices.taken(workspace, near):
+        with ExitStack() as taint:
+            # One is left near; and there are two far, where no new pod may go.
+            taint.enter_context(tainted(system, far))
+            first = workspace.submit(job_manifest("first", minReplicas=2, container=container))
+            waits_for_room(first, "2 replicas")
+            with cordoned(system, far):
+                taint.close()
+                wait_until_looked_at(first)
+                waits_for_room(first, "2 replicas")
+        # The room that is freed is used, and no more: the third of four is as far as it goes.
+        status = first.wait_until_training(3)
+        assert status["desiredReplicas"] == 3
+        assert first.condition("Rescaling")["reason"] == "Settled"
+        three = first.uids()
+    first.wait_until_training(4)
+    four = first.uids()
+    assert three.items() < four.items()
+
+    # A second job makes the first give replicas back; a third finds no room, since both have what they need.
+    second = workspace.submit(job_manifest("second", minReplicas=2, maxReplicas=2, container=container))
+    third = workspace.submit(job_manifest("third", maxReplicas=1, container=container))
+    waits_for_room(third, "1 replica")
+    first.wait_until_training(2)
+    wait_until(lambda: first.uids().items() < three.items(), "the surplus pods' end")
+    status = second.wait_until_training(2)
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (0, 0, 0)
+    assert third.status()["state"] == "Pending"
+
+    # With the end of the second there is room for the third.
+    finish(second)
+    third.wait_until_training(1)
+    finish(first)
+    finish(third)
+    for job in (first, second, third):
+        status = job.status()
+        assert (status["state"], status["disruptions"], status["failures"]) == ("Complete", 0, 0)
+        assert "ReplicaLost" not in [reason for reason, _ in job.events()]
+    # No try was made for what there is no room for.
+    assert "Unschedulable" not in [reason for reason, _ in first.events()]
+
+
+def test_where_the_nodes_seem_to_have_more_room_than_they_have_training_goes_on_at_the_old_size(
+    workspace: Workspace, devices: Devices
+) -> None:
+    # Of affinity between pods the operator knows nothing, so one place seems to be left far.
+    _, far = devices.nodes
+    apart = {"labelSelector": {"matchLabels": {"quiet": "please"}}, "topologyKey": "kubernetes.io/hostname"}
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    manifest = job_manifest(minReplicas=2, container=devices.container(), pod={"affinity": affinity})
+    with devices.taken(workspace, far, quiet="please"):
+        job = workspace.submit(manifest)
+        job.wait_until_training(2)
+        two = job.uids()
+
+        condition = job.wait_for_condition("Rescaling", "Unschedulable")
+        assert condition["message"].startswith("2 -> 3: ")
+        assert condition["message"].endswith("; training goes on on 2")
+        assert job.condition("Running")["message"] == "trains on 2 replicas"
+        step = job.view()["latest"]["step"]
+        wait_until(lambda: job.view()["latest"]["step"] > step, "more steps")
+
+        # The try is given up.
+        condition = job.wait_for_condition("Rescaling", "Unschedulable", status="False")
+        assert condition["message"].startswith("3 replicas could not be had: ")
+        status = job.status()
+        assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Running", 2, 2)
+        wait_until(lambda: job.uids() == two, "the end of the pod that found no place")
+        assert (status["rescales"], status["disruptions"], status["failures"]) == (0, 0, 0)
+
+    # More room than there seemed to be then: that is tried at once.
+    job.wait_until_training(4)
+    assert two.items() < job.uids().items()
+    told = [message.split(": ")[0] for reason, message in job.events() if reason == "Unschedulable"]
+    assert sorted(told) == ["2 -> 3", "3 replicas could not be had"]
+
+
+# -- without the right to list nodes -----------------------------------------------------------------------
+
+
+@contextmanager
+def own_installation(system: System, namespace: str) -> Iterator[None]:
+    """An operator and a metrics service in the namespace, for it alone; the others have no say in it."""
+    objects = [
+        one
+        for one in yaml.safe_load_all(succeeded(system.kubectl("kustomize", str(DEPLOY / "one-namespace"))))
+        if one["kind"] not in ("CustomResourceDefinition", "Namespace")
+    ]
+    of_cluster = []
+    for one in objects:
+        if "namespace" in one["metadata"]:
+            one["metadata"]["namespace"] = namespace
+        else:
+            one["metadata"]["name"] = f"{namespace}-{one['metadata']['name']}"
+            # Lest the rights of users grow by those of a test.
+            one["metadata"]["labels"] = {}
+            of_cluster.append(one)
+        if one.get("roleRef", {}).get("kind") == "ClusterRole":
+            one["roleRef"]["name"] = f"{namespace}-{one['roleRef']['name']}"
+        for subject in one.get("subjects", ()):
+            subject["namespace"] = namespace
+    barred = _barred(namespace)
+    of_cluster += barred
+    if not system.storage.dynamic:
+        system.storage.provide(namespace, f"data-{names.API_SERVICE}-0", ["ReadWriteOnce"])
+    try:
+        _apply(system, barred)
+        wait_until(lambda: not _may_the_other_write(system, namespace), "the other operator to be barred")
+        _apply(system, objects)
+        for what in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
+            succeeded(
+                system.kubectl("-n", namespace, "rollout", "status", what, "--timeout=180s", timeout=200)
+            )
+        yield
+    finally:
+        for one in of_cluster:
+            succeeded(system.kubectl("delete", one["kind"], one["metadata"]["name"], "--ignore-not-found"))
+
+
+def _apply(system: System, objects: list[dict[str, Any]]) -> None:
+    listed = {"apiVersion": "v1", "kind": "List", "items": objects}
+    succeeded(system.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(listed)))
+
+
+def _barred(namespace: str) -> list[dict[str, Any]]:
+    """What keeps the operator of all namespaces from writing anything in this one."""
+    group = "admissionregistration.k8s.io"
+    name = f"{namespace}-is-not-yours"
+    rule = {"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["*"], "resources": ["*/*"]}
+    return [
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": {"name": name},
+            "spec": {
+                "matchConstraints": {"resourceRules": [rule]},
+                "validations": [
+                    {"expression": f"request.userInfo.username != '{_OTHER}'", "message": "it has its own"}
+                ],
+            },
+        },
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": {"name": name},
+            "spec": {
+                "policyName": name,
+                "validationActions": ["Deny"],
+                "matchResources": {
+                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+                },
+            },
+        },
+    ]
+
+
+_OTHER = f"system:serviceaccount:{names.SYSTEM_NAMESPACE}:{names.CONTROLLER}"
+
+
+def _may_the_other_write(system: System, namespace: str) -> bool:
+    told = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "tried", "namespace": namespace},
+        "involvedObject": {"namespace": namespace},
+    }
+    answer = system.kubectl("create", "--dry-run=server", f"--as={_OTHER}", "-f", "-", input=json.dumps(told))
+    return answer.returncode == 0
+
+
+def test_without_the_right_to_list_nodes_what_fits_is_found_by_trying(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    with own_installation(system, workspace.namespace), devices.taken(workspace, devices.nodes[0]):
+        told = succeeded(system.kubectl("-n", workspace.namespace, "logs", f"deploy/{names.CONTROLLER}"))
+        assert "Nodes may not be listed" in told
+        job = workspace.submit(job_manifest(minReplicas=2, container=devices.container()))
+        job.wait_until_training(2)
+        two = job.uids()
+        # Four would be better still, so that is tried; one finds no place.
+        condition = job.wait_for_condition("Rescaling", "Unschedulable")
+        assert f"Insufficient {devices.name}" in condition["message"]
+        assert job.status()["replicas"] in (2, 3)
+        # After a while it makes do with what could be placed.
+        status = job.wait_until_training(3, patience=180)
+        assert two.items() < job.uids().items()
+        assert (status["disruptions"], status["failures"]) == (0, 0)
+        condition = job.condition("Rescaling")
+        assert (condition["status"], condition["reason"]) == ("False", "Unschedulable")
+        assert condition["message"].startswith("4 replicas could not be had: ")
+        job.delete()
+        wait_until(lambda: not job.pods(ended=True), "the end of its pods")
