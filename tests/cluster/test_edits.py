@@ -1,0 +1,212 @@
+"""What users do to a job while it runs: scale, edit, suspend, delete, and wait for its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+
+from adascale_core import names
+from cluster.system import JobUnderTest, System, Workspace, job_manifest
+from support.launch import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+NEVER = {"claimName": "shared", "intervalSeconds": 3600}
+"""State is saved when pods leave, and only then."""
+
+
+def step_of(job: JobUnderTest) -> int:
+    """The last step that the service has heard of, which is one of the active generation."""
+
+    def told() -> Any:
+        view = job.view()
+        latest = view["latest"]
+        return latest if latest and latest["generation"] == view["active"]["generation"] else None
+
+    return int(wait_until(told, f"a report of {job.id}")["step"])
+
+
+def is_there(read: Any, *arguments: str) -> bool:
+    """Whether an object can be read."""
+    try:
+        read(*arguments)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        return False
+    return True
+
+
+def is_known(system: System, job: JobUnderTest) -> bool:
+    """Whether the metrics service knows a job."""
+    place = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
+    path = f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/{place}/proxy/jobs/{job.id}"
+    answer = system.kubectl("get", "--raw", path)
+    if answer.returncode:
+        assert "NotFound" in answer.stderr, answer.stderr
+    return answer.returncode == 0
+
+
+def wait_until_nothing_is_left(system: System, job: JobUnderTest) -> None:
+    """Wait until neither the cluster nor the service knows a job any more."""
+    wait_until(lambda: not job.batch_jobs(), "the end of its Job", patience=90)
+    wait_until(lambda: not job.pods(ended=True), "the end of its pods", patience=90)
+    wait_until(lambda: not is_known(system, job), "the service to forget it")
+
+
+def wait_until_at_rest(job: JobUnderTest, reason: str) -> None:
+    """Wait until a job is suspended: its Job, and no pods."""
+    job.wait_for_condition("Suspended", reason)
+    wait_until(lambda: not job.pods(ended=True), "the end of its pods")
+    (batch,) = job.batch_jobs()
+    assert batch.spec.suspend
+    status = job.status()
+    assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Suspended", 0, 0)
+
+
+def test_kubectl_scale_caps_the_replicas_and_zero_lets_the_job_rest(workspace: Workspace) -> None:
+    job = workspace.submit(job_manifest(replicas=1, maxReplicas=2, checkpoint=NEVER))
+    job.wait_until_training(1)
+    first = job.uids()
+
+    job.kubectl("scale", "asj/paced", "--replicas=2")
+    job.wait_until_training(2)
+    second = job.uids()
+    assert first.items() <= second.items()
+
+    job.kubectl("scale", "asj/paced", "--replicas=1")
+    status = job.wait_until_training(1)
+    wait_until(lambda: job.uids() == first, "the surplus pod's end")
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
+    assert ("Rescaling", "Rescaling 2 -> 1: spec.replicas is 1") in job.events()
+
+    step = step_of(job)
+    job.kubectl("scale", "asj/paced", "--replicas=0")
+    wait_until_at_rest(job, "ScaledToZero")
+    job.kubectl("scale", "asj/paced", "--replicas=1")
+    status = job.wait_until_training(1)
+    assert job.entered() >= step > 0
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
+    assert job.condition("Suspended")["reason"] == "Resumed"
+
+
+def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
+    system: System, workspace: Workspace
+) -> None:
+    manifest = job_manifest(minReplicas=2, maxReplicas=2, maxBatchSize=8, checkpoint=NEVER)
+    job = workspace.submit(manifest)
+    job.wait_until_training(2)
+    job.wait_for("batch size of 8", lambda status: status.get("batchSize") == 8)
+    two = job.uids()
+
+    # Bounds of the batch reach the trainers; the pods stay.
+    job.edit(maxBatchSize=16, localBszBounds={"lower": 8, "upper": 8})
+    status = job.wait_for("batch size of 16", lambda status: status.get("batchSize") == 16)
+    assert status["localBatchSize"] == 8
+    assert status["observedGeneration"] == 2
+    assert job.uids() == two
+    assert "SpecChanged" in [reason for reason, _ in job.events()]
+
+    # So do bounds of the replicas.
+    job.edit(minReplicas=3, maxReplicas=3, localBszBounds={"lower": 4, "upper": 4})
+    job.wait_until_training(3)
+    job.wait_for("batch size of 12", lambda status: status.get("batchSize") == 12)
+    assert two.items() < job.uids().items()
+    job.edit(minReplicas=1, maxReplicas=1)
+    status = job.wait_until_training(1)
+    wait_until(lambda: job.uids() == {0: two[0]}, "the surplus pods' end")
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
+
+    # From inside, the service answers at the address that pods are told.
+    code = (
+        "import os, urllib.request; "
+        f"url = os.environ['ADASCALE_API_URL'] + '/jobs/{job.id}/gain'; "
+        "print(urllib.request.urlopen(url, timeout=10).read().decode())"
+    )
+    assert '"progress":' in job.run_in(0, code)
+
+    # Suspended, the pods are gone and their state is there.
+    (batch,) = job.batch_jobs()
+    step = step_of(job)
+    job.edit(suspend=True)
+    wait_until_at_rest(job, "Suspended")
+    job.edit(suspend=False)
+    job.wait_until_training(1)
+    entered = job.entered()
+    assert entered >= step > 0
+    assert [one.metadata.uid for one in job.batch_jobs()] == [batch.metadata.uid]
+
+    # Another template means other pods, which go on from where the others were.
+    step = step_of(job)
+    template = manifest["spec"]["template"]
+    template["spec"]["containers"][0]["env"].append({"name": "ANOTHER", "value": "template"})
+    job.edit(template=template)
+
+    def other_job() -> bool:
+        return batch.metadata.uid not in [one.metadata.uid for one in job.batch_jobs()]
+
+    wait_until(other_job, "the end of the Job", patience=90)
+    job.wait_until_training(1, patience=180)
+    assert job.run_in(0, "import os; print(os.environ['ANOTHER'])").strip() == "template"
+    assert job.entered() >= step >= entered
+
+    # It is over when it has made the steps that are asked for, and is cleaned up when that is asked for.
+    job.edit(scaleInvariantSteps=1)
+    job.kubectl("wait", "--for=condition=Complete", "asj/paced", "--timeout=120s", timeout=140)
+    status = job.status()
+    assert (status["state"], status["progressText"]) == ("Complete", "100%")
+    assert (status["disruptions"], status["failures"], status["restarts"]) == (0, 0, 0)
+    assert "enters generation" in job.logs()
+    job.edit(ttlSecondsAfterFinished=1)
+    wait_until(lambda: not is_there(job.raw), "the job's end")
+    wait_until_nothing_is_left(system, job)
+    assert is_there(system.core.read_namespaced_persistent_volume_claim, "shared", job.namespace)
+
+
+def test_a_deleted_job_leaves_nothing_behind_but_what_is_the_users(
+    system: System, workspace: Workspace
+) -> None:
+    manifest = job_manifest("again", maxReplicas=1, checkpoint=NEVER)
+    again = workspace.submit(manifest)
+    if not system.storage.dynamic:
+        system.storage.provide(workspace.namespace, "own-checkpoints", ["ReadWriteOnce"])
+    own = workspace.submit(job_manifest("own", minReplicas=2, maxReplicas=2, checkpoint={}))
+    read_claim = system.core.read_namespaced_persistent_volume_claim
+
+    # A job that names no place for its state has a claim of its own, which keeps its replicas together.
+    status = own.wait_until_training(2)
+    assert status["claim"] == "own-checkpoints"
+    assert len({pod.spec.node_name for pod in own.pods().values()}) == 1
+    assert "OneNode" in [reason for reason, _ in own.events()]
+    assert is_there(read_claim, "own-checkpoints", own.namespace)
+    own.delete()
+
+    # Made again at once, under the same name, it is another job, which goes on from what the claim has.
+    again.wait_until_training(1)
+    step = step_of(again)
+    before = again.raw()["metadata"]["uid"]
+    again.delete()
+    again = workspace.submit(manifest)
+    status = again.wait_until_training(1)
+    assert again.raw()["metadata"]["uid"] != before
+    assert status["allocation"] == {"generation": 1, "replicas": 1}
+    assert (status["rescales"], status["disruptions"], status["failures"]) == (0, 0, 0)
+    assert again.entered() >= step > 0
+
+    wait_until(lambda: not is_there(own.raw), "the job's end")
+    wait_until_nothing_is_left(system, own)
+    wait_until(lambda: not is_there(read_claim, "own-checkpoints", own.namespace), "the end of its claim")
+
+    # A deadline that is over already ends a job that runs.
+    again.edit(activeDeadlineSeconds=1)
+    again.kubectl("wait", "--for=condition=Failed", "asj/again", "--timeout=60s", timeout=80)
+    condition = again.condition("Failed")
+    assert condition["reason"] == "DeadlineExceeded"
+    assert condition["message"] == "activeDeadlineSeconds 1 are over"
+    wait_until(lambda: not again.pods(), "the end of its pods")
+
+    again.delete()
+    wait_until_nothing_is_left(system, again)
+    assert is_there(read_claim, "shared", again.namespace)
