@@ -1,0 +1,440 @@
+"""A small world in memory for the operator: an API server, a Job controller, agents, and the metrics service.
+
+The service's generations are the real state machine; the operator is the real one, from its store to its
+writes. What goes on between any two of its calls, and whether it is killed there, is up to the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from adascale_controller.operator.cluster import Cluster, ClusterError
+from adascale_controller.operator.cycle import Controller
+from adascale_controller.operator.resource import timestamp
+from adascale_controller.operator.settings import OperatorSettings
+from adascale_controller.operator.store import Kind, Store
+from adascale_controller.service_client import JobView, MetricsService, ServiceRefusedError
+from adascale_core import names
+from adascale_core.messages import Allocation, AllocationView, JobSpec, Phase, Registration
+from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, forget, register
+
+Object = dict[str, Any]
+
+JOB_ID = "team.digits"
+INDEX = "batch.kubernetes.io/job-completion-index"
+KINDS = (Kind.ADASCALEJOBS, Kind.JOBS, Kind.PODS)
+GRACE = 30
+
+
+class KilledError(BaseException):
+    """The operator is killed. No Exception, so that nothing catches it."""
+
+
+# -- agents -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Agent:
+    """The agent in a pod: what it does, as it last told the service."""
+
+    rank: int
+    instance: str
+    phase: Phase = Phase.WAITING
+    generation: int = 0
+    port: int = 1
+
+    def told(self) -> Registration:
+        """What it tells the service."""
+        return Registration(
+            self.rank, self.instance, self.phase, self.generation, f"host-{self.instance}", self.port
+        )
+
+    def step(self, view: AllocationView) -> None:
+        """Do what the service's view asks for."""
+        if self.phase is Phase.RUNNING and view.is_over(self.generation):
+            self.phase = Phase.REENTERING
+        elif self.phase in IDLE:
+            following = view.next_after(self.generation)
+            if following is not None and following.has_place_for(self.rank, self.instance):
+                self.phase, self.generation = Phase.RUNNING, following.generation
+                self.port += 1
+            elif self.rank == 0 and view.spent_port == self.port:
+                self.port += 1
+
+
+# -- the metrics service ------------------------------------------------------------------------------------
+
+
+class Service:
+    """The metrics service, with one job."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.state = Rendezvous()
+        self.spec: JobSpec | None = None
+
+    def jobs(self) -> list[JobView]:
+        """As `MetricsService.jobs`."""
+        state = self.state
+        if state == Rendezvous() and self.spec is None:
+            return []
+        told = state.view(1)
+        found = JobView(
+            JOB_ID,
+            self.spec,
+            1,
+            told.wanted,
+            told.active,
+            told.broken,
+            told.complete,
+            state.failures,
+            state.disruptions,
+            tuple(state.replicas.values()),
+        )
+        return [found]
+
+    def put_job(self, job_id: str, spec: JobSpec) -> None:
+        """As `MetricsService.put_job`."""
+        self._world.before_write(f"declare {job_id}")
+        self.spec = spec
+
+    def remove_job(self, job_id: str) -> None:
+        """As `MetricsService.remove_job`."""
+        self._world.before_write(f"forget {job_id}")
+        self.state, self.spec = Rendezvous(), None
+
+    def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
+        """As `MetricsService.allocate`."""
+        self._world.before_write(f"want {allocation.generation}: {allocation.replicas}")
+        try:
+            self.state = allocate(self.state, allocation)
+        except StaleAllocationError as error:
+            raise ServiceRefusedError(str(error), 409) from error
+        return self.state.view(1)
+
+    def close(self) -> None:
+        """As `MetricsService.close`."""
+
+
+# -- the API server -----------------------------------------------------------------------------------------
+
+
+class Api:
+    """The calls of `Cluster` that the operator makes, for objects in memory."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def list(self, kind: Kind) -> tuple[list[Object], int]:
+        """All objects of a kind."""
+        return list(deepcopy(self._world.objects[kind]).values()), self._world.version
+
+    async def claim(self, namespace: str, name: str) -> Object:
+        """The claim that the user has made."""
+        return {"spec": {"accessModes": ["ReadWriteMany"]}}
+
+    async def refusal(self, namespace: str, job_uid: str, since: float) -> None:
+        """Nothing keeps pods from being made."""
+
+    async def hindrance(self, namespace: str, pod_uid: str) -> None:
+        """Nothing keeps them from starting."""
+
+    async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> Object:
+        """Write the status of the AdaScaleJob."""
+        self._world.before_write("status")
+        raw = self._found(Kind.ADASCALEJOBS, name, uid)
+        before = (raw.get("status") or {}).get("allocation", {"generation": 0})
+        after = status.get("allocation", {"generation": 0})
+        assert after["generation"] >= before["generation"], "a generation in the status fell"
+        return self._world.write(Kind.ADASCALEJOBS, {**raw, "status": deepcopy(dict(status))})
+
+    async def create_batch(self, manifest: Mapping[str, Any]) -> Object:
+        """Make a Job."""
+        self._world.before_write(f"create a Job of {manifest['spec']['parallelism']}")
+        if manifest["metadata"]["name"] in self._world.objects[Kind.JOBS]:
+            raise ClusterError("there is one already", 409)
+        return self._world.create(Kind.JOBS, deepcopy(dict(manifest)))
+
+    async def patch_batch(self, namespace: str, name: str, uid: str, patch: Mapping[str, Any]) -> Object:
+        """Change a Job."""
+        spec = patch["spec"]
+        size = 0 if spec["suspend"] else spec["parallelism"]
+        self._world.before_write(f"resize to {size}")
+        raw = self._found(Kind.JOBS, name, uid)
+        self._world.check_nothing_unsaved(size)
+        return self._world.write(Kind.JOBS, {**raw, "spec": {**raw["spec"], **spec}})
+
+    async def remove_batch(self, namespace: str, name: str, uid: str) -> None:
+        """Delete a Job with its pods."""
+        self._world.before_write("remove the Job")
+        self._world.check_nothing_unsaved(0)
+        raw = self._found(Kind.JOBS, name, uid)
+        meta = {**raw["metadata"], "deletionTimestamp": timestamp(self._world.now)}
+        self._world.write(Kind.JOBS, {**raw, "metadata": meta})
+
+    async def remove_pod(self, namespace: str, name: str) -> None:
+        """Delete a pod by force."""
+        self._world.before_write(f"remove pod {name}")
+        self._world.remove_pod(name)
+
+    async def tell(self, *told: object) -> None:
+        """Post an event."""
+        self._world.before_write("tell")
+
+    def _found(self, kind: Kind, name: str, uid: str) -> Object:
+        raw = self._world.objects[kind].get(name)
+        if raw is None:
+            raise ClusterError(f"there is no {kind} {name}", 404)
+        if raw["metadata"]["uid"] != uid:
+            raise ClusterError("it is another one", 409)
+        return raw
+
+
+# -- all of it ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """All there is. What the operator sees of it comes late, by `tell_operator`."""
+
+    objects: dict[Kind, dict[str, Object]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    agents: dict[str, Agent] = field(default_factory=dict)
+    now: float = 1_800_000_000.0
+    version: int = 100
+    writes: list[str] = field(default_factory=list)
+    """What the operator has written in its last cycle."""
+    kill_before: int | None = None
+    """Before which write of a cycle the operator is killed."""
+    meanwhile: Callable[[], None] = lambda: None
+    """What goes on before each of its writes."""
+
+    def __post_init__(self) -> None:
+        self.service = Service(self)
+        self._news: list[tuple[str, Kind, Object]] = []
+        self.start_operator()
+
+    # -- the operator ---------------------------------------------------------------------------------------
+
+    def start_operator(self) -> None:
+        """Start it anew: it remembers nothing."""
+        self._store = Store()
+        self._operator = Controller(
+            self._store,
+            cast(Cluster, Api(self)),
+            cast(MetricsService, self.service),
+            OperatorSettings("http://api", namespace="team"),
+            KINDS,
+            clock=lambda: self.now,
+        )
+        asyncio.run(self._operator.list_all())
+        self._news = []
+
+    def cycle(self) -> None:
+        """Let it have one cycle; where it is killed, another one starts."""
+        self.now += 1
+        self.writes = []
+        try:
+            asyncio.run(self._operator.cycle())
+        except KilledError:
+            self.kill_before = None
+            self.start_operator()
+
+    def tell_operator(self, count: int | None = None) -> None:
+        """Let its watches tell the next news, all by default."""
+        count = len(self._news) if count is None else count
+        for what, kind, raw in self._news[:count]:
+            (self._store.remove if what == "DELETED" else self._store.put)(kind, raw)
+        del self._news[:count]
+
+    def before_write(self, what: str) -> None:
+        """What happens before each write of the operator."""
+        if self.kill_before is not None and len(self.writes) >= self.kill_before:
+            raise KilledError
+        self.writes.append(what)
+        self.meanwhile()
+
+    # -- objects --------------------------------------------------------------------------------------------
+
+    def create(self, kind: Kind, raw: Object) -> Object:
+        """Make an object."""
+        created = {
+            "uid": f"uid-{self.version + 1}",
+            "generation": 1,
+            "creationTimestamp": timestamp(self.now),
+        }
+        raw["metadata"] = {"namespace": "team", **raw["metadata"], **created}
+        return self.write(kind, raw)
+
+    def write(self, kind: Kind, raw: Object) -> Object:
+        """Write a new version of an object."""
+        self.version += 1
+        raw = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
+        self.objects[kind][raw["metadata"]["name"]] = raw
+        self._news.append(("MODIFIED", kind, raw))
+        return raw
+
+    def delete(self, kind: Kind, name: str) -> None:
+        """Have an object gone."""
+        raw = self.objects[kind].pop(name)
+        self.version += 1
+        last = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
+        self._news.append(("DELETED", kind, last))
+
+    @property
+    def job(self) -> Object | None:
+        """The AdaScaleJob."""
+        return self.objects[Kind.ADASCALEJOBS].get("digits")
+
+    @property
+    def batch(self) -> Object | None:
+        """Its Job."""
+        return self.objects[Kind.JOBS].get("digits")
+
+    # -- what users do --------------------------------------------------------------------------------------
+
+    def submit(self, **spec: Any) -> None:
+        """Make the AdaScaleJob."""
+        worker = {"name": "worker", "image": "trainer:1"}
+        whole = {
+            "batchSize": 4,
+            "maxBatchSize": 256,
+            "localBszBounds": {"lower": 4, "upper": 64},
+            "maxReplicas": 4,
+            "checkpoint": {"claimName": "shared"},
+            "template": {"spec": {"containers": [worker]}},
+        }
+        self.create(
+            Kind.ADASCALEJOBS,
+            {"metadata": {"name": "digits"}, "spec": {**whole, **spec}},
+        )
+
+    def edit(self, **spec: Any) -> None:
+        """Edit its spec."""
+        assert self.job is not None
+        meta = {**self.job["metadata"], "generation": self.job["metadata"]["generation"] + 1}
+        self.write(Kind.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}})
+
+    # -- what Kubernetes does -------------------------------------------------------------------------------
+
+    def collect_garbage(self) -> None:
+        """Delete what belongs to an AdaScaleJob that is no more."""
+        owner = self.job["metadata"]["uid"] if self.job is not None else None
+        batch = self.batch
+        if batch is not None and batch["metadata"]["ownerReferences"][0]["uid"] != owner:
+            meta = {**batch["metadata"], "deletionTimestamp": timestamp(self.now)}
+            if "deletionTimestamp" not in batch["metadata"]:
+                self.write(Kind.JOBS, {**batch, "metadata": meta})
+
+    def control_jobs(self) -> None:
+        """Make the pods that the Job asks for, and have the others end."""
+        batch = self.batch
+        wanted = range(0)
+        if (
+            batch is not None
+            and "deletionTimestamp" not in batch["metadata"]
+            and not batch["spec"]["suspend"]
+        ):
+            wanted = range(batch["spec"]["parallelism"])
+        uid = batch["metadata"]["uid"] if batch is not None else None
+        present = set()
+        for raw in list(self.objects[Kind.PODS].values()):
+            rank, mine = int(raw["metadata"]["annotations"][INDEX]), _owner(raw) == uid
+            present |= {rank} if mine else set()
+            if not (mine and rank in wanted) and "deletionTimestamp" not in raw["metadata"]:
+                self.end_pod(raw["metadata"]["name"])
+        for rank in wanted:
+            if rank not in present:
+                self._make_pod(rank, cast(str, uid))
+        going = batch is not None and "deletionTimestamp" in batch["metadata"]
+        if going and not any(_owner(raw) == uid for raw in self.objects[Kind.PODS].values()):
+            self.delete(Kind.JOBS, "digits")
+
+    def _make_pod(self, rank: int, job_uid: str) -> None:
+        name = f"digits-{rank}-{self.version + 1}"
+        meta = {
+            "name": name,
+            "labels": {names.LABEL_JOB: "digits"},
+            "annotations": {INDEX: str(rank)},
+            "ownerReferences": [{"kind": "Job", "uid": job_uid, "controller": True}],
+        }
+        spec = {"containers": [{"name": "worker"}], "nodeName": "node1"}
+        started = {"name": "worker", "state": {"running": {}}}
+        status = {"phase": "Running", "containerStatuses": [started]}
+        self.create(Kind.PODS, {"metadata": meta, "spec": spec, "status": status})
+        self.agents[name] = Agent(rank, name)
+
+    def end_pod(self, name: str) -> None:
+        """Ask a pod to end."""
+        raw = self.objects[Kind.PODS][name]
+        meta = {**raw["metadata"], "deletionTimestamp": timestamp(self.now + GRACE)}
+        self.write(Kind.PODS, {**raw, "metadata": meta})
+
+    def remove_pod(self, name: str) -> None:
+        """Have a pod gone, with its agent, who says nothing."""
+        if name in self.objects[Kind.PODS]:
+            self.delete(Kind.PODS, name)
+            self.agents.pop(name, None)
+
+    def kubelet(self) -> None:
+        """End the pods that were asked to: their agents save, say so, and leave."""
+        for name, raw in list(self.objects[Kind.PODS].items()):
+            if "deletionTimestamp" in raw["metadata"]:
+                agent = self.agents[name]
+                agent.phase = Phase.TERMINATED
+                self.service.state = register(self.service.state, agent.told())
+                self.remove_pod(name)
+
+    # -- what agents do -------------------------------------------------------------------------------------
+
+    def step(self, name: str) -> None:
+        """Let one agent, if it is still there, hear of the service, do what it is asked to, and tell."""
+        agent = self.agents.get(name)
+        if agent is None:
+            return
+        agent.step(self.service.state.view(1))
+        self.service.state = register(self.service.state, agent.told())
+
+    def miss_the_silent(self) -> None:
+        """Have the service forget the replicas that are no more."""
+        alive = {agent.instance for agent in self.agents.values()}
+        told = self.service.state.replicas
+        gone = [rank for rank, one in told.items() if one.instance not in alive]
+        self.service.state = forget(self.service.state, gone)
+
+    # -- what must hold -------------------------------------------------------------------------------------
+
+    def check_nothing_unsaved(self, size: int) -> None:
+        """No pod may be taken from a generation that is whole and at work."""
+        state = self.service.state
+        for agent in self.agents.values():
+            at_work = agent.phase is Phase.RUNNING and not state.view(1).is_over(agent.generation)
+            known = state.active is not None and state.active.generation == agent.generation
+            assert not (at_work and known and agent.rank >= size), f"rank {agent.rank} was not saved"
+
+    @property
+    def current(self) -> set[int]:
+        """The generations that take themselves for current."""
+        view = self.service.state.view(1)
+        running = [agent for agent in self.agents.values() if agent.phase is Phase.RUNNING]
+        return {agent.generation for agent in running if not view.is_over(agent.generation)}
+
+    def settle(self, cycles: int = 60) -> None:
+        """Let everything go its way, with nothing new happening."""
+        for _ in range(cycles):
+            self.collect_garbage()
+            self.control_jobs()
+            self.kubelet()
+            for name in list(self.agents):
+                self.step(name)
+            self.miss_the_silent()
+            self.tell_operator()
+            self.cycle()
+            self.tell_operator()
+
+
+def _owner(raw: Object) -> str:
+    return str(raw["metadata"]["ownerReferences"][0]["uid"])
