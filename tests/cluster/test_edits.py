@@ -165,6 +165,34 @@ def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
     assert is_there(system.core.read_namespaced_persistent_volume_claim, "shared", job.namespace)
 
 
+def test_of_edits_in_quick_succession_the_last_ones_count_and_no_step_is_lost(workspace: Workspace) -> None:
+    manifest = job_manifest(maxReplicas=1, checkpoint=NEVER)
+    template = manifest["spec"]["template"]
+    environment = template["spec"]["containers"][0]["env"]
+    job = workspace.submit(manifest)
+    job.wait_until_training(1)
+    step = step_of(job)
+
+    environment.append({"name": "EDIT", "value": "0"})
+    for edit in ("1", "2"):
+        environment[-1]["value"] = edit
+        job.edit(suspend=True)
+        job.edit(template=template, replicas=0)
+        job.edit(suspend=False, minReplicas=2, maxReplicas=2)
+        job.edit(replicas=None, localBszBounds={"lower": 4, "upper": 8})
+
+    generation = job.raw()["metadata"]["generation"]
+    job.wait_for("its last spec", lambda status: status.get("observedGeneration") == generation)
+    status = job.wait_until_training(2, patience=180)
+    assert (status["disruptions"], status["failures"]) == (0, 0)
+    assert job.run_in(1, "import os; print(os.environ['EDIT'])").strip() == "2"
+    assert job.entered() >= step > 0
+    (batch,) = job.batch_jobs()
+    assert (batch.spec.completions, batch.spec.parallelism, batch.spec.suspend) == (2, 2, False)
+    view = job.view()
+    assert view["active"]["generation"] == view["wanted"]["generation"] == status["allocation"]["generation"]
+
+
 def test_a_deleted_job_leaves_nothing_behind_but_what_is_the_users(
     system: System, workspace: Workspace
 ) -> None:
