@@ -97,6 +97,26 @@ def test_only_the_container_that_trains_tells_that_a_replica_runs() -> None:
     assert pod.problem is None
 
 
+@pytest.mark.parametrize(
+    ("begun", "status"),
+    [
+        (False, {}),
+        (False, {"containerStatuses": [container(waiting={"reason": "ContainerCreating"})]}),
+        (
+            True,
+            {
+                "initContainerStatuses": [container("fetch", running={})],
+                "containerStatuses": [container(waiting={"reason": "PodInitializing"})],
+            },
+        ),
+        (True, {"containerStatuses": [container(running={})]}),
+        (True, {"phase": "Failed", "reason": "Evicted"}),
+    ],
+)
+def test_a_pod_has_begun_when_one_of_its_containers_has(begun: bool, status: dict[str, Any]) -> None:
+    assert read_pod(raw(status)).begun == begun
+
+
 def test_a_deleted_pod_tells_when_it_should_have_ended() -> None:
     """The API adds the grace period to the time of the deletion."""
     meta = {"deletionTimestamp": "2026-03-01T10:00:30Z", "deletionGracePeriodSeconds": 30}

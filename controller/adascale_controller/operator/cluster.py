@@ -124,6 +124,21 @@ class Cluster:
         message = max(recent)[1]
         return Problem(_refused(message), message)
 
+    async def hindrance(self, namespace: str, pod_uid: str) -> Problem | None:
+        """Why a node can't start a pod that it has taken, as its events tell.
+
+        Raises:
+            ClusterError: they can't be read.
+        """
+        selector = f"involvedObject.uid={pod_uid},type=Warning"
+        found = await self._call("GET", f"{_core(namespace)}/events", {"fieldSelector": selector})
+        told = [
+            (_moment(one), f"{one['reason']}: {one.get('message', '')}")
+            for one in found["items"]
+            if one["reason"] in _HINDRANCES
+        ]
+        return Problem(Reason.CONTAINER_NOT_CREATED, max(told)[1]) if told else None
+
     # -- writing --------------------------------------------------------------------------------------------
 
     async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> Any:
@@ -291,6 +306,10 @@ class Cluster:
 
 
 _MANAGED = {"fieldManager": names.FIELD_MANAGER}
+_HINDRANCES = frozenset(
+    {"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox", "NetworkNotReady"}
+)
+"""Reasons of events by which a node says why it has not started any container; pods' statuses don't."""
 
 
 def _core(namespace: str) -> str:

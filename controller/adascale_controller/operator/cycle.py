@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,7 @@ from adascale_controller.operator.resource import ElasticJob, SpecReader
 from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.sighting import BatchJob, Claim, Sighting
 from adascale_controller.operator.stage import Kind as StageKind
-from adascale_controller.operator.stage import Stage, stage_of
+from adascale_controller.operator.stage import Stage, has_ended, stage_of
 from adascale_controller.operator.status import own_part, worth_writing
 from adascale_controller.operator.steering import Course, Event, steer
 from adascale_controller.operator.store import Kind, Store
@@ -64,6 +64,9 @@ REFUSAL_PATIENCE = 1.0
 """Seconds that pods may be missing before it is asked why."""
 REFUSAL_INTERVAL = 5.0
 """Seconds between two such questions about one job."""
+CREATION_PATIENCE = 10.0
+"""Seconds that a node may take for a pod's volumes and network before it is asked what is wrong: at first,
+they often are not there yet."""
 AT_ONCE = 8
 """Jobs that are acted upon at the same time."""
 
@@ -79,6 +82,8 @@ class _Memory:
     short_since: float | None = None
     refusal: Problem | None = None
     refusal_seen_at: float = float("-inf")
+    hindrance: tuple[str, Problem] | None = None
+    hindrance_seen_at: float = float("-inf")
     written_at: float = float("-inf")
     complaint: str = ""
 
@@ -234,6 +239,7 @@ class Controller:
                     now=self._clock(),
                 )
                 seen = replace(seen, refusal=await self._refusal(seen, memory))
+                seen = replace(seen, pods=await self._hindered(seen, memory))
                 failures = Failures.read(job.status).seen(seen.own_pods)
                 stage = stage_of(seen, failures)
                 demand = _demand(seen, nodes) if stage.kind is StageKind.RUN else None
@@ -295,8 +301,11 @@ class Controller:
         known = memory.claim
         if known is not None and known.name != name:
             known = memory.claim = None
-        if known is not None and (known.exists or self._clock() - memory.claim_seen_at < CLAIM_INTERVAL):
-            return known
+        if known is not None:
+            # One that the operator makes is looked at when it is made, and nobody waits for one meanwhile.
+            awaited = not (known.exists or known.own or workload.job.suspend or has_ended(job.status))
+            if not awaited or self._clock() - memory.claim_seen_at < CLAIM_INTERVAL:
+                return known
         checkpoint = workload.job.checkpoint
         own = checkpoint.claim_name is None
         modes: Collection[str] = [checkpoint.access_mode]
@@ -332,6 +341,26 @@ class Controller:
             except ClusterError as error:
                 logger.warning("%s: %s", seen.job.id, error)
         return memory.refusal
+
+    async def _hindered(self, seen: Sighting, memory: _Memory) -> Sequence[Pod]:
+        """The pods, the first that a node has taken and does not start with what is wrong with it."""
+        taken = [pod for pod in seen.present.values() if pod.scheduled and not pod.begun and not pod.problem]
+        late = [pod for pod in taken if seen.now > pod.created_at + CREATION_PATIENCE]
+        if not late:
+            memory.hindrance = None
+            return seen.pods
+        first = min(late, key=lambda pod: pod.rank)
+        if seen.now - memory.hindrance_seen_at >= REFUSAL_INTERVAL:
+            memory.hindrance_seen_at = seen.now
+            try:
+                problem = await self._cluster.hindrance(seen.job.namespace, first.uid)
+                memory.hindrance = (first.uid, problem) if problem is not None else None
+            except ClusterError as error:
+                logger.warning("%s: %s", seen.job.id, error)
+        if memory.hindrance is None or memory.hindrance[0] != first.uid:
+            return seen.pods
+        hindered = replace(first, problem=memory.hindrance[1])
+        return [hindered if pod is first else pod for pod in seen.pods]
 
     # -- deciding -------------------------------------------------------------------------------------------
 
@@ -498,7 +527,7 @@ class Controller:
         manifest = claim_manifest(workload)
         if manifest is not None:
             await self._cluster.create_claim(manifest)
-            look.memory.claim_seen_at = float("-inf")
+            look.memory.claim = None
 
     async def _have_service_forget(self, views: Mapping[str, JobView]) -> None:
         """Have the service forget the jobs that the cluster has no more."""

@@ -106,6 +106,7 @@ class Pod:
         deleting_since: when it should have ended, the grace period included, in seconds since 1970; none:
             nobody has deleted it.
         scheduled: whether a node was found for it.
+        begun: whether one of its containers was ever started.
         running: whether the container that trains runs.
         problem: what keeps it from starting, if something does.
         ended: how it has ended, if it has.
@@ -120,6 +121,7 @@ class Pod:
     created_at: float
     deleting_since: float | None = None
     scheduled: bool = False
+    begun: bool = True
     running: bool = False
     problem: Problem | None = None
     ended: Ended | None = None
@@ -141,6 +143,7 @@ def read_pod(raw: Raw) -> Pod:
         created_at=seconds(meta.get("creationTimestamp")) or 0.0,
         deleting_since=seconds(meta.get("deletionTimestamp")),
         scheduled=node is not None,
+        begun=over or _begun(status),
         running=not over and "running" in _state(_worker_status(spec, status)),
         problem=None if over else _problem(spec, status, scheduled=node is not None),
         ended=_ended(spec, status) if over else None,
@@ -232,6 +235,11 @@ def _claims(spec: Raw) -> Iterator[str]:
         claim = volume.get("persistentVolumeClaim")
         if claim:
             yield claim["claimName"]
+
+
+def _begun(status: Raw) -> bool:
+    containers = [*_statuses(status, "initContainerStatuses"), *_statuses(status, "containerStatuses")]
+    return any(_state(one).keys() & {"running", "terminated"} for one in containers)
 
 
 def _waiting(status: Raw) -> Iterator[tuple[str, Raw]]:

@@ -212,7 +212,7 @@ def _running(seen: Sighting, outlook: Outlook, training: int, counts: Status) ->
     kind = ConditionType.RUNNING
     stage = outlook.stage
     if stage.ended:
-        return Condition(kind, False, stage.reason, stage.message.split("\n")[0])
+        return Condition(kind, False, stage.reason, stage.message.split("\n")[0].rstrip(":"))
     if training:
         if stage.kind is Kind.WAIT:
             return Condition(kind, True, stage.reason, stage.message)
