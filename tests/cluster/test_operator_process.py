@@ -1,0 +1,199 @@
+"""The operator as a process of its own: killed before each of its writes, beside another one, and idle.
+
+Its jobs have pods that no node takes. Where an installed operator would act on them too, it is away meanwhile.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+from kubernetes import client
+
+from adascale_core import names
+from api.client import TOKEN, ServiceProcess
+from cluster.conftest import Kubectl, fresh_namespace
+from cluster.system import JobUnderTest, System, job_manifest
+from support.launch import wait_until
+from support.operator_process import WRITES, OperatorProcess
+
+pytestmark = pytest.mark.cluster
+
+CONTROLLER = f"deployment/{names.CONTROLLER}"
+NOWHERE: dict[str, Any] = {"nodeSelector": {"example.com/no-such-node": "true"}, "volumes": []}
+STATE: dict[str, Any] = {"volumeMounts": []}
+
+
+@pytest.fixture
+def installation(api_client: client.ApiClient, kubectl: Kubectl, crd: dict[str, Any]) -> System:
+    return System(api_client, kubectl)
+
+
+@pytest.fixture
+def alone(installation: System, kubectl: Kubectl) -> Iterator[None]:
+    """No other operator."""
+    found = kubectl("-n", names.SYSTEM_NAMESPACE, "get", CONTROLLER, "--ignore-not-found", "-o", "name")
+    if not found.stdout.strip():
+        yield
+        return
+    with installation.scaled(CONTROLLER, 0):
+        wait_until(lambda: not installation.pods_of(names.CONTROLLER), "the installed operator to be gone")
+        yield
+
+
+@dataclass
+class Place:
+    """A namespace with operators and a metrics service of its own."""
+
+    installation: System
+    kubeconfig: str
+    service: ServiceProcess
+    folder: Path
+    namespace: str
+
+    def operator(self, *options: str, die_before: int | None = None) -> OperatorProcess:
+        """Start an operator."""
+        token = self.folder / "token"
+        token.write_text(TOKEN)
+        url = f"http://127.0.0.1:{self.service.port}"
+        told = ("--namespace", self.namespace, *options)
+        return OperatorProcess(self.kubeconfig, url, token, self.folder, *told, die_before=die_before)
+
+    def submit(self, name: str, **spec: Any) -> JobUnderTest:
+        """Make a job whose pods no node takes."""
+        objects: Any = client.CustomObjectsApi(self.installation.api)
+        manifest = job_manifest(name, pod=NOWHERE, container=STATE, **spec)
+        objects.create_namespaced_custom_object(
+            names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, manifest
+        )
+        return JobUnderTest(self.installation, self.namespace, name)
+
+    def wanted(self, job: JobUnderTest) -> tuple[int, int] | None:
+        """Generation and count that the service wants."""
+        url = f"http://127.0.0.1:{self.service.port}/jobs/{job.id}"
+        answer = urllib3.request("GET", url, retries=False)
+        told = answer.json().get("wanted") if answer.status == 200 else None
+        return (told["generation"], told["replicas"]) if told else None
+
+
+@pytest.fixture
+def place(
+    installation: System, api_client: client.ApiClient, kubeconfig: str, tmp_path: Path
+) -> Iterator[Place]:
+    with ServiceProcess(tmp_path) as service, fresh_namespace(api_client) as namespace:
+        volume = client.V1PersistentVolumeClaim(
+            metadata=client.V1ObjectMeta(name="shared"),
+            spec=client.V1PersistentVolumeClaimSpec(
+                access_modes=["ReadWriteMany"],
+                storage_class_name="",
+                resources=client.V1VolumeResourceRequirements(requests={"storage": "1Gi"}),
+            ),
+        )
+        client.CoreV1Api(api_client).create_namespaced_persistent_volume_claim(namespace, volume)
+        yield Place(installation, kubeconfig, service, tmp_path, namespace)
+
+
+def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
+    """Whether a count is decided, wanted, and what the one Job has."""
+    status = job.status()
+    told = status.get("allocation", {"generation": 0, "replicas": -1})
+    batches = job.batch_jobs()
+    if status.get("observedGeneration") != job.raw()["metadata"]["generation"] or len(batches) != 1:
+        return False
+    spec = batches[0].spec
+    size = 0 if spec.suspend else spec.parallelism
+    known = place.wanted(job) == (told["generation"], told["replicas"])
+    return known and told["replicas"] == size == replicas
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("alone")
+def test_an_operator_that_is_killed_before_any_of_its_writes_leaves_what_another_one_goes_on_with(
+    place: Place,
+) -> None:
+    changes: list[tuple[Callable[[JobUnderTest], None], int]] = [
+        (lambda job: None, 1),
+        (lambda job: job.edit(minReplicas=2), 2),
+        (lambda job: job.edit(suspend=True), 0),
+        (lambda job: job.edit(suspend=False, minReplicas=1, maxReplicas=1), 1),
+    ]
+    for before in count():
+        job = place.submit(f"killed-{before}")
+        killed = 0
+        for change, replicas in changes:
+            change(job)
+            killed += _work(place, job, replicas, die_before=before)
+            _work(place, job, replicas)
+        assert len(job.batch_jobs()) == 1
+        job.delete()
+        _work(place, None, 0)
+        if not killed:
+            break
+    assert before > 4, "it writes the status, tells the service, and makes the Job"
+
+
+def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int | None = None) -> bool:
+    """Let an operator work until a count is carried out; whether it was killed on the way."""
+    operator = place.operator(die_before=die_before)
+
+    def is_over() -> bool:
+        if operator.process.poll() is not None:
+            return True
+        if job is None:
+            return "forgotten by the metrics service" in operator.log.rpartition("At work")[2]
+        return is_carried_out(place, job, replicas)
+
+    wait_until(is_over, f"{replicas} replicas of {job and job.name}")
+    if die_before is not None and operator.process.poll() is None:
+        # What it tells of is written last.
+        time.sleep(1)
+    status = operator.stop()
+    assert status in ((0,) if die_before is None else (0, -signal.SIGKILL)), operator.log
+    return status != 0
+
+
+@pytest.mark.slow
+def test_an_operator_takes_over_from_one_that_leaves_and_from_one_that_is_killed(place: Place) -> None:
+    def start(name: str) -> OperatorProcess:
+        return place.operator("--lease-namespace", place.namespace, "--identity", name)
+
+    def at_work() -> int:
+        return operator_log().count("At work")
+
+    def operator_log() -> str:
+        return (place.folder / "operator.log").read_text()
+
+    first = start("first")
+    wait_until(lambda: at_work() == 1, "the first at work")
+    second = start("second")
+    wait_until(lambda: "first is at work" in operator_log(), "the second waiting")
+    assert first.stop() == 0
+    wait_until(lambda: at_work() == 2, "the second at work", patience=10)
+    third = start("third")
+    wait_until(lambda: "second is at work" in operator_log(), "the third waiting")
+    second.stop(signal.SIGKILL)
+    wait_until(lambda: at_work() == 3, "the third at work", patience=45)
+    assert third.stop() == 0
+
+
+def test_an_operator_with_nothing_to_do_writes_nothing(place: Place) -> None:
+    jobs = [place.submit(f"idle-{number}", suspend=True) for number in range(5)]
+    operator = place.operator()
+    wait_until(lambda: all(job.status().get("state") == "Suspended" for job in jobs), "all of them suspended")
+    time.sleep(2)
+    versions = [job.raw()["metadata"]["resourceVersion"] for job in jobs]
+    before = operator.calls
+    time.sleep(6)
+    made = operator.calls - before
+    assert [job.raw()["metadata"]["resourceVersion"] for job in jobs] == versions
+    assert [kind for kind in made if kind.split()[1] in WRITES] == []
+    assert sum(number for kind, number in made.items() if kind.startswith("cluster")) == 0
+    assert operator.stop() == 0
