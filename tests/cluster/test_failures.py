@@ -43,7 +43,7 @@ def failed(job: JobUnderTest, reason: str = "BackoffLimitExceeded") -> str:
 
 def hindered(job: JobUnderTest, reason: str) -> str:
     """What the job says of why it does not run, once it is for a reason."""
-    return str(job.wait_for_condition("Running", reason, "False", patience=30)["message"])
+    return str(job.wait_for_condition("Running", reason, "False")["message"])
 
 
 def test_a_program_that_fails_is_started_again_and_then_given_up(workspace: Workspace) -> None:
@@ -117,13 +117,27 @@ def test_what_keeps_pods_from_starting_is_told_at_once(system: System, workspace
     worker_of(privileged)["securityContext"] = {"privileged": True}
     unset = on_one_replica("unset")
     worker_of(unset)["envFrom"] = [{"configMapRef": {"name": "no-such-map"}}]
+    unmounted = on_one_replica("unmounted")
+    pod = unmounted["spec"]["template"]["spec"]
+    pod["volumes"].append({"name": "settings", "configMap": {"name": "no-such-volume-map"}})
+    worker_of(unmounted)["volumeMounts"].append({"name": "settings", "mountPath": "/settings"})
     unshared = job_manifest("unshared", checkpoint={"path": "/state"})
     mistaken = on_one_replica("mistaken")
     worker_of(mistaken)["volumeMounts"].append({"name": "no-such-volume", "mountPath": "/data"})
 
     jobs = {
         one["metadata"]["name"]: workspace.submit(one)
-        for one in (unknown, invalid, unbound, missing, privileged, unset, unshared, mistaken)
+        for one in (
+            unknown,
+            invalid,
+            unbound,
+            missing,
+            privileged,
+            unset,
+            unmounted,
+            unshared,
+            mistaken,
+        )
     }
     assert "image adascale-worker:no-such-tag" in hindered(jobs["unknown-image"], "ImageNotPulled")
     assert "image Not//AnImage" in hindered(jobs["invalid-image"], "ImageNotPulled")
@@ -131,6 +145,7 @@ def test_what_keeps_pods_from_starting_is_told_at_once(system: System, workspace
     assert "no PersistentVolumeClaim later in" in hindered(jobs["missing-claim"], "VolumeNotFound")
     assert "violates PodSecurity" in hindered(jobs["privileged"], "PodsRefused")
     assert "no-such-map" in hindered(jobs["unset"], "ContainerNotCreated")
+    assert '"no-such-volume-map" not found' in hindered(jobs["unmounted"], "ContainerNotCreated")
     assert "worker mounts no volume at /state" in failed(jobs["unshared"], "InvalidSpec")
     assert "no-such-volume" in failed(jobs["mistaken"], "InvalidSpec")
     for job in jobs.values():
