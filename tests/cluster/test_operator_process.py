@@ -1,6 +1,6 @@
 """The operator as a process of its own: killed before each of its writes, beside another one, and idle.
 
-Its jobs have pods that no node takes. Where an installed operator would act on them too, it is away meanwhile.
+Its jobs have pods that no node takes. An installed operator that would act on them too is away meanwhile.
 """
 
 from __future__ import annotations

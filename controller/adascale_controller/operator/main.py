@@ -57,17 +57,21 @@ async def _run(settings: OperatorSettings) -> None:
     await _load_config()
     health = Health()
     async with client.ApiClient() as api, health.served(settings.liveness):
-        if settings.lease_namespace is None:
-            await _work(settings, api, health, [])
-            return
-        lease = LeaseElection(api, settings.lease_namespace, names.CONTROLLER, settings.identity)
-        logger.info("Waiting to be the only operator at work")
-        if not await _unless_asked_to_leave(lease.acquire()):
-            return
-        try:
-            await _work(settings, api, health, [lease.hold()])
-        finally:
-            await lease.release()
+        await _until_asked_to_leave(_lead(settings, api, health))
+
+
+async def _lead(settings: OperatorSettings, api: client.ApiClient, health: Health) -> None:
+    """Work as soon as no other operator does."""
+    if settings.lease_namespace is None:
+        await _work(settings, api, health, [])
+        return
+    lease = LeaseElection(api, settings.lease_namespace, names.CONTROLLER, settings.identity)
+    logger.info("Waiting to be the only operator at work")
+    await lease.acquire()
+    try:
+        await _work(settings, api, health, [lease.hold()])
+    finally:
+        await lease.release()
 
 
 async def _work(
@@ -123,20 +127,19 @@ async def _persistently(call: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(RETRY)
 
 
-async def _unless_asked_to_leave(waiting: Coroutine[Any, Any, None]) -> bool:
-    """Wait, but not after SIGTERM or SIGINT; whether what was waited for has come."""
-    task = asyncio.create_task(waiting)
+async def _until_asked_to_leave(work: Coroutine[Any, Any, None]) -> None:
+    """Break work off at SIGTERM or SIGINT. Once kopf watches, it takes the signals, and ends in order."""
+    task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, task.cancel)
     try:
         await task
     except asyncio.CancelledError:
-        return False
+        logger.info("Leaving before the work has begun")
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-    return True
 
 
 async def _load_config() -> None:

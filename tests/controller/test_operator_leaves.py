@@ -1,0 +1,35 @@
+"""The operator as a process that is asked to leave before it has begun."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.launch import free_port, wait_until
+from support.operator_process import OperatorProcess
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: here
+contexts: [{{name: here, context: {{cluster: here, user: me}}}}]
+clusters: [{{name: here, cluster: {{server: "http://127.0.0.1:{port}"}}}}]
+users: [{{name: me, user: {{token: none}}}}]
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("options", [[], ["--lease-namespace", "default"]], ids=["alone", "with a lease"])
+def test_it_leaves_at_once_while_the_api_server_does_not_answer(
+    number: int, options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("none")
+    (tmp_path / "config").write_text(KUBECONFIG.format(port=free_port()))
+    operator = OperatorProcess(
+        str(tmp_path / "config"), "http://127.0.0.1:1", tmp_path / "token", tmp_path, *options
+    )
+    wait_until(lambda: "does not answer" in operator.log or "Cannot connect" in operator.log, "a try")
+    assert operator.stop(number) == 0, operator.log
+    assert "Traceback" not in operator.log
