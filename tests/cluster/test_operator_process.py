@@ -143,13 +143,15 @@ def test_an_operator_that_is_killed_before_any_of_its_writes_leaves_what_another
 def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int | None = None) -> bool:
     """Let an operator work until a count is carried out; whether it was killed on the way."""
     operator = place.operator(die_before=die_before)
+    known = operator.log
 
     def is_over() -> bool:
         if operator.process.poll() is not None:
             return True
+        told = operator.log.removeprefix(known)
         if job is None:
-            return "forgotten by the metrics service" in operator.log.rpartition("At work")[2]
-        return is_carried_out(place, job, replicas)
+            return "forgotten by the metrics service" in told
+        return "At work" in told and is_carried_out(place, job, replicas)
 
     wait_until(is_over, f"{replicas} replicas of {job and job.name}")
     if die_before is not None and operator.process.poll() is None:
