@@ -143,6 +143,9 @@ class Api:
     async def hindrance(self, namespace: str, pod_uid: str) -> None:
         """Nothing keeps them from starting."""
 
+    async def create_claim(self, manifest: Mapping[str, Any]) -> None:
+        """Make a claim: there is one."""
+
     async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> Object:
         """Write the status of the AdaScaleJob."""
         self._world.before_write("status")

@@ -1,0 +1,91 @@
+"""What the operator does in its cycles where not all is as it should be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.cluster import ClusterError
+from adascale_controller.operator.store import Kind
+from adascale_core.messages import Phase
+from support.world import Api, World
+
+SHARED = {"spec": {"accessModes": ["ReadWriteMany"]}}
+ON_ONE_NODE = {"spec": {"accessModes": ["ReadWriteOnce"]}}
+
+
+def trains(world: World) -> bool:
+    return [agent.phase for agent in world.agents.values()] == [Phase.RUNNING]
+
+
+def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """Have the API server answer so when asked for a claim; an error is raised."""
+
+    async def claim(*_: object) -> Any:
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Api, "claim", claim)
+
+
+def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    odd = world.create(Kind.ADASCALEJOBS, {"metadata": {"name": "odd"}, "spec": {}})
+    del odd["metadata"]["generation"]
+    world.submit()
+    world.settle()
+    assert trains(world)
+    told = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.getMessage() for record in told] == ["team.odd: nothing can be done about it"]
+    assert told[0].exc_info
+
+
+def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
+    world = World()
+    world.submit()
+    world.settle()
+    assert world.job is not None
+    world.delete(Kind.ADASCALEJOBS, "digits")
+    world.submit()
+    world.settle()
+    assert trains(world)
+    assert world.job["status"]["allocation"] == {"generation": 1, "replicas": 1}
+
+
+@pytest.mark.parametrize("error", [ClusterError("nobody answers"), ClusterError("out of order", 500)])
+def test_where_a_claim_is_not_known_for_now_running_pods_are_left_alone(
+    error: ClusterError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    answer_claims(monkeypatch, ON_ONE_NODE)
+    world.submit()
+    world.settle()
+    pods = set(world.agents)
+    answer_claims(monkeypatch, error)
+    world.start_operator()
+    world.settle(20)
+    assert set(world.agents) == pods
+    answer_claims(monkeypatch, ON_ONE_NODE)
+    world.settle(20)
+    assert set(world.agents) == pods
+    assert world.writes == []
+
+
+@pytest.mark.parametrize("checkpoint", [{"claimName": "theirs"}, {"storage": "1Gi"}])
+def test_where_claims_may_not_be_read_pods_are_made_once(
+    checkpoint: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_claims(monkeypatch, ClusterError("forbidden", 403))
+    world = World()
+    world.submit(checkpoint=checkpoint)
+    world.settle(30)
+    pods = set(world.agents)
+    assert trains(world)
+    world.settle(30)
+    assert set(world.agents) == pods
+    assert world.writes == []
