@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from adascale_controller.operator.conditions import ConditionType, Reason
-from support.sightings import batch, condition, course, job, pod, report, seen, training, view
+from adascale_controller.operator.pods import Ended, Pod
+from support.sightings import (
+    NOW,
+    batch,
+    condition,
+    course,
+    failed_pod,
+    job,
+    pod,
+    report,
+    seen,
+    training,
+    view,
+)
 
 
 def test_an_edited_deadline_is_given_to_the_job_without_another_size() -> None:
@@ -34,3 +49,12 @@ def test_an_earlier_job_of_the_name_is_forgotten_when_its_pods_are_gone() -> Non
     assert not ending.forget
     assert condition(ending, ConditionType.RUNNING).reason == Reason.CLEANING_UP
     assert course(seen(job(), service, pods=())).forget
+
+
+@pytest.mark.parametrize("more", [{}, {"suspended": True}])
+@pytest.mark.parametrize("gone", [failed_pod(0), pod(0, phase="Failed", ended=Ended(75))])
+def test_a_pod_that_has_ended_and_is_deleted_is_kept_by_nobody(gone: Pod, more: dict[str, bool]) -> None:
+    sighting = seen(job((1, 1)), view((1, 1)), batch(1, **more), [gone])
+    assert course(sighting, 1).remove_pods == ()
+    deleted = replace(sighting, pods=[replace(gone, deleting_since=NOW + 20)])
+    assert course(deleted, 1).remove_pods == (gone.name,)

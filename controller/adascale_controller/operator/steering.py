@@ -108,7 +108,7 @@ def steer(
         create=size if creates else None,
         resize=size if batch is not None and not remakes and _differs(seen, size) else None,
         remove_batch=batch is not None and remakes,
-        remove_pods=(*_abandoned(seen), *_in_the_way(seen)),
+        remove_pods=tuple(dict.fromkeys((*_abandoned(seen), *_kept(seen), *_in_the_way(seen)))),
         remove_job=_is_expired(seen, stage, status),
         events=tuple(_events(seen, outlook, status)),
     )
@@ -180,6 +180,19 @@ def _abandoned(seen: Sighting) -> Iterator[str]:
             continue
         if seen.now > pod.deleting_since + OVERDUE or pod.node in seen.lost_nodes:
             yield pod.name
+
+
+def _kept(seen: Sighting) -> Iterator[str]:
+    """Pods that have ended and were deleted, by a user or with their namespace, and yet are there.
+
+    The Job controller keeps a pod that has failed until it has made the next one of its index. That never
+    comes where the Job is suspended, or where the namespace is being deleted and takes no new pods: neither
+    the pod nor the namespace would ever go.
+    """
+    if seen.own_batch is not None:
+        yield from (
+            pod.name for pod in seen.own_pods if pod.ended is not None and pod.deleting_since is not None
+        )
 
 
 def _in_the_way(seen: Sighting) -> Iterator[str]:
