@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.operator import cycle
 from adascale_controller.operator.cluster import ClusterError
 from adascale_controller.operator.store import Kind
 from adascale_core.messages import Phase
@@ -89,3 +90,24 @@ def test_where_claims_may_not_be_read_pods_are_made_once(
     world.settle(30)
     assert set(world.agents) == pods
     assert world.writes == []
+
+
+def test_a_deletion_that_no_watch_has_told_of_is_found_when_something_is_to_be_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cycle, "STALE_INTERVAL", 0.0)
+    monkeypatch.setattr(cycle, "INTERVAL", 0.01)
+    monkeypatch.setattr(cycle, "PAUSE", 0.01)
+    world = World()
+    world.submit()
+    world.settle()
+    world.delete(Kind.JOBS, "digits")
+    world.control_jobs()
+    world.kubelet()
+    world.miss_news()
+    world.settle(3)
+    assert world.batch is None, "nothing was to be done"
+    world.edit(activeDeadlineSeconds=600)
+    world.tell_operator()
+    world.run(0.5)
+    assert world.batch is not None

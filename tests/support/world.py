@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -245,6 +246,20 @@ class World:
         except KilledError:
             self.kill_before = None
             self.start_operator()
+
+    def run(self, seconds: float) -> None:
+        """Let the operator run by itself, for which nothing of the news comes."""
+
+        async def run() -> None:
+            async with asyncio.timeout(seconds):
+                await self._operator.run()
+
+        with suppress(TimeoutError):
+            asyncio.run(run())
+
+    def miss_news(self) -> None:
+        """Have its watches miss what is new."""
+        self._news.clear()
 
     def tell_operator(self, count: int | None = None) -> None:
         """Let its watches tell the next news, all by default."""
