@@ -41,7 +41,7 @@ def test_a_pod_is_lost_if_it_was_ended_from_outside(lost: bool, one: Pod) -> Non
     assert is_lost(one, NOW) == lost
 
 
-GONE = ended(1, REENTERS, name="gone", deleting_since=NOW)
+GONE = ended(1, replace(REENTERS, disruption=True), name="gone")
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,14 @@ def test_the_last_pod_of_a_rank_makes_way_if_it_is_lost(
 ) -> None:
     sighting = seen(job((1, 2)), view((1, 2), (1, 2)), batch(2, **more), pods)
     assert course(sighting, 2).remove_pods == removed
+
+
+@pytest.mark.parametrize(("suspended", "released"), [(True, ("kept",)), (False, ())])
+def test_what_has_ended_is_kept_by_nobody_once_no_pods_come_after_it(
+    suspended: bool, released: tuple[str, ...]
+) -> None:
+    pods = [pod(0, kept=True), ended(1, FAILED, name="kept", kept=True), ended(2, FAILED)]
+    sighting = seen(job((1, 3)), view((1, 3)), batch(3, suspended=suspended), pods)
+    done = course(sighting, 3)
+    assert done.release_pods == released
+    assert done.remove_pods == ()

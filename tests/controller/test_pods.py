@@ -117,6 +117,11 @@ def test_a_pod_has_begun_when_one_of_its_containers_has(begun: bool, status: dic
     assert read_pod(raw(status)).begun == begun
 
 
+def test_a_pod_tells_whether_the_job_controller_keeps_it() -> None:
+    assert read_pod(raw(metadata={"finalizers": ["batch.kubernetes.io/job-tracking"]})).kept
+    assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).kept
+
+
 def test_a_deleted_pod_tells_when_it_should_have_ended() -> None:
     """The API adds the grace period to the time of the deletion."""
     meta = {"deletionTimestamp": "2026-03-01T10:00:30Z", "deletionGracePeriodSeconds": 30}

@@ -205,15 +205,22 @@ class Cluster:
         """
         path = f"{_core(namespace)}/pods/{name}"
         try:
-            left = await self._call("DELETE", path, body={"gracePeriodSeconds": 0})
-            kept = left["metadata"].get("finalizers") or []
-            if TRACKING in kept:
-                others = [one for one in kept if one != TRACKING] or None
-                version = left["metadata"]["resourceVersion"]
-                patch = {"metadata": {"finalizers": others, "resourceVersion": version}}
-                await self._call("PATCH", path, _MANAGED, patch, _MERGE)
+            await self._release(path, await self._call("DELETE", path, body={"gracePeriodSeconds": 0}))
         except ClusterError as error:
             # Gone, or changed meanwhile: the next cycle sees what is left.
+            if error.status not in {404, 409}:
+                raise
+
+    async def release_pod(self, namespace: str, name: str) -> None:
+        """Have the Job controller keep a pod no longer.
+
+        Raises:
+            ClusterError: it can't be changed.
+        """
+        path = f"{_core(namespace)}/pods/{name}"
+        try:
+            await self._release(path, await self._call("GET", path))
+        except ClusterError as error:
             if error.status not in {404, 409}:
                 raise
 
@@ -265,6 +272,14 @@ class Cluster:
         group = {Kind.ADASCALEJOBS: _JOBS, Kind.JOBS: "/apis/batch/v1", Kind.PODS: "/api/v1"}[kind]
         scope = f"/namespaces/{self._namespace}" if self._namespace else ""
         return f"{group}{scope}/{kind}"
+
+    async def _release(self, path: str, pod: Mapping[str, Any]) -> None:
+        kept = pod["metadata"].get("finalizers") or []
+        if TRACKING in kept:
+            others = [one for one in kept if one != TRACKING] or None
+            version = pod["metadata"]["resourceVersion"]
+            patch = {"metadata": {"finalizers": others, "resourceVersion": version}}
+            await self._call("PATCH", path, _MANAGED, patch, _MERGE)
 
     async def _remove(self, path: str, body: Mapping[str, Any]) -> None:
         try:

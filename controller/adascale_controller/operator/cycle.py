@@ -458,6 +458,8 @@ class Controller:
         for name in course.remove_pods:
             logger.warning("%s: pod %s is lost: making way for another one", job.id, name)
             await self._cluster.remove_pod(job.namespace, name)
+        for name in course.release_pods:
+            await self._cluster.release_pod(job.namespace, name)
         if news:
             for event in course.events:
                 await self._tell(look, event)

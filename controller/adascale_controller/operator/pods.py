@@ -111,6 +111,7 @@ class Pod:
         problem: what keeps it from starting, if something does.
         ended: how it has ended, if it has.
         request: resource -> whole units that it takes of a node.
+        kept: whether the Job controller keeps it from being deleted for good.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Pod:
     problem: Problem | None = None
     ended: Ended | None = None
     request: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    kept: bool = False
 
 
 def read_pod(raw: Raw) -> Pod:
@@ -148,6 +150,7 @@ def read_pod(raw: Raw) -> Pod:
         problem=None if over else _problem(spec, status, scheduled=node is not None),
         ended=_ended(spec, status) if over else None,
         request=pod_request(spec),
+        kept=TRACKING in (meta.get("finalizers") or ()),
     )
 
 

@@ -46,6 +46,7 @@ class Course:
         resize: the size that its Job is to have, and with it the deadline; 0: suspended.
         remove_batch: whether to delete its Job.
         remove_pods: pods to delete by force, with what the Job controller keeps them for.
+        release_pods: pods that stay, to take from them what the Job controller keeps them for.
         remove_job: whether to delete the AdaScaleJob itself.
         events: what to tell.
     """
@@ -59,6 +60,7 @@ class Course:
     resize: int | None = None
     remove_batch: bool = False
     remove_pods: tuple[str, ...] = ()
+    release_pods: tuple[str, ...] = ()
     remove_job: bool = False
     events: tuple[Event, ...] = ()
 
@@ -109,6 +111,7 @@ def steer(
         resize=size if batch is not None and not remakes and _differs(seen, size) else None,
         remove_batch=batch is not None and remakes,
         remove_pods=tuple(dict.fromkeys((*_abandoned(seen), *_kept(seen), *_in_the_way(seen)))),
+        release_pods=tuple(_at_rest(seen)),
         remove_job=_is_expired(seen, stage, status),
         events=tuple(_events(seen, outlook, status)),
     )
@@ -193,6 +196,14 @@ def _kept(seen: Sighting) -> Iterator[str]:
         yield from (
             pod.name for pod in seen.own_pods if pod.ended is not None and pod.deleting_since is not None
         )
+
+
+def _at_rest(seen: Sighting) -> Iterator[str]:
+    """Pods that have ended, of a Job that makes none after them: their logs stay, but nobody is to be needed
+    for their end, also where no operator runs."""
+    batch = seen.own_batch
+    if batch is not None and batch.suspended:
+        yield from (pod.name for pod in seen.own_pods if pod.kept and pod.ended is not None)
 
 
 def _in_the_way(seen: Sighting) -> Iterator[str]:
