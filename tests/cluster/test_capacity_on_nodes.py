@@ -240,7 +240,7 @@ def test_where_the_nodes_seem_to_have_more_room_than_they_have_training_goes_on_
         wait_until(lambda: job.view()["latest"]["step"] > step, "more steps")
 
         # The try is given up.
-        condition = job.wait_for_condition("Rescaling", "Unschedulable", status="False")
+        condition = job.wait_for_condition("Rescaling", "Unschedulable", status="False", patience=180)
         assert condition["message"].startswith("3 replicas could not be had: ")
         status = job.status()
         assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Running", 2, 2)
