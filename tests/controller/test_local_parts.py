@@ -13,10 +13,10 @@ from adascale_controller.job import Checkpointing, Job
 from adascale_controller.local import checkpoints, machine
 from adascale_controller.local.failures import Failures
 from adascale_controller.local.generations import Span, summarize
-from adascale_controller.observation import FIRST_GUESS, FIRST_PREPARATION, Observation
 from adascale_controller.local.processes import describe_exit, tail
 from adascale_controller.local.program import ProgramError, local_program
 from adascale_controller.local.service_process import PortTakenError, choose_port
+from adascale_controller.observation import FIRST_GUESS, FIRST_PREPARATION, Observation
 from adascale_controller.service_client import JobView
 from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
 
