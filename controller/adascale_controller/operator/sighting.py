@@ -144,7 +144,7 @@ class Sighting:
     def training(self) -> int:
         """The replicas of the generation that is whole and at work; 0 if there is none."""
         view = self.service
-        if view is None or view.active is None or view.broken or view.complete:
+        if view is None or view.active is None or view.broken:
             return 0
         return view.active.replicas
 
