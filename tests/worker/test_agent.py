@@ -278,7 +278,10 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
         (
             ["sh", "-c", "kill -SEGV $$"],
             {},
-            (139, "sh -c kill -SEGV $$ ended with exit code -11 before it had made an ElasticTrainer"),
+            (
+                139,
+                "sh -c kill -SEGV $$ ended by signal 11 (Segmentation fault) before it had made an ElasticTrainer",
+            ),
         ),
         (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),
         (["true"], {"ADASCALE_REPLICA": "x"}, (2, "ADASCALE_REPLICA is 'x'")),

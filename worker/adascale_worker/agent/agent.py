@@ -237,7 +237,7 @@ class Agent:
         assert self._standby is not None
         code = self._standby.exit_code or 0
         error = WorkerError(
-            f"{' '.join(self._command)} ended with exit code {code} before it had made an ElasticTrainer"
+            f"{' '.join(self._command)} ended {_how(code)} before it had made an ElasticTrainer"
             if code
             else f"{' '.join(self._command)} came to its end without making an ElasticTrainer"
         )
@@ -419,3 +419,8 @@ def _listen(address: str) -> socket.socket:
     listener.bind((local, 0))
     listener.listen(128)
     return listener
+
+
+def _how(code: int) -> str:
+    """How a program has ended: its exit code is negative for a signal."""
+    return f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"
