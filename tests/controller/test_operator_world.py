@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_controller.operator import cycle
+from adascale_controller.operator import apart, deciding
 from adascale_controller.operator.store import Kind
 from adascale_core.decision import Decision, JobState
 from adascale_core.messages import Phase
@@ -167,6 +167,6 @@ def test_whatever_happens_the_job_comes_to_be_as_it_is_wished_for(monkeypatch: p
     def decided(states: list[JobState], *_: object) -> dict[str, Decision]:
         return {state.id: Decision(Life.wish, "as the test says") for state in states}
 
-    monkeypatch.setattr(cycle, "decide", decided)
-    monkeypatch.setattr(cycle.logger, "exception", _loudly)
+    monkeypatch.setattr(deciding, "decide", decided)
+    monkeypatch.setattr(apart.logger, "exception", _loudly)
     run_state_machine_as_test(Life, settings=settings(max_examples=50, stateful_step_count=25, deadline=None))
