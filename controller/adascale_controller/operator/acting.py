@@ -82,7 +82,7 @@ class Actor:
         if course.want is None or await self._have_service_want(job.id, course.want):
             await self._size_batch(look, course)
         for name in course.remove_pods:
-            logger.warning("%s: pod %s is lost: making way for another one", job.id, name)
+            logger.info("%s: removing what is left of pod %s", job.id, name)
             await self._cluster.remove_pod(job.namespace, name)
         for name in course.release_pods:
             await self._cluster.release_pod(job.namespace, name)
