@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.operator import cycle
 from adascale_controller.operator.cluster import ClusterError
 from adascale_controller.operator.store import Kind
-from adascale_core.messages import Phase
+from adascale_core.messages import GainReport, Phase
 from support.world import Api, World
 
 SHARED = {"spec": {"accessModes": ["ReadWriteMany"]}}
@@ -56,6 +56,25 @@ def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
     world.settle()
     assert trains(world)
     assert world.job["status"]["allocation"] == {"generation": 1, "replicas": 1}
+
+
+def test_a_report_that_comes_when_its_job_is_forgotten_already_leaves_nothing_behind() -> None:
+    world = World()
+    world.submit()
+    world.settle()
+    world.delete(Kind.ADASCALEJOBS, "digits")
+    world.settle()
+    assert world.service.jobs() == []
+    world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
+    world.settle()
+    assert world.service.jobs() == []
+
+
+def test_what_was_only_posted_by_hand_stays() -> None:
+    world = World()
+    world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
+    world.settle()
+    assert world.service.jobs()
 
 
 @pytest.mark.parametrize("error", [ClusterError("nobody answers"), ClusterError("out of order", 500)])

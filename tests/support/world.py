@@ -20,7 +20,7 @@ from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.service_client import JobView, MetricsService, ServiceRefusedError
 from adascale_core import names
-from adascale_core.messages import Allocation, AllocationView, JobSpec, Phase, Registration
+from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Phase, Registration
 from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, forget, register
 
 Object = dict[str, Any]
@@ -77,11 +77,12 @@ class Service:
         self._world = world
         self.state = Rendezvous()
         self.spec: JobSpec | None = None
+        self.latest: GainReport | None = None
 
     def jobs(self) -> list[JobView]:
         """As `MetricsService.jobs`."""
         state = self.state
-        if state == Rendezvous() and self.spec is None:
+        if state == Rendezvous() and self.spec is None and self.latest is None:
             return []
         told = state.view(1)
         found = JobView(
@@ -95,6 +96,7 @@ class Service:
             state.failures,
             state.disruptions,
             tuple(state.replicas.values()),
+            self.latest,
         )
         return [found]
 
@@ -106,7 +108,7 @@ class Service:
     def remove_job(self, job_id: str) -> None:
         """As `MetricsService.remove_job`."""
         self._world.before_write(f"forget {job_id}")
-        self.state, self.spec = Rendezvous(), None
+        self.state, self.spec, self.latest = Rendezvous(), None, None
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
         """As `MetricsService.allocate`."""

@@ -280,7 +280,7 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
             {},
             (
                 139,
-                "sh -c kill -SEGV $$ ended by signal 11 (Segmentation fault) before it had made an ElasticTrainer",
+                "sh -c kill -SEGV $$ ended by signal 11 (Segmentation fault) before it had made",
             ),
         ),
         (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),

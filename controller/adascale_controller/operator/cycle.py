@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
 from adascale_controller.operator.acting import Actor
@@ -33,6 +34,8 @@ RESYNC_INTERVAL = 300.0
 """Seconds between two lists of everything."""
 STALE_INTERVAL = 5.0
 """Seconds between two lists where the API server has something else than what was seen."""
+REMEMBERED = 1000
+"""Jobs that are remembered to be forgotten by the service, the latest."""
 AT_ONCE = 8
 """Jobs that are acted upon at the same time."""
 
@@ -73,6 +76,7 @@ class Controller:
         self._looker = Looker(store, cluster, pod_settings, self._apart, clock)
         self._actor = Actor(store, cluster, service, self._looker.specs, self._apart, settings.identity)
         self._service_was_up = True
+        self._forgotten: deque[str] = deque(maxlen=REMEMBERED)
 
     async def run(self) -> None:
         """Go on until cancelled."""
@@ -150,12 +154,15 @@ class Controller:
         for view in views.values():
             namespace = view.id.partition(".")[0]
             ours = self._settings.namespace in (None, namespace)
-            # What was only ever posted to by hand is not the operator's to forget.
-            elastic = view.spec is not None or view.wanted is not None or view.replicas
+            # What was only ever posted to by hand is not the operator's to forget, but a report that was
+            # late, and made a job known again that had been forgotten, is.
+            known = view.spec is not None or view.wanted is not None or bool(view.replicas)
+            elastic = known or view.id in self._forgotten
             if not ours or not elastic or view.id in present or view.id in ending:
                 continue
             try:
                 await asyncio.to_thread(self._service.remove_job, view.id)
+                self._forgotten.append(view.id)
                 logger.info("%s is deleted, and forgotten by the metrics service", view.id)
             except (ServiceUnreachableError, ServiceRefusedError) as error:
                 logger.warning("%s: %s", view.id, error)
