@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from kubernetes import config
 
 from cluster.conftest import fresh_namespace, run_kubectl
-from cluster.system import JobUnderTest, System, Workspace, job_manifest
-from support.launch import wait_until
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, wait_until
 
 SIZES = [1, 2, 4, 2, 1]
 PACE = 0.05

@@ -19,8 +19,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from cluster.system import System, Workspace
-from support.launch import wait_until
+from cluster.system import System, Workspace, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CRD_FILE = DEPLOY / "base" / "crd.yaml"

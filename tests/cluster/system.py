@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from adascale_core import names
-from support.launch import wait_until
+from support import launch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "paced.py"
 VOLUMES = "/var/tmp/adascale-test-volumes"
 """Where volumes of tests are on a node, on clusters that make none by themselves."""
+
+wait_until = partial(launch.wait_until, pause=0.2)
+"""As elsewhere, but asking a cluster takes time from what is waited for."""
 
 Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
 Manifest = dict[str, Any]

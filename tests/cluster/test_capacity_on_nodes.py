@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from adascale_core import names
-from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded
-from support.launch import wait_until
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -8,8 +8,7 @@ import pytest
 from kubernetes.client.exceptions import ApiException
 
 from adascale_core import names
-from cluster.system import JobUnderTest, System, Workspace, job_manifest
-from support.launch import wait_until
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 

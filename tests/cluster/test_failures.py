@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.template import CHECKPOINT_FOLDER
-from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest
-from support.launch import wait_until
+from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launch import wait_until
+from cluster.system import wait_until
 
 pytestmark = pytest.mark.cluster
 

@@ -24,7 +24,7 @@ from adascale_controller.operator.objects import (
 from adascale_controller.operator.pods import Pod, read_pod
 from adascale_core import names
 from adascale_core.messages import JobSpec
-from support.launch import wait_until
+from cluster.system import wait_until
 
 pytestmark = pytest.mark.cluster
 

@@ -20,8 +20,7 @@ from kubernetes import client
 from adascale_core import names
 from api.client import TOKEN, ServiceProcess
 from cluster.conftest import Kubectl, fresh_namespace
-from cluster.system import JobUnderTest, System, job_manifest
-from support.launch import wait_until
+from cluster.system import JobUnderTest, System, job_manifest, wait_until
 from support.operator_process import WRITES, OperatorProcess
 
 pytestmark = pytest.mark.cluster

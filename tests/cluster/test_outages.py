@@ -23,8 +23,7 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from adascale_core import names
-from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded
-from support.launch import wait_until
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.system import System, Workspace, job_manifest
-from support.launch import wait_until
+from cluster.system import System, Workspace, job_manifest, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -15,7 +15,7 @@ from kubernetes import client
 from adascale_core.messages import GainReport
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Answer, Client, ServiceProcess, a_registration, a_report
-from support.launch import wait_until
+from cluster.system import wait_until
 
 REPORT = a_report().to_json()
 SPEC = {"batch_size": 8, "max_batch_size": 32, "max_replicas": 4}

@@ -18,18 +18,17 @@ PROGRAM = Path(__file__).parent / "programs" / "journal.py"
 PATIENCE = 60.0
 
 
-def wait_until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
-    """The first true value of `condition`."""
+def wait_until(
+    condition: Callable[[], Any], what: str, patience: float = PATIENCE, pause: float = 0.01
+) -> Any:
+    """The first true value of `condition`, asked for every `pause` seconds."""
     deadline = time.monotonic() + patience
-    pause = 0.01
     while True:
         value = condition()
         if value:
             return value
         assert time.monotonic() < deadline, f"{what} did not happen within {patience:.0f} s"
         time.sleep(pause)
-        # What takes long needn't be asked so often: asking takes the time of what is waited for.
-        pause = min(1.1 * pause, 0.2)
 
 
 @dataclass(frozen=True)
