@@ -22,7 +22,9 @@ def run_to_the_end(count: int, folder: Path, **options: object) -> Journal:
     return Journal(folder / "journal")
 
 
-@pytest.mark.parametrize("replicas", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_killed_again_and_again_training_ends_with_the_very_same_weights(
     tmp_path: Path, replicas: int
 ) -> None:
