@@ -119,6 +119,10 @@ class Life(RuleBasedStateMachine):
     def delete_the_job_of_the_job(self) -> None:
         self.world.delete(Kind.JOBS, "digits")
 
+    @rule()
+    def lose_what_the_service_knows(self) -> None:
+        self.world.service.lose_everything()
+
     def _meanwhile(self) -> None:
         world = self.world
         others: list[Callable[[], None]] = [

@@ -110,6 +110,10 @@ class Service:
         self._world.before_write(f"forget {job_id}")
         self.state, self.spec, self.latest = Rendezvous(), None, None
 
+    def lose_everything(self) -> None:
+        """Its volume is gone, and it begins anew."""
+        self.state, self.spec, self.latest = Rendezvous(), None, None
+
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
         """As `MetricsService.allocate`."""
         self._world.before_write(f"want {allocation.generation}: {allocation.replicas}")
