@@ -8,7 +8,7 @@ import pytest
 
 from adascale_controller.operator.failures import Failures
 from adascale_controller.operator.pods import Ended, Pod
-from support.sightings import batch, failed_pod, job, pod, seen
+from support.sightings import batch, failed_pod, job, pod, seen, view
 
 EVICTED = pod(0, phase="Failed", ended=Ended(3, disruption=True))
 
@@ -51,3 +51,14 @@ def test_failures_of_an_earlier_job_of_the_same_name_are_not_its_own() -> None:
     assert sighting.own_pods == ()
     assert replace(sighting, batch=None).own_pods == ()
     assert len(replace(sighting, batch=batch(1)).own_pods) == 1
+
+
+@pytest.mark.parametrize(
+    ("complete", "known_by_service", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)]
+)
+def test_how_replicas_fall_when_the_first_has_finished_is_no_failure(
+    complete: bool, known_by_service: bool, expected: int
+) -> None:
+    service = view((3, 2), (3, 2), complete=known_by_service)
+    at_its_end = seen(job((3, 2)), service, batch(2, complete=complete), [pod(0), failed_pod(1, 3)])
+    assert Failures.of(at_its_end).count == expected

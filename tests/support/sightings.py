@@ -147,7 +147,7 @@ def course(
     sighting: Sighting, replicas: int | None = None, reason: str = "", refused: Refused | None = None
 ) -> Course:
     """What is done about a job, as a cycle finds it out; `replicas` as decided."""
-    failures = Failures.read(sighting.job.status).seen(sighting.own_pods)
+    failures = Failures.of(sighting)
     stage = stage_of(sighting, failures)
     decision = None if replicas is None else Decision(replicas, reason)
     return steer(sighting, stage, failures, decision, refused)

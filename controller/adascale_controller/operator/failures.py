@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from adascale_controller.operator.pods import Pod, own_failure
+from adascale_controller.operator.sighting import Sighting
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Failures:
         return cls(
             status.get("failures", 0), attempts.get("failedGeneration", 0), attempts.get("falseStarts", 0)
         )
+
+    @classmethod
+    def of(cls, sighting: Sighting) -> Failures:
+        """Those of a job, with what its pods tell unless its program has come to its end."""
+        known = cls.read(sighting.job.status)
+        return known if sighting.has_come_to_its_end else known.seen(sighting.own_pods)
 
     def seen(self, pods: Iterable[Pod]) -> Failures:
         """With what the pods of the job's own Job tell."""

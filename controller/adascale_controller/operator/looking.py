@@ -136,7 +136,7 @@ class Looker:
                 )
                 seen = replace(seen, refusal=await self._refusal(seen, memory))
                 seen = replace(seen, pods=await self._hindered(seen, memory))
-                failures = Failures.read(job.status).seen(seen.own_pods)
+                failures = Failures.of(seen)
                 stage = stage_of(seen, failures)
                 demand = _demand(seen, nodes) if stage.kind is StageKind.RUN else None
                 looks.append(Look(seen, workload, failures, stage, demand, memory))

@@ -136,6 +136,12 @@ class Sighting:
         return self.pods if self.batch is not None and self.batch.owner == self.job.uid else ()
 
     @property
+    def has_come_to_its_end(self) -> bool:
+        """Whether the program has, on rank 0: how the other replicas fall then is no failure of it."""
+        batch, service = self.own_batch, self.service
+        return (batch is not None and batch.complete) or (service is not None and service.complete)
+
+    @property
     def one_node(self) -> bool:
         """Whether all replicas have to share a node."""
         return self.claim is not None and self.claim.one_node
