@@ -20,14 +20,14 @@ from adascale_core.messages import (
     Registration,
     StepTime,
 )
-from adascale_core.names import MOST_BATCH_SIZE, MOST_REPLICAS
+from adascale_core.names import MOST_BATCH_SIZE, MOST_REPLICAS, MOST_STEPS
 
 MOST_REPORTS = 1000
 """Reports in one request."""
 LARGEST_BATCH = MOST_BATCH_SIZE
 """Samples in a step."""
 LARGEST_INTEGER = 2**31 - 1
-LARGEST_STEP = 2**53 - 1
+LARGEST_STEP = MOST_STEPS
 """Integers up to here are exact in any JSON reader."""
 
 

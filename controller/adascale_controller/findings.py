@@ -25,7 +25,6 @@ from adascale_core.errors import InvalidJobError
 Finding = tuple[Place, str]
 """Where, and what is wrong there."""
 
-_API_VERSION = f"{names.API_GROUP}/{names.API_VERSION}"
 _RULED = frozenset({"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas"})
 """The fields of `spec` that the core has rules for."""
 
@@ -51,7 +50,7 @@ def _header_findings(content: Any) -> list[Finding]:
     if not isinstance(content, dict):
         return [((), f"is {_show(content)}; it must hold apiVersion, kind, metadata and spec")]
     findings: list[Finding] = []
-    for field, expected in (("apiVersion", _API_VERSION), ("kind", names.KIND)):
+    for field, expected in (("apiVersion", names.GROUP_VERSION), ("kind", names.KIND)):
         if field not in content:
             near = _near(field, [key for key in content if isinstance(key, str)])
             hint = f"; {near!r} is there instead" if near else ""

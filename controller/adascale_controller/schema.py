@@ -25,12 +25,12 @@ from adascale_core.names import (
     MOST_BATCH_SIZE,
     MOST_NAME_LENGTH,
     MOST_REPLICAS,
+    MOST_STEPS,
     InvalidJobIdError,
     job_id,
 )
 
 MOST_INTEGER = 2**31 - 1
-MOST_STEPS = 2**53 - 1
 """Integers up to here are exact in any JSON reader."""
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"

@@ -14,6 +14,8 @@ from adascale_core.errors import AdaScaleError
 
 API_GROUP = "adascale.dev"
 API_VERSION = "v1alpha1"
+GROUP_VERSION = f"{API_GROUP}/{API_VERSION}"
+"""`apiVersion` of an AdaScaleJob."""
 KIND = "AdaScaleJob"
 PLURAL = "adascalejobs"
 DEFAULT_NAMESPACE = "default"
@@ -99,6 +101,8 @@ MOST_NAME_LENGTH = 58
 """Of a job: with '-' and an index it must still be the name of a host (63)."""
 MOST_BATCH_SIZE = 2**20
 """No batch may have more samples."""
+MOST_STEPS = 2**53 - 1
+"""No job may have more: integers up to here are exact in any JSON reader."""
 MOST_REPLICAS = 1024
 """No job may ask for more: every count up to it is looked at."""
 REPORT_INTERVAL = 0.25

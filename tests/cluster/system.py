@@ -400,7 +400,7 @@ def job_manifest(name: str = "paced", *, pace: float = 0.05, **spec: Any) -> Man
         **spec,
     }
     return {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
         "metadata": {"name": name},
         "spec": whole,

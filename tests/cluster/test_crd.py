@@ -35,7 +35,7 @@ Finding = tuple[str, str]
 
 def document(spec: Any, name: str = "digits") -> dict[str, Any]:
     return {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
         "metadata": {"name": name},
         "spec": spec,

@@ -136,7 +136,7 @@ def _metadata(workload: Workload, name: str) -> Manifest:
         "labels": workload.labels,
         "ownerReferences": [
             {
-                "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+                "apiVersion": names.GROUP_VERSION,
                 "kind": names.KIND,
                 "name": workload.name,
                 "uid": workload.uid,

@@ -117,7 +117,7 @@ class SpecReader:
 
 def _parse(raw: Mapping[str, Any]) -> tuple[Job | None, str | None]:
     content = {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
         "metadata": {"name": raw["metadata"]["name"], "namespace": raw["metadata"]["namespace"]},
         "spec": raw.get("spec"),
