@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ TIMEOUT = 10.0
 PAGE = 500
 """Objects to ask for at a time."""
 
-_JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
+_JOBS = f"/apis/{names.GROUP_VERSION}"
 _MERGE = "application/merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
 
@@ -148,7 +149,7 @@ class Cluster:
             ClusterError: it can't be written; with status 404 or 409 it is no more that one.
         """
         body = {
-            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+            "apiVersion": names.GROUP_VERSION,
             "kind": names.KIND,
             "metadata": {"name": name, "namespace": namespace, "uid": uid},
             "status": status,
@@ -204,12 +205,8 @@ class Cluster:
             ClusterError: it can't be deleted.
         """
         path = f"{_core(namespace)}/pods/{name}"
-        try:
+        with _unless_gone():
             await self._release(path, await self._call("DELETE", path, body={"gracePeriodSeconds": 0}))
-        except ClusterError as error:
-            # Gone, or changed meanwhile: the next cycle sees what is left.
-            if error.status not in {404, 409}:
-                raise
 
     async def release_pod(self, namespace: str, name: str) -> None:
         """Have the Job controller keep a pod no longer.
@@ -218,11 +215,8 @@ class Cluster:
             ClusterError: it can't be changed.
         """
         path = f"{_core(namespace)}/pods/{name}"
-        try:
+        with _unless_gone():
             await self._release(path, await self._call("GET", path))
-        except ClusterError as error:
-            if error.status not in {404, 409}:
-                raise
 
     async def remove_job(self, namespace: str, name: str, uid: str) -> None:
         """Delete an AdaScaleJob, and with it all that belongs to it.
@@ -246,7 +240,7 @@ class Cluster:
             "kind": "Event",
             "metadata": {"generateName": f"{name}.", "namespace": namespace},
             "involvedObject": {
-                "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+                "apiVersion": names.GROUP_VERSION,
                 "kind": names.KIND,
                 "name": name,
                 "namespace": namespace,
@@ -282,12 +276,8 @@ class Cluster:
             await self._call("PATCH", path, _MANAGED, patch, _MERGE)
 
     async def _remove(self, path: str, body: Mapping[str, Any]) -> None:
-        try:
+        with _unless_gone():
             await self._call("DELETE", path, body=body)
-        except ClusterError as error:
-            # Gone, or another one by now.
-            if error.status not in {404, 409}:
-                raise
 
     async def _call(
         self,
@@ -333,6 +323,16 @@ def _core(namespace: str) -> str:
 
 def _batch(namespace: str) -> str:
     return f"/apis/batch/v1/namespaces/{namespace}"
+
+
+@contextmanager
+def _unless_gone() -> Iterator[None]:
+    """Leave an object alone that is gone, changed, or another by now: the next cycle sees what is left."""
+    try:
+        yield
+    except ClusterError as error:
+        if error.status not in {404, 409}:
+            raise
 
 
 def _refused(message: str) -> Reason:
