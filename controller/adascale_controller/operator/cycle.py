@@ -150,15 +150,11 @@ class Controller:
             f"{raw['metadata']['namespace']}.{raw['metadata']['name']}"
             for raw in self._store.all(Kind.ADASCALEJOBS)
         }
-        ending = {f"{namespace}.{name}" for namespace, name in self._looker.pods_by_job()}
-        for view in views.values():
-            namespace = view.id.partition(".")[0]
-            ours = self._settings.namespace in (None, namespace)
-            # What was only ever posted to by hand is not the operator's to forget, but a report that was
-            # late, and made a job known again that had been forgotten, is.
-            known = view.spec is not None or view.wanted is not None or bool(view.replicas)
-            elastic = known or view.id in self._forgotten
-            if not ours or not elastic or view.id in present or view.id in ending:
+        gone = [view for view in views.values() if view.id not in present and self._is_to_forget(view)]
+        # Most cycles find none: the pods are looked through only where one may still be ending.
+        ending = {f"{namespace}.{name}" for namespace, name in self._looker.pods_by_job()} if gone else set()
+        for view in gone:
+            if view.id in ending:
                 continue
             try:
                 await asyncio.to_thread(self._service.remove_job, view.id)
@@ -166,3 +162,13 @@ class Controller:
                 logger.info("%s is deleted, and forgotten by the metrics service", view.id)
             except (ServiceUnreachableError, ServiceRefusedError) as error:
                 logger.warning("%s: %s", view.id, error)
+
+    def _is_to_forget(self, view: JobView) -> bool:
+        """Whether a job that the cluster has no more is the operator's to forget.
+
+        What was only ever posted to by hand is not, but a report that was late, and made a job known again
+        that had been forgotten, is.
+        """
+        ours = self._settings.namespace in (None, view.id.partition(".")[0])
+        known = view.spec is not None or view.wanted is not None or bool(view.replicas)
+        return ours and (known or view.id in self._forgotten)
