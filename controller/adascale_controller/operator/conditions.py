@@ -24,7 +24,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a condition is as it is. The README has what to do about each."""
+    """Why a condition is as it is. `docs/kubernetes.md` has what to do about each."""
 
     TRAINING = "Training"
     STARTING = "Starting"
@@ -94,15 +94,16 @@ def merged(
     for one in now:
         status = "True" if one.status else "False"
         old = known.get(one.type)
-        changed = old is None or old["status"] != status
+        if old is not None and old["status"] == status:
+            since = old["lastTransitionTime"]
+        else:
+            since = timestamp(moment)
         conditions.append(
             {
                 "type": str(one.type),
                 "status": status,
                 "observedGeneration": generation,
-                "lastTransitionTime": timestamp(moment)
-                if changed or old is None
-                else old["lastTransitionTime"],
+                "lastTransitionTime": since,
                 "reason": str(one.reason),
                 "message": one.message[:LONGEST_MESSAGE],
             }

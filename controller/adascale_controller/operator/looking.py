@@ -118,9 +118,9 @@ class Looker:
                 job = ElasticJob.read(raw, self.specs)
                 raw_batch = batches.get((job.namespace, job.name))
                 batch = BatchJob.read(raw_batch) if raw_batch is not None else None
-                own = batch is not None and batch.owner == job.uid
                 of_name = pods.get((job.namespace, job.name), [])
-                mine = [one for one in of_name if not own or batch is None or _owner(one) == batch.uid]
+                own = batch.uid if batch is not None and batch.owner == job.uid else None
+                mine = [one for one in of_name if own in (None, _owner(one))]
                 workload = self._workload(job)
                 claim = await self._claim(job, workload, memory)
                 seen = Sighting(

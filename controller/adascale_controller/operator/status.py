@@ -11,7 +11,6 @@ from adascale_controller.operator.conditions import (
     ConditionType,
     Reason,
     condition_of,
-    is_true,
     merged,
 )
 from adascale_controller.operator.failures import Failures
@@ -276,12 +275,9 @@ def _suspended(stage: Stage, training: int, seen: Sighting) -> Condition:
         return Condition(kind, True, stage.reason, stage.message)
     if asked:
         return Condition(kind, False, stage.reason, "state is being saved")
-    was = is_true(seen.job.status, kind)
-    known = any(
-        one["type"] == kind and one["reason"] == Reason.RESUMED
-        for one in seen.job.status.get("conditions", ())
-    )
-    return Condition(kind, False, Reason.RESUMED if was or known else Reason.SETTLED)
+    before = condition_of(seen.job.status, kind)
+    resumed = before is not None and (before.status or before.reason == Reason.RESUMED)
+    return Condition(kind, False, Reason.RESUMED if resumed else Reason.SETTLED)
 
 
 def _state(conditions: list[Condition], outlook: Outlook) -> str:
