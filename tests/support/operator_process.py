@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,7 +64,7 @@ class OperatorProcess:
 
     @property
     def calls(self) -> Counter[str]:
-        """How often it has made each kind of call, up to a second ago."""
+        """How often it has made each kind of call."""
         return Counter(json.loads(self._counts.read_text())) if self._counts.exists() else Counter()
 
     @property
@@ -98,19 +98,18 @@ class _Calls:
         self._die_before = die_before
         self._counts: Counter[str] = Counter()
         self._writes = 0
-        self._written_at = 0.0
+        self._lock = Lock()
 
     def take_in(self, where: str, method: str, url: str) -> None:
         """One call is about to be made."""
         path = urlsplit(url)
         kind = "WATCH" if "watch=true" in path.query.lower() else method
-        self._counts[f"{where} {kind} {_resource(path.path)}"] += 1
-        if method in WRITES and not any(part in path.path for part in NO_CHANGE):
-            if self._writes == self._die_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self._writes += 1
-        if time.monotonic() - self._written_at > 1:
-            self._written_at = time.monotonic()
+        with self._lock:
+            self._counts[f"{where} {kind} {_resource(path.path)}"] += 1
+            if method in WRITES and not any(part in path.path for part in NO_CHANGE):
+                if self._writes == self._die_before:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self._writes += 1
             beside = self._file.with_suffix(".new")
             beside.write_text(json.dumps(self._counts))
             beside.rename(self._file)
