@@ -8,7 +8,7 @@ variance `grad_var / S`. Neither quantity depends on S, so a change of scale kee
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 SMOOTHING_HORIZON = 1000.0
 """Scale at which a single step is taken to be information enough (the paper's default)."""
@@ -25,7 +25,7 @@ class GradientEstimate:
     Attributes:
         grad_sqr: estimated squared norm of the true gradient.
         grad_var: estimated total variance (trace of the covariance) of a gradient at B0.
-        biased: whether it comes from consecutive gradients, see `from_consecutive_gradients`.
+        biased: whether it comes from consecutive gradients, not from those of one step.
 
     Raises:
         ValueError: a number is infinite or NaN.
@@ -85,162 +85,10 @@ def total(estimates: Iterable[GradientEstimate]) -> GradientEstimate:
     )
 
 
-def from_micro_gradients(
-    count: int, mean_of_sqr: float, sqr_of_mean: float, scale: float
-) -> GradientEstimate:
-    """Return the unbiased estimate from the `count` gradients that one step is the mean of.
-
-    With n micro-gradients g_i of equal batch size, L = mean |g_i|^2 and M = |mean g_i|^2:
-    grad_sqr = (n M - L) / (n - 1) and grad_var = (L - M) S / (n - 1). (Appendix B.3 of the paper, with
-    the variance taken to B0 whatever batch size a micro-gradient has.)
-
-    Args:
-        count: n, replicas times accumulation steps; at least 2.
-        mean_of_sqr: L.
-        sqr_of_mean: M.
-        scale: S of the whole step, all n micro-gradients together.
-
-    Raises:
-        ValueError: fewer than two gradients, or a number out of range.
-    """
-    if count < 2:
-        raise ValueError(
-            f"got {count} gradient in a step; the spread of gradients needs at least 2: "
-            "use from_consecutive_gradients"
-        )
-    require_scale(scale)
-    return GradientEstimate(
-        (count * sqr_of_mean - mean_of_sqr) / (count - 1),
-        (mean_of_sqr - sqr_of_mean) * scale / (count - 1),
-    )
-
-
-def from_consecutive_gradients(
-    inner_product: float, sqr_of_difference: float, previous_scale: float, scale: float
-) -> GradientEstimate:
-    """Return the biased estimate from the gradients of two consecutive steps of one replica.
-
-    The two stand in for two gradients at the same point: grad_sqr = g1 . g2, and the difference has
-    variance grad_var (1/S1 + 1/S2). For equal scales this is `from_micro_gradients` with n = 2.
-
-    The bias: the parameters moved between the two, by d say, so that grad_var contains
-    |H d|^2 / (1/S1 + 1/S2) with H the Hessian, and grad_sqr is the product of two gradients a step apart.
-    Both vanish with the learning rate. (AdaptDL's gradient noise scale does so for one replica.)
-
-    Args:
-        inner_product: g1 . g2.
-        sqr_of_difference: |g1 - g2|^2.
-        previous_scale: S1, scale of the earlier step.
-        scale: S2, scale of the later one.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-    require_scale(previous_scale)
-    require_scale(scale)
-    return GradientEstimate(
-        inner_product, sqr_of_difference / (1.0 / previous_scale + 1.0 / scale), biased=True
-    )
-
-
 def default_smoothing(scale: float) -> float:
     """Return the paper's share of the past in the moving average, max(1 - S/1000, 0)."""
     require_scale(scale)
     return max(1.0 - scale / SMOOTHING_HORIZON, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class MovingAverage:
-    """The samples of many steps, averaged with exponentially falling weights.
-
-    The weighted sums and the weight are kept apart, and divided when read. So the average is debiased
-    (nothing is pulled to an initial value), and stays right when the smoothing changes on the way.
-
-    Attributes:
-        grad_sqr: weighted sum of the samples' `grad_sqr`.
-        grad_var: weighted sum of the samples' `grad_var`.
-        weight: sum of the weights; 0 while there is no sample, at most 1.
-        count: number of samples.
-    """
-
-    grad_sqr: float = 0.0
-    grad_var: float = 0.0
-    weight: float = 0.0
-    count: int = 0
-
-    def updated(self, sample: GradientEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverage":
-        """Return the average with one more sample.
-
-        Args:
-            sample: what one step said.
-            smoothing: share of the past, theta, at least 0 and below 1.
-            debias: True divides by the weight so far. False is the paper's appendix B.3: the plain mean
-                of the first 1 / (1 - theta) samples, a moving average after that.
-
-        Raises:
-            ValueError: `smoothing` is out of range.
-        """
-        require_smoothing(smoothing)
-        share = 1.0 - smoothing
-        if not debias:
-            share = max(share, 1.0 / (self.count + 1))
-        return MovingAverage(
-            (1.0 - share) * self.grad_sqr + share * sample.grad_sqr,
-            (1.0 - share) * self.grad_var + share * sample.grad_var,
-            (1.0 - share) * self.weight + share,
-            self.count + 1,
-        )
-
-    def aged(self, smoothing: float) -> "MovingAverage":
-        """Return the average after a step without a sample: unchanged, but of less weight for the next.
-
-        With smoothing 0 the past would weigh nothing and nothing would be known; it then stays.
-
-        Raises:
-            ValueError: `smoothing` is out of range.
-        """
-        require_smoothing(smoothing)
-        if smoothing == 0.0:
-            return self
-        return replace(
-            self,
-            grad_sqr=smoothing * self.grad_sqr,
-            grad_var=smoothing * self.grad_var,
-            weight=smoothing * self.weight,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RunningEstimate:
-    """What the steps so far say of one parameter group.
-
-    Attributes:
-        unbiased: average of the samples from micro-gradients.
-        biased: average that samples from consecutive gradients went into, since the last unbiased one;
-            None if there was none. It starts from `unbiased`, and the next unbiased sample drops it.
-    """
-
-    unbiased: MovingAverage = field(default_factory=MovingAverage)
-    biased: MovingAverage | None = None
-
-    @property
-    def estimate(self) -> GradientEstimate | None:
-        """The current average, or None while there is no sample."""
-        average = self.unbiased if self.biased is None else self.biased
-        if average.weight == 0.0:
-            return None
-        return GradientEstimate(
-            average.grad_sqr / average.weight, average.grad_var / average.weight, self.biased is not None
-        )
-
-    def updated(
-        self, sample: GradientEstimate, smoothing: float, *, debias: bool = True
-    ) -> "RunningEstimate":
-        """Return what is known after one more sample; arguments as for `MovingAverage.updated`."""
-        if not sample.biased:
-            return RunningEstimate(self.unbiased.updated(sample, smoothing, debias=debias))
-        past = self.unbiased if self.biased is None else self.biased
-        return RunningEstimate(self.unbiased.aged(smoothing), past.updated(sample, smoothing, debias=debias))
 
 
 def require_scale(scale: float) -> None:

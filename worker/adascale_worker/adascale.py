@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, cast, overload
 
 import torch
@@ -22,14 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from adascale_core.errors import AdaScaleError
 from adascale_core.gain import (
     GradientEstimate,
-    MovingAverage,
-    RunningEstimate,
     default_smoothing,
     require_scale,
     require_smoothing,
     total,
 )
-from adascale_worker.statistics.gauge import Gauge, Samples, Setup
+from adascale_worker.statistics.estimates import Estimates, Samples
+from adascale_worker.statistics.gauge import HOST, Gauge, Setup
 from adascale_worker.statistics.loss_scale import GradScaler
 from adascale_worker.statistics.sampling import Sampling
 
@@ -55,7 +53,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
     mean of. With n = 1 they come from the difference of consecutive gradients, which is biased (see
-    `adascale_core.gain.from_consecutive_gradients`); `estimate.biased` says so.
+    `adascale_worker.statistics.estimates.from_consecutive_gradients`); `estimate.biased` says so.
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of one like
@@ -115,10 +113,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._is_scaled_loss = is_scaled_loss
         self._debias_ewma = debias_ewma
         self._sampling = Sampling(sample_every)
-        self._estimates: list[RunningEstimate] = []
+        self._estimates = Estimates.nothing(0, HOST)
         self._steps = 0
         self._sampled_since = 0
-        self._flags_sum: tuple[float, ...] | None = None
+        self._flags_sum: Tensor | tuple[float, ...] | None = None
         self._attach(Gauge(optimizer, self._setup(), model, grad_scaler))
 
     # -- what is known ----------------------------------------------------------------------------------
@@ -143,7 +141,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     @property
     def estimate(self) -> GradientEstimate | None:
         """What is known of the gradients of all groups together; None while nothing is."""
-        known = [estimate for running in self._current() if (estimate := running.estimate) is not None]
+        known = [estimate for estimate in self._told() if estimate is not None]
         return total(known) if known else None
 
     @property
@@ -180,6 +178,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         require_scale(scale)
         return self._gain(scale, None)
 
+    def gain_tensor(self) -> Tensor:
+        """Return `gain()` as a tensor of no dimension, where the learning rates are.
+
+        On a GPU with tensors for learning rates, progress can so be counted without a word to the host.
+        """
+        return self._current().gain(self._scale)
+
     @property
     def flags(self) -> Sequence[float]:
         """Local numbers to be summed over ranks in the same all-reduce; as many on all ranks.
@@ -200,6 +205,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         The same on all ranks on the same step. None if the last step had no all-reduce, or no flags in it.
         With one replica, the local flags.
         """
+        if isinstance(self._flags_sum, Tensor):
+            # Read together with the estimates, which are asked for next: one wait for the device, not two.
+            count = self._flags_sum.numel()
+            numbers = torch.cat([self._flags_sum, self._estimates.packed()]).tolist()
+            self._flags_sum = tuple(numbers[:count])
+            self._estimates.tell(numbers[count:])
         return self._flags_sum
 
     # -- settings ---------------------------------------------------------------------------------------
@@ -302,7 +313,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._flags_sum = self._take_in()
+        self._take_in()
         if not self._is_scaled_loss and not self._divided:
             self._divide_gradients()
         with self._scaled_lr():
@@ -326,18 +337,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Tensors, numbers, strings, lists and dicts only. What describes the run and not the model (scale,
         replicas, accumulation, smoothing) is not in it: that is the constructor's.
         """
+        self._gauge.warn()
         state = dict(self.optimizer.state_dict())
         state[STATE_KEY] = {
             "version": STATE_VERSION,
             "steps": self._steps,
             "sampled_since": self._sampled_since,
-            "groups": [
-                {
-                    "unbiased": asdict(running.unbiased),
-                    "biased": None if running.biased is None else asdict(running.biased),
-                }
-                for running in self._estimates
-            ],
+            "groups": self._estimates.state_dict(),
             "gauge": self._gauge.state_dict(),
         }
         return state
@@ -370,13 +376,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             own = {"steps": 0, "sampled_since": 0, "groups": [], "gauge": gauge}
         self._steps = own["steps"]
         self._sampled_since = own["sampled_since"]
-        self._estimates = [
-            RunningEstimate(
-                MovingAverage(**group["unbiased"]),
-                None if group["biased"] is None else MovingAverage(**group["biased"]),
-            )
-            for group in own["groups"]
-        ]
+        self._estimates = Estimates.from_state_dict(own["groups"], HOST)
         self._gauge.load_state_dict(own["gauge"])
         self._prepare_step()
 
@@ -432,27 +432,30 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         measuring = measures(step, self.smoothing) and not self._unhooked
         self._gauge.prepare(self._setup(), self._steps, measuring=measuring)
 
-    def _take_in(self) -> tuple[float, ...] | None:
-        """Average what this step's passes have measured into the estimates; return the sums of flags."""
+    def _take_in(self) -> None:
+        """Average what this step's passes have measured into the estimates, and take in the sums of flags."""
         outcome = self._gauge.take(divided=self._divided)
+        self._estimates = self._estimates.to(self._gauge.home)
         if outcome.samples is not None:
             self._estimates = self._updated(outcome.samples)
-        return tuple(self.flags) if self._world_size == 1 else outcome.flags
+        self._flags_sum = tuple(self.flags) if self._world_size == 1 else outcome.flags
 
-    def _updated(self, samples: Samples) -> list[RunningEstimate]:
+    def _updated(self, samples: Samples) -> Estimates:
         # A sample stands for all the steps from one to the next.
         distance = self._sampling.distance(self._steps - self._sampled_since, self.smoothing)
-        smoothing = self.smoothing**distance
-        running = self._estimates + [RunningEstimate()] * (len(samples) - len(self._estimates))
-        return [
-            old if sample is None else old.updated(sample, smoothing, debias=self._debias_ewma)
-            for old, sample in zip(running, samples, strict=True)
-        ]
+        known = self._estimates.to(samples.grad_sqr.device).with_groups(len(self.param_groups))
+        return known.updated(samples, self.smoothing**distance, debias=self._debias_ewma)
 
-    def _current(self) -> list[RunningEstimate]:
+    def _current(self) -> Estimates:
         """What is known of each group, with what the coming step has measured so far."""
         samples = self._gauge.peek()
         return self._estimates if samples is None else self._updated(samples)
+
+    def _told(self) -> Sequence[GradientEstimate | None]:
+        """What is known of each group, as numbers."""
+        if self._gauge.home == HOST:
+            self._gauge.warn()
+        return self._current().told()
 
     def _gain(self, scale: float, group: int | None) -> float:
         if group is None:
@@ -460,9 +463,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         else:
             if not -len(self.param_groups) <= group < len(self.param_groups):
                 raise IndexError(f"got pg_idx={group}; there are {len(self.param_groups)} parameter groups")
-            known = self._current()
+            known = self._told()
             number = group % len(self.param_groups)
-            estimate = known[number].estimate if number < len(known) else None
+            estimate = known[number] if number < len(known) else None
         return 1.0 if estimate is None else estimate.gain(scale)
 
     def _divide_gradients(self) -> None:
@@ -475,14 +478,19 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def _scaled_lr(self) -> Iterator[None]:
         originals = [group["lr"] for group in self.param_groups]
         try:
-            for group, running in zip(self.param_groups, self._estimates, strict=False):
-                estimate = running.estimate
-                if estimate is not None:
-                    group["lr"] = group["lr"] * estimate.gain(self._scale)
+            for group, gain in zip(self.param_groups, self._gains(), strict=False):
+                group["lr"] = _scaled(group["lr"], gain)
             yield
         finally:
             for group, lr in zip(self.param_groups, originals, strict=True):
                 group["lr"] = lr
+
+    def _gains(self) -> Sequence[float | Tensor]:
+        """The gain of each group, as far as there are any: tensors where learning rates are."""
+        if self._gauge.hands_off:
+            return self._estimates.gains(self._scale).unbind()
+        self._gauge.warn()
+        return [1.0 if one is None else one.gain(self._scale) for one in self._estimates.told()]
 
     # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
 
@@ -534,6 +542,12 @@ def _require_sgd(optimizer: object) -> None:
             "gradients, such as Adam, do not grow with the learning rate as AdaScale needs it: use SGD, "
             "or this optimizer without AdaScale"
         )
+
+
+def _scaled(lr: float | Tensor, gain: float | Tensor) -> float | Tensor:
+    """The learning rate of a step; of the type that it has."""
+    product = lr * gain
+    return product.to(lr.dtype) if isinstance(lr, Tensor) and isinstance(product, Tensor) else product
 
 
 def _require_count(name: str, value: int) -> None:

@@ -5,9 +5,8 @@ the last backward pass ends and is waited for when somebody asks, so that it ove
 between. All ranks read the same sums, to the bit, and so compute the same gain.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,28 +22,28 @@ HEADER = 2
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a step said, the same on all ranks.
+    """What a step said, the same on all ranks, as tensors where the estimates lie.
 
     Attributes:
-        first: per group, the sum over ranks of the first numbers given to `Exchange`.
-        second: per group, the mean over ranks of the second ones.
-        flags: sums over ranks.
-        complete: whether all ranks took part with all their gradients.
-        agreed: whether the second numbers were the same on all ranks.
-        now: what was read along with them, if anything.
+        first: per group, the sum over ranks of the first numbers given to `Exchange`: shape (groups,).
+        second: per group, the mean over ranks of the second ones: shape (groups,).
+        flags: sums over ranks, shape (flags,).
+        complete: whether all ranks took part with all their gradients: no dimension.
+        agreed: whether the second numbers were the same on all ranks: no dimension.
+        now: what was read along with them, if anything: shape (groups,).
     """
 
-    first: tuple[float, ...]
-    second: tuple[float, ...]
-    flags: tuple[float, ...]
-    complete: bool
-    agreed: bool
-    now: tuple[float, ...] | None = None
+    first: Tensor
+    second: Tensor
+    flags: Tensor
+    complete: Tensor
+    agreed: Tensor
+    now: Tensor | None = None
 
     @property
-    def finite(self) -> bool:
-        """Whether all gradients were."""
-        return all(math.isfinite(number) for number in (*self.first, *self.second))
+    def finite(self) -> Tensor:
+        """Whether all gradients were: no dimension."""
+        return torch.isfinite(self.first.sum() + self.second.sum())
 
 
 class Exchange:
@@ -79,38 +78,37 @@ class Exchange:
         header = torch.stack([total * total, torch.full_like(total, float(complete))])
         parts = [header, first, second]
         if flags:
-            parts.append(torch.tensor(list(flags), dtype=first.dtype, device=first.device))
+            # Each filled in: to make a tensor of them on a GPU is to wait for it.
+            parts.append(torch.stack([torch.full_like(total, flag) for flag in flags]))
         self._vector = torch.cat(parts)
         self._work: dist.Work | None = None
         self._statistics: Statistics | None = None
         if ranks > 1:
             self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
 
-    def statistics(self, now: Tensor | None = None) -> Statistics:
-        """Wait for the sums: on a GPU the one synchronisation of a measured step.
+    def statistics(self, home: torch.device, now: Tensor | None = None) -> Statistics:
+        """Wait for the sums, and return them.
 
         Args:
+            home: where to; from a GPU to the host this is the one synchronisation of a measured step.
             now: local numbers of the moment, to be read in the same transfer.
         """
-        if self._statistics is None or now is not None:
+        if self._statistics is None or now is not None or self._statistics.first.device != home:
             self.finish()
-            numbers = (self._vector if now is None else torch.cat([self._vector, now])).tolist()
-            self._statistics = self._interpret(numbers[: self._vector.numel()])
-            if now is not None:
-                return replace(self._statistics, now=tuple(numbers[self._vector.numel() :]))
+            numbers = (self._vector if now is None else torch.cat([self._vector, now])).to(home)
+            end = self._vector.numel()
+            self._statistics = self._interpret(numbers[:end], None if now is None else numbers[end:])
         return self._statistics
 
-    def _interpret(self, sums: list[float]) -> Statistics:
+    def _interpret(self, sums: Tensor, now: Tensor | None) -> Statistics:
         middle, end = HEADER + self._groups, HEADER + 2 * self._groups
-        second = tuple(value / self._ranks for value in sums[middle:end])
-        mean_of_sqr, sqr_of_mean = sums[0] / self._ranks, sum(second) ** 2
-        return Statistics(
-            first=tuple(sums[HEADER:middle]),
-            second=second,
-            flags=tuple(sums[end:]),
-            complete=sums[1] == self._ranks,
-            agreed=not self._replicated or abs(mean_of_sqr - sqr_of_mean) <= AGREEMENT * sqr_of_mean,
-        )
+        second = sums[middle:end] / self._ranks
+        complete = sums[1] == self._ranks
+        agreed = torch.ones_like(complete)
+        if self._replicated:
+            sqr_of_mean = second.sum().square()
+            agreed = (sums[0] / self._ranks - sqr_of_mean).abs() <= AGREEMENT * sqr_of_mean
+        return Statistics(sums[HEADER:middle], second, sums[end:], complete, agreed, now)
 
     def finish(self) -> None:
         """Wait without reading, so that the buffer outlives the collective."""

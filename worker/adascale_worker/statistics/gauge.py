@@ -12,8 +12,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_core.gain import GradientEstimate, from_consecutive_gradients, from_micro_gradients
 from adascale_worker.statistics.backward import BackwardWatch, Reading
+from adascale_worker.statistics.estimates import (
+    Samples,
+    from_consecutive_gradients,
+    from_micro_gradients,
+)
 from adascale_worker.statistics.exchange import Exchange, Statistics, sqr_norms_of_mean
 from adascale_worker.statistics.fingerprint import Fingerprint
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
@@ -23,15 +27,14 @@ from adascale_worker.statistics.previous import Label, PreviousGradient
 if TYPE_CHECKING:
     from adascale_worker.statistics.sharded import ShardedGradients
 
+HOST = torch.device("cpu")
+
 AVERAGING_HOOKS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
 """DDP communication hooks after which `.grad` is the mean of the ranks' gradients, up to rounding."""
-
-Samples = list[GradientEstimate | None]
-"""What a step says of each parameter group; None of a group that is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,12 @@ class Outcome:
     """What became of a step's measurement.
 
     Attributes:
-        samples: None if the step is of no use: not finite, not complete, or the first of a difference.
-        flags: sums over ranks; None if there was no all-reduce, or no flag in it.
+        samples: None if the step is of no use: not measured, or the first of a difference.
+        flags: sums over ranks, shape (flags,); None if there was no all-reduce, or no flag in it.
     """
 
     samples: Samples | None = None
-    flags: tuple[float, ...] | None = None
+    flags: Tensor | None = None
 
 
 class Gauge:
@@ -98,6 +101,7 @@ class Gauge:
         self._fingerprint: Fingerprint | None = None
         self._exchange: Exchange | None = None
         self._asked_loss_scale: float | None = None
+        self._mask: tuple[tuple[tuple[bool, ...], torch.device], Tensor] | None = None
         self._before: Label | None = None
         self._compressed = False
         self._measuring = False
@@ -148,12 +152,25 @@ class Gauge:
         self.abandon()
         self._watch.stop()
 
+    @property
+    def hands_off(self) -> bool:
+        """Whether all learning rates are tensors where gradients are: the host need not know any gain."""
+        device, rates = self._device(), (group["lr"] for group in self._optimizer.param_groups)
+        return all(isinstance(rate, Tensor) and rate.device == device for rate in rates)
+
+    @property
+    def home(self) -> torch.device:
+        """Where sense is made of what is measured: where learning rates are."""
+        return self._device() if self.hands_off else HOST
+
     def peek(self) -> Samples | None:
         """Return what the passes so far say, as far as it can be known before the step."""
         if self._exchange is None:
             return None
-        loss_scale = self._asked_loss_scale or self._loss_scale.seen
-        return self._samples(self._exchange.statistics(), loss_scale)
+        statistics = self._exchange.statistics(self.home)
+        if self._asked_loss_scale is None:
+            return self._samples(statistics, self._loss_scale.seen.to(statistics.second))
+        return self._samples(statistics, torch.full_like(statistics.second[0], self._asked_loss_scale))
 
     def take(self, *, divided: bool) -> Outcome:
         """Return what the step says. Called when its gradients are ready to be stepped with.
@@ -168,13 +185,15 @@ class Gauge:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return Outcome()
-        statistics = exchange.statistics(self._gradients_now(divided=divided))
+        statistics = exchange.statistics(self.home, self._gradients_now(divided=divided))
         statistics, loss_scale = self._as_of_backward(statistics)
         samples = self._samples(statistics, loss_scale)
-        self._previous.label = None
-        if statistics.finite and loss_scale is not None:
-            self._previous.label = Label(statistics.second, self._setup.scale, loss_scale)
-        return Outcome(samples, statistics.flags or None)
+        self._previous.label = Label(statistics.second, self._setup.scale, loss_scale)
+        return Outcome(samples, statistics.flags if statistics.flags.numel() else None)
+
+    def warn(self) -> None:
+        """Tell, once, of steps that were left out; this may wait for the device."""
+        self._loss_scale.warn()
 
     def shadow(self) -> None:
         """Match the all-reduce of peers that still have data. They leave the step out of the estimates."""
@@ -186,12 +205,12 @@ class Gauge:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart, as tensors and numbers."""
-        return {"loss_scale": self._loss_scale.seen, "previous": self._previous.state_dict()}
+        return {"loss_scale": self._loss_scale.seen.item(), "previous": self._previous.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` returned. What this step has measured so far is forgotten."""
         self.abandon()
-        self._loss_scale.seen = state["loss_scale"]
+        self._loss_scale.seen = torch.tensor(state["loss_scale"], dtype=torch.float64)
         self._previous.load_state_dict(state["previous"], self._parameters())
 
     # -- reading gradients ------------------------------------------------------------------------------
@@ -210,7 +229,7 @@ class Gauge:
 
     def _on_pass_start(self) -> None:
         # A GradScaler leaves out the step after gradients that are not finite: then a new one begins here.
-        if self._exchange is not None and not self._exchange.statistics().finite:
+        if self._exchange is not None and not self._exchange.statistics(self.home).finite:
             self.abandon()
         self._watch.keep = self._setup.world_size > 1 and self._compresses()
 
@@ -286,10 +305,9 @@ class Gauge:
 
     def _remember(self, device: torch.device) -> None:
         """Keep in mind what gradients are like, to tell whether they are scaled before the step."""
-        if device.type != "cpu":
-            self._fingerprint = (
-                None  # a look would cost a synchronisation, and reading all costs nothing more
-            )
+        if self.hands_off or device != HOST:
+            # A look would cost a synchronisation, and reading all of them costs no more than a few kernels.
+            self._fingerprint = None
             return
         if self._fingerprint is None:
             self._fingerprint = Fingerprint(
@@ -307,23 +325,28 @@ class Gauge:
         norms = sqr_norms(self._gradients(), self._device())
         return norms * self._setup.accumulation**2 if divided else norms
 
-    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, float | None]:
-        """Return the statistics of averaged gradients, and the loss scale that they are in units of."""
-        asked, now = self._asked_loss_scale, statistics.now
-        if not statistics.agreed and now is not None:
-            # Averaged by hand after backward: what is stepped with is the mean.
-            return replace(statistics, second=now, agreed=True), asked or 1.0
-        if asked is not None or self._compressed or self._sharded is not None:
-            return statistics, asked or 1.0
-        after = statistics.second if now is None else now
-        return statistics, self._loss_scale.infer(sum(statistics.second), sum(after))
+    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, Tensor]:
+        """Return the statistics of averaged gradients, and the loss scale that they are in units of.
 
-    def _samples(self, statistics: Statistics, loss_scale: float | None) -> Samples | None:
-        if loss_scale is None or not (statistics.complete and statistics.agreed and statistics.finite):
-            return None
-        if self._setup.micro_gradients == 1:
-            return self._from_difference(statistics, loss_scale)
-        if self._watch.passes not in (0, self._setup.accumulation):
+        The loss scale is NaN if it can't be told, and of no dimension.
+        """
+        asked, now, averaged = self._asked_loss_scale, statistics.now, statistics.second
+        if now is None:
+            # As they were after backward: nothing has unscaled them.
+            if asked is None:
+                self._loss_scale.seen = torch.ones_like(averaged[0])
+            return statistics, torch.full_like(averaged[0], asked or 1.0)
+        if asked is not None or self._compressed or self._sharded is not None:
+            loss_scale = torch.full_like(averaged[0], asked or 1.0)
+        else:
+            # Averaged by hand after backward, what is stepped with is the mean, and nothing is to be told.
+            same = torch.where(statistics.agreed, averaged.sum(), now.sum())
+            loss_scale = self._loss_scale.infer(same, now.sum())
+        averaged = torch.where(statistics.agreed, averaged, now)
+        return replace(statistics, second=averaged, agreed=torch.ones_like(statistics.agreed)), loss_scale
+
+    def _samples(self, statistics: Statistics, loss_scale: Tensor) -> Samples | None:
+        if self._setup.micro_gradients > 1 and self._watch.passes not in (0, self._setup.accumulation):
             self._warn_once(
                 "passes",
                 f"got {self._watch.passes} backward passes in a step, num_gradients_to_accumulate is "
@@ -331,44 +354,48 @@ class Gauge:
                 "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()",
             )
             return None
-        return self._from_micro_gradients(statistics, loss_scale)
-
-    def _from_micro_gradients(self, statistics: Statistics, loss_scale: float) -> Samples:
-        count, passes = self._setup.micro_gradients, self._setup.accumulation
-        local_unit = mean_unit = loss_scale**2
-        if self._setup.is_scaled_loss:
-            local_unit /= passes**2
+        alone = self._setup.micro_gradients == 1
+        if not alone:
+            numbers = self._from_micro_gradients(statistics, loss_scale)
+        elif self._before is not None:
+            numbers = self._from_difference(statistics, loss_scale, self._before)
         else:
-            mean_unit *= passes**2
-        return [
-            from_micro_gradients(count, one / local_unit / count, mean / mean_unit, self._setup.scale)
-            if trained
-            else None
-            for one, mean, trained in zip(statistics.first, statistics.second, self._trained(), strict=True)
-        ]
-
-    def _from_difference(self, statistics: Statistics, loss_scale: float) -> Samples | None:
-        before = self._before
-        if before is None:
             return None
-        samples: Samples = []
-        groups = zip(statistics.first, statistics.second, before.sqr, self._trained(), strict=True)
-        for product, now, then, trained in groups:
-            product /= loss_scale * before.loss_scale
-            now, then = now / loss_scale**2, then / before.loss_scale**2
-            difference = max(now + then - 2.0 * product, 0.0)
-            sample = from_consecutive_gradients(product, difference, before.scale, self._setup.scale)
-            samples.append(sample if trained else None)
-        return samples
+        valid = statistics.complete & statistics.agreed & statistics.finite
+        valid = valid & torch.isfinite(numbers[0] + numbers[1]) & self._trained(valid)
+        return Samples(*numbers, valid, biased=alone)
+
+    def _from_micro_gradients(self, statistics: Statistics, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
+        count, passes = self._setup.micro_gradients, self._setup.accumulation
+        mean_of_sqr, sqr_of_mean = statistics.first / count, statistics.second
+        if self._setup.is_scaled_loss:
+            mean_of_sqr = mean_of_sqr * passes**2
+        else:
+            sqr_of_mean = sqr_of_mean / passes**2
+        unit = loss_scale.square()
+        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self._setup.scale)
+
+    def _from_difference(
+        self, statistics: Statistics, loss_scale: Tensor, before: Label
+    ) -> tuple[Tensor, Tensor]:
+        scale_before = before.loss_scale.to(loss_scale)
+        product = statistics.first / (loss_scale * scale_before)
+        now, then = statistics.second / loss_scale**2, before.sqr.to(loss_scale) / scale_before**2
+        difference = (now + then - 2.0 * product).clamp(min=0.0)
+        return from_consecutive_gradients(product, difference, before.scale, self._setup.scale)
 
     # -- the optimizer's parameters -----------------------------------------------------------------------
 
     def _parameters(self) -> list[list[Tensor]]:
         return [group["params"] for group in self._optimizer.param_groups]
 
-    def _trained(self) -> list[bool]:
-        """Whether each group has a parameter that is not frozen."""
-        return [any(parameter.requires_grad for parameter in group) for group in self._parameters()]
+    def _trained(self, like: Tensor) -> Tensor:
+        """Whether each group has a parameter that is not frozen: shape (groups,), where `like` is."""
+        trained = tuple(any(p.requires_grad for p in group) for group in self._parameters())
+        if self._mask is None or self._mask[0] != (trained, like.device):
+            # Made once: to bring it to a GPU is to wait for that.
+            self._mask = (trained, like.device), torch.tensor(trained, device=like.device)
+        return self._mask[1]
 
     def _gradients(self) -> list[list[Tensor]]:
         return [

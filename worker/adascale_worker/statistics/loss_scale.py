@@ -10,6 +10,9 @@ import math
 import warnings
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 TOLERANCE = 1e-6
 
 IMPLAUSIBLE_CLIPPING = 1e-3
@@ -29,12 +32,13 @@ class LossScale:
 
     Attributes:
         scaler: the training loop's GradScaler, if it was told.
-        seen: the last scale inferred from gradients; 1 if none was.
+        seen: the last scale inferred from gradients, no dimension; 1 if none was.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self.scaler = scaler
-        self.seen = 1.0
+        self.seen = torch.ones((), dtype=torch.float64)
+        self._doubt: Tensor | None = None
         self._warned = False
 
     def ask(self) -> float | None:
@@ -43,30 +47,34 @@ class LossScale:
             return None
         return self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
 
-    def infer(self, before: float, after: float) -> float | None:
+    def infer(self, before: Tensor, after: Tensor) -> Tensor:
         """Return the loss scale, from the squared norm of gradients after backward and before the step.
 
-        None if it cannot be told: the step's statistics are of no use then.
-        """
-        if not (before > 0.0 and after > 0.0 and math.isfinite(before) and math.isfinite(after)):
-            return self.seen
-        change = math.sqrt(after / before)
-        power = math.log2(change)
-        if abs(power - round(power)) < TOLERANCE:
-            self.seen = 2.0 ** -round(power)
-            return self.seen
-        if self.seen == 1.0 and change < IMPLAUSIBLE_CLIPPING:
-            self._warn(change)
-            return None
-        return self.seen
+        NaN if it cannot be told: the step's statistics are of no use then.
 
-    def _warn(self, change: float) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"gradients were multiplied by {change:.3g} between backward() and step(): by a GradScaler "
-                "and by clipping, it seems. Such steps are left out of the estimates, because the loss scale "
-                "cannot be told from the two: pass AdaScale(..., grad_scaler=scaler)",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+        Args:
+            before, after: of no dimension, and at the same place.
+        """
+        seen = self.seen.to(before)
+        usable = (before > 0.0) & (after > 0.0) & torch.isfinite(before + after)
+        change = torch.where(usable, after / before, 1.0).sqrt()
+        power = change.log2()
+        nearest = power.round()
+        by_a_power = (power - nearest).abs() < TOLERANCE
+        self.seen = torch.where(usable & by_a_power, torch.exp2(-nearest), seen)
+        unknown = usable & ~by_a_power & (seen == 1.0) & (change < IMPLAUSIBLE_CLIPPING)
+        self._doubt = torch.where(unknown, change, 0.0)
+        return torch.where(unknown, math.nan, self.seen)
+
+    def warn(self) -> None:
+        """Tell, once, of steps that were left out; this waits for the device."""
+        if self._warned or self._doubt is None or (change := float(self._doubt)) == 0.0:
+            return
+        self._warned = True
+        warnings.warn(
+            f"gradients were multiplied by {change:.3g} between backward() and step(): by a GradScaler "
+            "and by clipping, it seems. Such steps are left out of the estimates, because the loss scale "
+            "cannot be told from the two: pass AdaScale(..., grad_scaler=scaler)",
+            RuntimeWarning,
+            stacklevel=5,
+        )

@@ -1,7 +1,7 @@
 """The gradient of the step before, for the estimate of a single replica without accumulation."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +17,22 @@ class Label:
     """What is known of a held gradient.
 
     Attributes:
-        sqr: squared norms, per parameter group, in units of the loss scale squared.
-        scale: of the step that it was made in.
-        loss_scale: in force then.
+        sqr: squared norms, per parameter group, in units of the loss scale squared: shape (groups,); not
+            finite where the gradients were not.
+        scale: of that step.
+        loss_scale: in force then, of no dimension; NaN if it could not be told.
     """
 
-    sqr: tuple[float, ...]
+    sqr: Tensor
     scale: float
-    loss_scale: float
+    loss_scale: Tensor
 
 
 class PreviousGradient:
     """A copy of one step's gradients.
 
     Attributes:
-        label: what is known of it; None until the step that it was made in is over, and for good if that
-            step came to nothing.
+        label: what is known of it; None until the step that it was made in is over.
     """
 
     def __init__(self) -> None:
@@ -92,12 +92,14 @@ class PreviousGradient:
         """Return it as numbers and tensors; None where none is held."""
         if self._gradients is None or self.label is None:
             return None
-        label = asdict(self.label)
-        label["sqr"] = list(self.label.sqr)
         return {
             "gradients": [[None if g is None else g.clone() for g in group] for group in self._gradients],
             "step": self._step,
-            "label": label,
+            "label": {
+                "sqr": self.label.sqr.tolist(),
+                "scale": self.label.scale,
+                "loss_scale": self.label.loss_scale.item(),
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, parameters: Parameters) -> None:
@@ -111,4 +113,5 @@ class PreviousGradient:
         ]
         label = state["label"]
         self._step = state["step"]
-        self.label = Label(tuple(label["sqr"]), label["scale"], label["loss_scale"])
+        sqr, loss_scale = (torch.tensor(label[key], dtype=torch.float64) for key in ("sqr", "loss_scale"))
+        self.label = Label(sqr, label["scale"], loss_scale)
