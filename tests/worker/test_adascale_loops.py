@@ -1,4 +1,4 @@
-"""AdaScale where others take hold of the optimizer: schedulers, torch.compile, Lightning, Accelerate."""
+"""AdaScale where others take hold of the optimizer: schedulers and torch.compile."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
@@ -179,100 +179,3 @@ def test_our_own_step_compiled() -> None:
             optimizer.zero_grad()
 
         run(loop)
-
-
-# -- frameworks, in the way that they wrap an optimizer ------------------------------------------------------
-
-
-class LightningStyle:
-    """As `lightning.pytorch.core.optimizer.LightningOptimizer`: a class made of the optimizer's own.
-
-    It takes over the instance's `__dict__`, and steps with a closure that trains on the batch.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.__class__ = type("Lightning" + type(optimizer).__name__, (LightningStyle, type(optimizer)), {})
-        self.__dict__.update(
-            {key: value for key, value in optimizer.__dict__.items() if key not in ("step", "__del__")}
-        )
-        self._wrapped = optimizer
-
-    def step(self, closure: Callable[[], Tensor]) -> Any:
-        def wrapped_closure() -> Any:
-            return closure()
-
-        return self._wrapped.step(closure=wrapped_closure)
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-def test_lightning(micro: int) -> None:
-    wrapped: dict[int, Any] = {}
-
-    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
-        lightning: Any = wrapped.setdefault(id(optimizer), LightningStyle(optimizer))
-        assert Optimizer in type(lightning).__mro__
-
-        for batch in step[:-1]:  # batches that are accumulated are run without the optimizer
-            backward(squared_error(model, batch) / len(step))
-
-        def closure() -> Tensor:
-            if len(step) == 1:
-                lightning.zero_grad()
-            loss = squared_error(model, step[-1]) / len(step)
-            backward(loss)
-            return loss.detach()
-
-        lightning.step(closure)
-        optimizer.zero_grad()
-
-    run(loop, micro=micro)
-
-
-class AccelerateStyle(Optimizer):
-    """As `accelerate.optimizer.AcceleratedOptimizer`: holds the optimizer, and passes its state through."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.skipped = True
-        state = copy.deepcopy(optimizer.state_dict())  # moved to the device, in theirs
-        optimizer.load_state_dict(state)
-        self.original_step = optimizer.step
-        optimizer.step = self._patched_step  # type: ignore[method-assign]
-
-    def _patched_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.skipped = False
-        return self.original_step(*args, **kwargs)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_accelerate(*, micro: int, scaled: bool) -> None:
-    wrapped: dict[int, AccelerateStyle] = {}
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-
-    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
-        if id(optimizer) not in wrapped:
-            wrapped[id(optimizer)] = AccelerateStyle(optimizer)
-        accelerated = wrapped[id(optimizer)]
-        for batch in step:
-            backward(scaler.scale(squared_error(model, batch) / len(step)))
-        scaler.step(accelerated.optimizer)
-        scaler.update()
-        assert not accelerated.skipped
-        accelerated.zero_grad()
-
-    run(loop, micro=micro)
