@@ -1,5 +1,6 @@
 """A program for Lightning's Trainer, apart from the tests because Lightning takes seconds to import."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +26,13 @@ class Options:
         adascale: more arguments of AdaScale.
         scheduler: makes one that Lightning advances.
         by_progress: advance the scheduler by gains instead of by steps.
+        enough: the progress to stop at.
     """
 
     adascale: dict[str, Any] = field(default_factory=dict)
     scheduler: MakeScheduler | None = None
     by_progress: bool = False
+    enough: float = math.inf
 
 
 class Program(LightningModule):
@@ -62,6 +65,8 @@ class Program(LightningModule):
         self.gains.append(optimizer.gain())
         self.rates.append(optimizer.param_groups[0]["lr"])
         self.progress += optimizer.gain()
+        if self.progress >= self.options.enough:
+            self.trainer.should_stop = True
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         if not self.options.by_progress:

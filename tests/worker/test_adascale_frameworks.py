@@ -116,6 +116,16 @@ def test_lightning_advances_a_scheduler_by_progress() -> None:
 
 
 @pytest.mark.slow
+def test_lightning_stops_at_once_when_progress_is_enough() -> None:
+    from worker.adascale_lightning import Options, Program, loader, trainer
+
+    program = Program(network(), Options(enough=20.0))
+    trainer(accumulate_grad_batches=2, max_epochs=-1).fit(program, loader(batches(6)))
+    assert program.progress >= 20.0
+    assert sum(program.gains[:-1]) < 20.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 2])
 def test_lightning_by_hand(micro: int) -> None:
     from worker.adascale_lightning import ByHand, Options, loader, trainer
@@ -322,6 +332,35 @@ def test_accelerate(*, accelerator: Callable[..., Any], micro: int, clip: float 
     assert_same(model, twin.model)
 
 
+def test_accelerate_with_a_scheduler_by_progress(accelerator: Callable[..., Any]) -> None:
+    model, data = network(), batches(STEPS * 2)
+    twin, one = twin_of(model), accelerator(2)
+    adascale = accelerated(model, 2)
+    scheduler, schedule = CosineAnnealingLR(adascale, T_max=50), CosineAnnealingLR(twin.sgd, T_max=50)
+    prepared, optimizer, loader = one.prepare(model, adascale, loader_of(data))
+    progress = twin_progress = 0.0
+    for batch in loader:
+        with one.accumulate(prepared):
+            one.backward(squared_error(prepared, batch))
+            if one.sync_gradients:
+                progress += adascale.gain()
+            optimizer.step()
+            optimizer.zero_grad()
+        while scheduler.last_epoch < int(progress):
+            scheduler.step()
+
+    def advance() -> None:
+        nonlocal twin_progress
+        twin_progress += twin.gain()
+        while schedule.last_epoch < int(twin_progress):
+            schedule.step()
+
+    gains_of(twin, data, 2, after=advance)
+    assert progress == pytest.approx(twin_progress, rel=1e-9)
+    assert scheduler.last_epoch > STEPS
+    assert_same(model, twin.model)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_accelerate_with_a_loss_scale(
@@ -409,6 +448,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # each rank imports Accelerate
 @pytest.mark.parametrize("name", RANKS)
 def test_accelerate_on_two_ranks(name: str, failures: dict[str, list[str]]) -> None:
     assert not failures[name], "\n".join(failures[name])
