@@ -109,7 +109,7 @@ class InTurns(LightningModule):
             for network in self.networks
         ]
 
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizers: Any = self.optimizers()
         for network, optimizer, gains in zip(self.networks, optimizers, self.gains, strict=True):
             self.toggle_optimizer(optimizer)

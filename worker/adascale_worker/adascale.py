@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, cast, overload
 
 import torch
@@ -41,6 +42,29 @@ class UnsupportedOptimizerError(AdaScaleError, TypeError):
     """The optimizer is none whose learning rate AdaScale may scale."""
 
     exit_code = 2
+
+
+@dataclass
+class _Run:
+    """What changes while an optimizer is used.
+
+    An object of its own: Lightning's optimizer takes on AdaScale's class and reads its attributes, but those
+    that a method sets would be its own. So methods set nothing but what is in here.
+    """
+
+    world_size: int
+    accumulation: int
+    scale: float
+    smoothing: float | None
+    """As chosen; None follows the scale."""
+    estimates: Estimates = field(default_factory=lambda: Estimates.nothing(0, HOST))
+    steps: int = 0
+    sampled_since: int = 0
+    """The step from which sampling is counted."""
+    flags_sum: Tensor | tuple[float, ...] | None = None
+    divided: bool = False
+    """Whether gradients were divided by the accumulation count since backward."""
+    unhooked: bool = False
 
 
 class AdaScale(torch.optim.Optimizer, Joinable):
@@ -94,29 +118,23 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         grad_scaler: GradScaler | None = None,
     ) -> None:
         _require_sgd(optimizer)
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._sgd = optimizer
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)
         )
         Joinable.__init__(self)
-        self._optimizer = optimizer
         process_group = model.process_group if isinstance(model, DistributedDataParallel) else None
-        self._world_size = _world_size(process_group) if world_size is None else world_size
-        self._accumulation = num_gradients_to_accumulate
-        _require_count("world_size", self._world_size)
+        replicas = _world_size(process_group) if world_size is None else world_size
+        _require_count("world_size", replicas)
         _require_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
-        self._scale = float(self._world_size * num_gradients_to_accumulate if scale is None else scale)
-        require_scale(self._scale)
+        scale = float(replicas * num_gradients_to_accumulate if scale is None else scale)
+        require_scale(scale)
         if smoothing is not None:
             require_smoothing(smoothing)
-        self._chosen_smoothing = smoothing
         self._is_scaled_loss = is_scaled_loss
         self._debias_ewma = debias_ewma
         self._sampling = Sampling(sample_every)
-        self._estimates = Estimates.nothing(0, HOST)
-        self._steps = 0
-        self._sampled_since = 0
-        self._flags_sum: Tensor | tuple[float, ...] | None = None
+        self._run = _Run(replicas, num_gradients_to_accumulate, scale, smoothing)
         self._attach(Gauge(optimizer, self._setup(), model, grad_scaler))
 
     # -- what is known ----------------------------------------------------------------------------------
@@ -124,19 +142,18 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that makes the steps."""
-        if self._optimizer is None:
-            raise RuntimeError("AdaScale is not built yet")
-        return self._optimizer
+        return self._sgd
 
     @property
     def scale(self) -> float:
         """S: the batch size of a step over the initial one."""
-        return self._scale
+        return self._run.scale
 
     @property
     def smoothing(self) -> float:
         """Share of the past in the moving average of the estimates."""
-        return default_smoothing(self._scale) if self._chosen_smoothing is None else self._chosen_smoothing
+        chosen = self._run.smoothing
+        return default_smoothing(self._run.scale) if chosen is None else chosen
 
     @property
     def estimate(self) -> GradientEstimate | None:
@@ -167,7 +184,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Raises:
             IndexError: there is no such group.
         """
-        return self._gain(self._scale, pg_idx)
+        return self._gain(self._run.scale, pg_idx)
 
     def predict_gain(self, scale: float) -> float:
         """Return what the gain would be at another scale.
@@ -183,7 +200,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         On a GPU with tensors for learning rates, progress can so be counted without a word to the host.
         """
-        return self._current().gain(self._scale)
+        return self._current().gain(self._run.scale)
 
     @property
     def flags(self) -> Sequence[float]:
@@ -205,13 +222,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         The same on all ranks on the same step. None if the last step had no all-reduce, or no flags in it.
         With one replica, the local flags.
         """
-        if isinstance(self._flags_sum, Tensor):
+        if isinstance(self._run.flags_sum, Tensor):
             # Read together with the estimates, which are asked for next: one wait for the device, not two.
-            count = self._flags_sum.numel()
-            numbers = torch.cat([self._flags_sum, self._estimates.packed()]).tolist()
-            self._flags_sum = tuple(numbers[:count])
-            self._estimates.tell(numbers[count:])
-        return self._flags_sum
+            count = self._run.flags_sum.numel()
+            numbers = torch.cat([self._run.flags_sum, self._run.estimates.packed()]).tolist()
+            self._run.flags_sum = tuple(numbers[:count])
+            self._run.estimates.tell(numbers[count:])
+        return self._run.flags_sum
 
     # -- settings ---------------------------------------------------------------------------------------
 
@@ -227,7 +244,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             ValueError: `scale` is not a positive finite number.
         """
         require_scale(scale)
-        self._scale = float(scale)
+        self._run.scale = float(scale)
         self._prepare_step()
 
     def update_scale(self, scale: float, replicas: int) -> None:
@@ -238,8 +255,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         _require_count("replicas", replicas)
         require_scale(scale)
-        self._scale = float(scale)
-        self._world_size = replicas
+        self._run.scale = float(scale)
+        self._run.world_size = replicas
         self._prepare_step()
 
     def set_num_gradients_to_accumulate(
@@ -257,9 +274,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             ValueError: a number out of range.
         """
         _require_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
-        self._accumulation = num_gradients_to_accumulate
+        self._run.accumulation = num_gradients_to_accumulate
         if update_smoothing:
-            self._chosen_smoothing = None
+            self._run.smoothing = None
         self._prepare_step()
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
@@ -279,18 +296,18 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group`. Its gain is 1 until measured."""
-        if self._optimizer is None:  # called by Optimizer.__init__, to check the groups that there are
+        if not hasattr(self, "_gauge"):  # called by Optimizer.__init__, to check the groups that there are
             super().add_param_group(param_group)
             return
-        self._optimizer.add_param_group(param_group)
+        self._sgd.add_param_group(param_group)
         self._share()
-        self._sampled_since = self._steps
+        self._run.sampled_since = self._run.steps
         self._prepare_step()
 
     def unhook(self) -> None:
         """Take all hooks off the parameters. The gain stays what it is from then on."""
         self._gauge.stop()
-        self._unhooked = True
+        self._run.unhooked = True
 
     # -- a step -----------------------------------------------------------------------------------------
 
@@ -314,19 +331,19 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._take_in()
-        if not self._is_scaled_loss and not self._divided:
+        if not self._is_scaled_loss and not self._run.divided:
             self._divide_gradients()
         with self._scaled_lr():
             returned = self._inner_step()
         if not self._gauge.left_out_of_join():
-            self._steps += 1
+            self._run.steps += 1
         self._prepare_step()
         return loss if closure is not None else returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
-        self.optimizer.zero_grad(set_to_none)
-        self._divided = False
+        self._sgd.zero_grad(set_to_none)
+        self._run.divided = False
         self._gauge.abandon()
 
     # -- state ------------------------------------------------------------------------------------------
@@ -338,12 +355,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         replicas, accumulation, smoothing) is not in it: that is the constructor's.
         """
         self._gauge.warn()
-        state = dict(self.optimizer.state_dict())
+        state = dict(self._sgd.state_dict())
         state[STATE_KEY] = {
             "version": STATE_VERSION,
-            "steps": self._steps,
-            "sampled_since": self._sampled_since,
-            "groups": self._estimates.state_dict(),
+            "steps": self._run.steps,
+            "sampled_since": self._run.sampled_since,
+            "groups": self._run.estimates.state_dict(),
             "gauge": self._gauge.state_dict(),
         }
         return state
@@ -363,7 +380,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 f"got AdaScale state of version {own['version']}; this program knows up to {STATE_VERSION}: "
                 "load it with the newer version that saved it"
             )
-        self.optimizer.load_state_dict(inner)
+        self._sgd.load_state_dict(inner)
         self._share()
         if own is None:
             warnings.warn(
@@ -374,9 +391,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             )
             gauge = {"loss_scale": 1.0, "previous": None}
             own = {"steps": 0, "sampled_since": 0, "groups": [], "gauge": gauge}
-        self._steps = own["steps"]
-        self._sampled_since = own["sampled_since"]
-        self._estimates = Estimates.from_state_dict(own["groups"], HOST)
+        self._run.steps = own["steps"]
+        self._run.sampled_since = own["sampled_since"]
+        self._run.estimates = Estimates.from_state_dict(own["groups"], HOST)
         self._gauge.load_state_dict(own["gauge"])
         self._prepare_step()
 
@@ -387,6 +404,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             for name, value in self.__dict__.items()
             if name not in ("_gauge", "_inner_step", "step") and not name.startswith("_optimizer_")
         }
+        state["_run"] = replace(self._run)
         state["gauge"] = self._gauge.state_dict()
         return state
 
@@ -397,7 +415,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             return
         gauge = state.pop("gauge")
         super().__setstate__(state)
-        self._attach(Gauge(self.optimizer, self._setup()))
+        self._attach(Gauge(self._sgd, self._setup()))
         self._gauge.load_state_dict(gauge)
         self._prepare_step()
 
@@ -405,51 +423,51 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def _attach(self, gauge: Gauge) -> None:
         """Connect to the inner optimizer, whose `step` may be replaced later by one that calls ours."""
-        self._inner_step: Callable[[], float | None] = self.optimizer.step
+        self._inner_step: Callable[[], float | None] = self._sgd.step
         self._gauge = gauge
         self._gauge.joinable = weakref.proxy(self)
-        self._unhooked = False
+        self._run.unhooked = False
         weakref.finalize(self, gauge.stop)
         self._share()
         itself = weakref.ref(self)
-        self.optimizer.register_load_state_dict_post_hook(
+        self._sgd.register_load_state_dict_post_hook(
             lambda _: None if (one := itself()) is None else one._share()
         )
         self._prepare_step()
 
     def _share(self) -> None:
         """Have the inner optimizer's groups and state, which it replaces when it loads."""
-        self.param_groups = self.optimizer.param_groups
-        self.state = self.optimizer.state
+        self.param_groups = self._sgd.param_groups
+        self.state = self._sgd.state
 
     def _setup(self) -> Setup:
-        return Setup(self._world_size, self._accumulation, self._scale, self._is_scaled_loss)
+        return Setup(self._run.world_size, self._run.accumulation, self._run.scale, self._is_scaled_loss)
 
     def _prepare_step(self) -> None:
-        self._divided = False
-        step, alone = self._steps - self._sampled_since, self._world_size * self._accumulation == 1
-        measures = self._sampling.measures_pair if alone else self._sampling.measures
-        measuring = measures(step, self.smoothing) and not self._unhooked
-        self._gauge.prepare(self._setup(), self._steps, measuring=measuring)
+        self._run.divided = False
+        setup, step = self._setup(), self._run.steps - self._run.sampled_since
+        measures = self._sampling.measures if setup.micro_gradients > 1 else self._sampling.measures_pair
+        measuring = measures(step, self.smoothing) and not self._run.unhooked
+        self._gauge.prepare(setup, self._run.steps, measuring=measuring)
 
     def _take_in(self) -> None:
         """Average what this step's passes have measured into the estimates, and take in the sums of flags."""
-        outcome = self._gauge.take(divided=self._divided)
-        self._estimates = self._estimates.to(self._gauge.home)
+        outcome = self._gauge.take(divided=self._run.divided)
+        self._run.estimates = self._run.estimates.to(self._gauge.home)
         if outcome.samples is not None:
-            self._estimates = self._updated(outcome.samples)
-        self._flags_sum = tuple(self.flags) if self._world_size == 1 else outcome.flags
+            self._run.estimates = self._updated(outcome.samples)
+        self._run.flags_sum = tuple(self.flags) if self._run.world_size == 1 else outcome.flags
 
     def _updated(self, samples: Samples) -> Estimates:
         # A sample stands for all the steps from one to the next.
-        distance = self._sampling.distance(self._steps - self._sampled_since, self.smoothing)
-        known = self._estimates.to(samples.grad_sqr.device).with_groups(len(self.param_groups))
+        distance = self._sampling.distance(self._run.steps - self._run.sampled_since, self.smoothing)
+        known = self._run.estimates.to(samples.grad_sqr.device).with_groups(len(self.param_groups))
         return known.updated(samples, self.smoothing**distance, debias=self._debias_ewma)
 
     def _current(self) -> Estimates:
         """What is known of each group, with what the coming step has measured so far."""
         samples = self._gauge.peek()
-        return self._estimates if samples is None else self._updated(samples)
+        return self._run.estimates if samples is None else self._updated(samples)
 
     def _told(self) -> Sequence[GradientEstimate | None]:
         """What is known of each group, as numbers."""
@@ -469,10 +487,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         return 1.0 if estimate is None else estimate.gain(scale)
 
     def _divide_gradients(self) -> None:
-        if self._accumulation > 1 and not self._divided:
+        if self._run.accumulation > 1 and not self._run.divided:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_div_(gradients, float(self._accumulation))
-            self._divided = True
+            torch._foreach_div_(gradients, float(self._run.accumulation))
+            self._run.divided = True
 
     @contextmanager
     def _scaled_lr(self) -> Iterator[None]:
@@ -488,9 +506,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def _gains(self) -> Sequence[float | Tensor]:
         """The gain of each group, as far as there are any: tensors where learning rates are."""
         if self._gauge.hands_off:
-            return self._estimates.gains(self._scale).unbind()
+            return self._run.estimates.gains(self._run.scale).unbind()
         self._gauge.warn()
-        return [1.0 if one is None else one.gain(self._scale) for one in self._estimates.told()]
+        return [1.0 if one is None else one.gain(self._run.scale) for one in self._run.estimates.told()]
 
     # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
 
@@ -512,7 +530,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def _shadow_step(self) -> None:
         self._gauge.shadow()
-        self._steps += 1
+        self._run.steps += 1
         self._prepare_step()
 
 
