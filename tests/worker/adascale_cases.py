@@ -344,10 +344,59 @@ def zero_redundancy_optimizer() -> None:
         assert "adascale" in optimizer.state_dict()
 
 
+def compare_sharded(
+    loop: Loop = plain,
+    *,
+    micro: int = 1,
+    parts: int | None = None,
+    steps: int = 6,
+    groups: Groups = one_group,
+    dtype: torch.dtype = torch.float64,
+    shape: tuple[int, ...] = (2,),
+    frozen: bool = False,
+    **arguments: Any,
+) -> AdaScale:
+    """As `compare`, for `fully_shard`: a rank's passes in `parts` reduce-scatters, each a micro-gradient."""
+    names = ("replicas", "shards")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = network().to(dtype)
+    model.first.requires_grad_(not frozen)
+    twin_model = copy.deepcopy(model)
+    tolerance = 1e-6 if dtype is torch.float64 else 1e-3
+    if groups is not by_kind:
+        fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+    optimizer = AdaScale(
+        torch.optim.SGD(groups(model), **settings),
+        num_gradients_to_accumulate=micro,
+        model=model,
+        **arguments,
+    )
+    sgd = torch.optim.SGD(groups(twin_model), **settings)
+    twin = Reference(twin_model, sgd, squared_error, optimizer.scale)
+    everything = iter([(x.to(dtype), y.to(dtype)) for x, y in batches(2 * micro * steps)])
+    together = micro // (parts or micro)
+    for _ in range(steps):
+        step = [next(everything) for _ in range(2 * micro)]
+        loop(optimizer, model, step[dist.get_rank() * micro :][:micro])
+        twin.step([joined(step[i : i + together]) for i in range(0, len(step), together)])
+        for number in (None, *range(len(optimizer.param_groups))):
+            assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=tolerance)
+    for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=tolerance, atol=tolerance)
+    return optimizer
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """One batch, whose gradient is the mean of theirs."""
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
 @case
 def fully_sharded_parameters() -> None:
     """FSDP2: local gradients are read as they go into the reduce-scatter."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for groups, dtype in (
         (one_group, torch.float32),
         (one_group, torch.float64),
@@ -355,29 +404,103 @@ def fully_sharded_parameters() -> None:
         (by_kind, torch.float64),
     ):
         for micro in (1, 2):
-            model = network().to(dtype)
-            twin_model = copy.deepcopy(model)
-            tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-            if groups is not by_kind:
-                fully_shard(model.first, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
-            optimizer = AdaScale(
-                torch.optim.SGD(groups(model), **settings), num_gradients_to_accumulate=micro, model=model
-            )
-            twin = Reference(
-                twin_model, torch.optim.SGD(groups(twin_model), **settings), squared_error, optimizer.scale
-            )
-            everything = iter([(x.to(dtype), y.to(dtype)) for x, y in batches(12 * micro)])
-            for _ in range(6):
-                step = [next(everything) for _ in range(2 * micro)]
-                plain(optimizer, model, step[dist.get_rank() * micro :][:micro])
-                twin.step(step)
-                for number in (None, *range(len(optimizer.param_groups))):
-                    assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=tolerance)
-            for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
-                assert isinstance(ours, DTensor)
-                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=tolerance, atol=tolerance)
+            compare_sharded(micro=micro, groups=groups, dtype=dtype)
+
+
+@case
+def fully_sharded_parameters_of_which_a_unit_is_frozen() -> None:
+    compare_sharded(frozen=True)
+    compare_sharded(synchronised(False, True), micro=2, parts=1, frozen=True)
+
+
+def synchronised(*passes: bool, scaled: bool = True, flag: str = "set_requires_gradient_sync") -> Loop:
+    """A loop whose passes synchronise gradients or not; the gain is known from the last pass on."""
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch, one in zip(step, passes, strict=True):
+            getattr(model, flag)(one)
+            backward(squared_error(model, batch) / (len(step) if scaled else 1))
+        before = optimizer.gain()
+        optimizer.step()
+        assert optimizer.gain() == before
+        optimizer.zero_grad()
+
+    return loop
+
+
+@case
+def fully_sharded_parameters_with_passes_that_are_not_synchronised() -> None:
+    """A reduce-scatter takes the sum over some passes: a micro-gradient of as large a batch."""
+    for groups in (one_group, two_groups, by_kind):
+        compare_sharded(synchronised(False, True), micro=2, parts=1, groups=groups)
+    compare_sharded(synchronised(False, False, True), micro=3, parts=1, dtype=torch.float32)
+    compare_sharded(synchronised(False, True, False, True), micro=4, parts=2)
+    for micro, parts in ((2, 1), (4, 2)):
+        every = [number % 2 == 1 for number in range(micro)]
+        compare_sharded(synchronised(*every, scaled=False), micro=micro, parts=parts, is_scaled_loss=False)
+
+
+@case
+def fully_sharded_replicas_whose_all_reduce_waits_for_the_last_pass() -> None:
+    """HSDP, with a reduce-scatter on each pass."""
+    loop = synchronised(False, False, True, flag="set_requires_all_reduce")
+    compare_sharded(loop, micro=3, shape=(1, 2))
+    compare_sharded(synchronised(False, True), micro=2, parts=1, shape=(1, 2))
+
+
+@case
+def sharded_steps_that_do_not_show_their_micro_gradients() -> None:
+    """Left out, with a warning."""
+    shape: tuple[int, ...]
+    for shape, flag, passes in (
+        ((2,), "set_requires_gradient_sync", (True, False, True)),
+        ((2,), "set_requires_gradient_sync", (True, True, False)),
+        ((1, 2), "set_requires_all_reduce", (True, True, False)),
+        ((2, 1), "set_requires_gradient_sync", (True, True, True)),
+    ):
+        model = network()
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        fully_shard(model, mesh=mesh)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = AdaScale(sgd, num_gradients_to_accumulate=3, model=model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for seed in range(3):
+                synchronised(*passes, flag=flag)(optimizer, model, batches(3, seed=seed))
+        assert optimizer.estimate is None
+        assert len([one for one in caught if "left out of the estimates" in str(one.message)]) == 1, shape
+
+
+@case
+def a_wrong_number_of_passes_of_a_sharded_model() -> None:
+    for passes in ((True,), (False, True), (True, True, True, True)):
+        model = network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = AdaScale(sgd, num_gradients_to_accumulate=3, model=model)
+        with pytest.warns(RuntimeWarning, match=f"got {len(passes)} backward passes in a step"):
+            synchronised(*passes)(optimizer, model, batches(len(passes)))
+        assert optimizer.estimate is None
+
+
+@case
+def a_step_of_a_sharded_model_that_is_skipped() -> None:
+    """As a GradScaler does it. The next step is left out without a warning, the one after it is measured."""
+    for first in (True, False):
+        model = network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = AdaScale(sgd, num_gradients_to_accumulate=2, model=model)
+        loop = synchronised(first, True)
+        loop(optimizer, model, batches(2))
+        known = optimizer.estimate
+        for x, y in batches(2):
+            backward(squared_error(model, (x * math.nan, y)))
+        model.zero_grad()
+        loop(optimizer, model, batches(2, seed=2))
+        assert optimizer.estimate == known is not None
+        loop(optimizer, model, batches(2, seed=3))
+        assert optimizer.estimate != known
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:

@@ -185,6 +185,7 @@ class Gauge:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return Outcome()
+        self._warn_of_obstacle()
         statistics = exchange.statistics(self.home, self._gradients_now(divided=divided))
         statistics, loss_scale = self._as_of_backward(statistics)
         samples = self._samples(statistics, loss_scale)
@@ -231,10 +232,12 @@ class Gauge:
         # A GradScaler leaves out the step after gradients that are not finite: then a new one begins here.
         if self._exchange is not None and not self._exchange.statistics(self.home).finite:
             self.abandon()
+            if self._sharded is not None:
+                self._sharded.miss()  # FSDP calls a hook when the first gradients of a pass are reduced
         self._watch.keep = self._setup.world_size > 1 and self._compresses()
 
     def _on_pass_end(self) -> None:
-        if self._watch.passes == self._setup.accumulation and not self.left_out_of_join():
+        if self._passes() == self._setup.accumulation and not self.left_out_of_join():
             self._measure()
 
     def _measure(self) -> None:
@@ -249,7 +252,7 @@ class Gauge:
             first = self._compare(device)
         elif self._sharded is not None:
             first = self._sharded.local_sqr(device)
-            complete = self._sharded.complete(self._setup.accumulation)
+            complete = self._setup.world_size * self._sharded.parts > 1
             averaged = averaged * self._sharded.shards  # so that the mean over ranks is the sum over shards
         else:
             first = self._watch.local_sqr(len(gradients), device)
@@ -257,6 +260,15 @@ class Gauge:
         self._asked_loss_scale = self._loss_scale.ask()
         self._remember(device)
         self._start(first, averaged, complete=complete)
+
+    def _passes(self) -> int:
+        """Return the backward passes of this step so far, with those that FSDP does not synchronise."""
+        return self._watch.passes if self._sharded is None else self._sharded.passes
+
+    def _warn_of_obstacle(self) -> None:
+        obstacle = None if self._sharded is None else self._sharded.obstacle()
+        if obstacle is not None and self._setup.micro_gradients > 1:
+            self._warn_once("sharded", f"{obstacle}: until then such steps are left out of the estimates")
 
     def _start(self, first: Tensor, second: Tensor, *, complete: bool) -> None:
         if self._exchange is not None:
@@ -346,38 +358,43 @@ class Gauge:
         return replace(statistics, second=averaged, agreed=torch.ones_like(statistics.agreed)), loss_scale
 
     def _samples(self, statistics: Statistics, loss_scale: Tensor) -> Samples | None:
-        if self._setup.micro_gradients > 1 and self._watch.passes not in (0, self._setup.accumulation):
+        alone = self._setup.micro_gradients == 1
+        if not alone and (passes := self._passes()) not in (0, self._setup.accumulation):
             self._warn_once(
                 "passes",
-                f"got {self._watch.passes} backward passes in a step, num_gradients_to_accumulate is "
+                f"got {passes} backward passes in a step, num_gradients_to_accumulate is "
                 f"{self._setup.accumulation}: such steps are left out of the estimates. Add up losses before "
                 "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()",
             )
             return None
-        alone = self._setup.micro_gradients == 1
-        if not alone:
-            numbers = self._from_micro_gradients(statistics, loss_scale)
-        elif self._before is not None:
-            numbers = self._from_difference(statistics, loss_scale, self._before)
-        else:
+        numbers = (self._from_difference if alone else self._from_micro_gradients)(statistics, loss_scale)
+        if numbers is None:
             return None
         valid = statistics.complete & statistics.agreed & statistics.finite
         valid = valid & torch.isfinite(numbers[0] + numbers[1]) & self._trained(valid)
         return Samples(*numbers, valid, biased=alone)
 
-    def _from_micro_gradients(self, statistics: Statistics, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
-        count, passes = self._setup.micro_gradients, self._setup.accumulation
+    def _from_micro_gradients(
+        self, statistics: Statistics, loss_scale: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        passes = self._setup.accumulation
+        parts = passes if self._sharded is None else self._sharded.parts
+        count = self._setup.world_size * parts
+        if count < 2:
+            return None
         mean_of_sqr, sqr_of_mean = statistics.first / count, statistics.second
         if self._setup.is_scaled_loss:
-            mean_of_sqr = mean_of_sqr * passes**2
+            mean_of_sqr = mean_of_sqr * parts**2
         else:
+            mean_of_sqr = mean_of_sqr / (passes / parts) ** 2
             sqr_of_mean = sqr_of_mean / passes**2
         unit = loss_scale.square()
         return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self._setup.scale)
 
-    def _from_difference(
-        self, statistics: Statistics, loss_scale: Tensor, before: Label
-    ) -> tuple[Tensor, Tensor]:
+    def _from_difference(self, statistics: Statistics, loss_scale: Tensor) -> tuple[Tensor, Tensor] | None:
+        before = self._before
+        if before is None:
+            return None
         scale_before = before.loss_scale.to(loss_scale)
         product = statistics.first / (loss_scale * scale_before)
         now, then = statistics.second / loss_scale**2, before.sqr.to(loss_scale) / scale_before**2
