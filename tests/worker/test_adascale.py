@@ -351,6 +351,69 @@ def test_activation_checkpointing_counts_backward_once(*, reentrant: bool, micro
         assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
 
 
+@pytest.mark.parametrize("micro", [2, 3])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_parameter_shared_between_reentrant_checkpoints_counts_once(*, micro: int, whole: bool) -> None:
+    """Its gradient comes in parts, one from each inner pass. The step that shows this is left out."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(3, 3)
+            self.out = nn.Linear(3, 2)
+            self.reentrant = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = torch.tanh(self.run(self.inside, x.requires_grad_() if x.is_leaf else x))
+            return self.run(self.out, x) if whole else self.out(x)
+
+        def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+            return out
+
+    torch.manual_seed(0)
+    model = Shared().double()
+    twin_model = copy.deepcopy(model)
+    twin_model.reentrant = False
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
+    )
+    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.05), squared_error, 4.0)
+    data = iter(batches(6 * micro))
+    for number in range(6):
+        step = [next(data) for _ in range(micro)]
+        scaled_loss(optimizer, model, [(x.clone(), y) for x, y in step])
+        if number == 0:
+            assert optimizer.estimate is None
+            twin.model.load_state_dict(model.state_dict())
+            continue
+        twin.step(step)
+        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+
+
+def test_the_passes_of_a_model_that_is_checkpointed_whole_are_counted() -> None:
+    """All of its gradients come in inner passes."""
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)
+    data = [(x.requires_grad_(), y) for x, y in batches(5)]
+
+    def passes(some: list[Batch]) -> None:
+        for x, y in some:
+            backward(((checkpoint(model, x, use_reentrant=True) - y) ** 2).mean() / 2)
+
+    passes(data[:2])
+    assert optimizer.estimate is not None  # before the step, too
+    optimizer.step()
+    optimizer.zero_grad()
+    known = optimizer.estimate
+    passes(data[2:])
+    with pytest.warns(RuntimeWarning, match="got 3 backward passes in a step"):
+        optimizer.step()
+    assert optimizer.estimate == known
+    assert all(x.grad is not None for x, _ in data)
+
+
 # -- numbers of all kinds ----------------------------------------------------------------------------------
 
 

@@ -9,12 +9,18 @@ A backward pass ends when autograd has run the last callback queued for it. Unde
 DistributedDataParallel their order matters: a first callback, queued by the first hook of a pass, runs
 before DDP's (gradients are still local), and queues a second one, which runs after it (gradients are
 averaged). Re-entrant checkpointing runs whole backward passes inside one; their callbacks run while a node
-of the outer pass is evaluated, which tells them apart.
+of the outer pass is evaluated, which tells them apart. The outer pass may come to no parameter by itself: it
+is then seen at the nodes that follow that one.
+
+A parameter that two such inner passes use has its gradient arrive in two parts, of which none is a
+micro-gradient. Once that was seen, the parts of such a parameter are added up in a copy.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +64,10 @@ class BackwardWatch:
         self._arrived: list[tuple[int, Tensor]] = []
         self._whole: list[Tensor] | None = None
         self._kept: dict[int, Tensor] = {}
+        self._in_parts: set[int] = set()
+        self._parts: dict[int, Tensor] = {}
+        self._before_pass = 0
+        self._missed = False
         self.keep = False
         """Whether to keep copies of the local gradients, see `kept`."""
         self.passes = 0
@@ -74,6 +84,7 @@ class BackwardWatch:
             self._parameters = [parameter for parameter, _ in flat]
             self._group_of = [index for _, index in flat]
             self._reading = reading
+            self._in_parts.clear()
         for index, parameter in enumerate(self._parameters):
             if index not in self._handles and parameter.requires_grad:
                 self._handles[index] = self._hook(index, parameter)
@@ -95,8 +106,11 @@ class BackwardWatch:
         return bool(self._norms) or bool(self._arrived) or self._whole is not None
 
     def sees_all(self) -> bool:
-        """Whether each parameter that has a gradient is watched: not if one was unfrozen just now."""
-        return all(
+        """Whether each gradient was read whole.
+
+        Not if a parameter was unfrozen just now, or if its gradient came in parts for the first time.
+        """
+        return not self._missed and all(
             index in self._handles or parameter.grad is None or not parameter.requires_grad
             for index, parameter in enumerate(self._parameters)
         )
@@ -110,6 +124,9 @@ class BackwardWatch:
         self._norms.clear()
         self._arrived.clear()
         self._kept.clear()
+        self._parts.clear()
+        self._before_pass = 0
+        self._missed = False
         self._whole = None
 
     def local_sqr(self, groups: int, device: torch.device) -> Tensor:
@@ -151,23 +168,22 @@ class BackwardWatch:
         if current_task() in self._tasks or self._enter(index):
             self._fired.append(index)
             if self.keep:
-                self._keep(index, gradient)
+                _add(self._kept, index, gradient)
 
     def _read(self, index: int, gradient: Tensor) -> None:
         """Read a micro-gradient."""
         if current_task() in self._tasks or self._enter(index):
-            self._arrived.append((index, norm(_dense(gradient))))
+            if index in self._in_parts:
+                _add(self._parts, index, gradient)
+            else:
+                self._arrived.append((index, norm(_dense(gradient))))
             if self.keep:
-                self._keep(index, gradient)
+                _add(self._kept, index, gradient)
 
     def _written(self, _: Tensor) -> None:
         """See FSDP write a gradient."""
         if current_task() not in self._tasks:
             self._begin()
-
-    def _keep(self, index: int, gradient: Tensor) -> None:
-        kept = self._kept.get(index)
-        self._kept[index] = _dense(gradient).clone() if kept is None else kept.add_(_dense(gradient))
 
     def _enter(self, index: int) -> bool:
         """Begin a pass, or one inside it; False in `torch.autograd.grad`, which leaves .grad alone."""
@@ -212,10 +228,41 @@ class BackwardWatch:
 
     def _after_averaging(self) -> None:
         if _inside_a_pass():
+            self._await_outer()
             return
+        if self._reading is Reading.ARRIVING:
+            self._join_parts()
         self._tasks.clear()
         self.passes += 1
         self._on_pass_end()
+
+    def _await_outer(self) -> None:
+        """See the pass around the one that ends now at the nodes that follow the current one in it.
+
+        The engine evaluates them all: where it would not, it refuses re-entrant checkpoints.
+        """
+        handles: list[RemovableHandle] = []
+
+        def see(*_: object) -> None:
+            for handle in handles:
+                handle.remove()
+            if current_task() not in self._tasks:
+                self._begin()
+
+        for node, _ in _current_node().next_functions:
+            if node is not None:
+                handles.append(node.register_prehook(see))
+
+    def _join_parts(self) -> None:
+        """Read the gradients that came in parts, and find those that did so for the first time."""
+        self._arrived += [(index, norm(whole)) for index, whole in self._parts.items()]
+        self._parts.clear()
+        if len(self._tasks) > 1:
+            arrivals = Counter(index for index, _ in self._arrived[self._before_pass :])
+            several = {index for index, count in arrivals.items() if count > 1}
+            self._in_parts |= several
+            self._missed = self._missed or bool(several)
+        self._before_pass = len(self._arrived)
 
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -225,7 +272,16 @@ queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution
 
 def _inside_a_pass() -> bool:
     """Whether a callback runs at the end of a backward pass that a node of another one has started."""
-    return torch._C._current_autograd_node() is not None
+    return _current_node() is not None
+
+
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def _add(gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """Add to the copy of a gradient, or make one."""
+    copy = gradients.get(index)
+    gradients[index] = _dense(gradient).clone() if copy is None else copy.add_(_dense(gradient))
 
 
 def _accumulates(parameter: Tensor) -> bool:
