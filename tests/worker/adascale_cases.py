@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from adascale_worker.adascale import AdaScale
+from adascale_worker.adascale import AdaScale, UnsupportedOptimizerError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,
@@ -501,6 +503,22 @@ def a_step_of_a_sharded_model_that_is_skipped() -> None:
         assert optimizer.estimate == known is not None
         loop(optimizer, model, batches(2, seed=3))
         assert optimizer.estimate != known
+
+
+@case
+def shards_that_cannot_be_measured_are_refused() -> None:
+    """Tensor parallelism, with and without `fully_shard`, and shards of a model that is not told."""
+    plan: dict[str, ParallelStyle] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallel = parallelize_module(network(), init_device_mesh("cpu", (2,)), plan)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shards", "tensor"))
+    both = parallelize_module(network(), mesh["tensor"], plan)
+    fully_shard(both, mesh=mesh["shards"])
+    sharded = network()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    for model, told in ((parallel, None), (parallel, parallel), (both, both), (sharded, None)):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        with pytest.raises(UnsupportedOptimizerError, match=r"DTensor with placements .*Shard.*model=model"):
+            AdaScale(sgd, model=told)
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:

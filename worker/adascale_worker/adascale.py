@@ -99,7 +99,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             `unscale_()` and `step()`; elsewhere the loss scale is seen from the gradients.
 
     Raises:
-        UnsupportedOptimizerError: `optimizer` is not an SGD. (It is a TypeError.)
+        UnsupportedOptimizerError: `optimizer` is not an SGD, or has DTensors as parameters that `fully_shard`
+            on `model` did not make. (It is a TypeError.)
         ValueError: a number out of range.
     """
 
@@ -135,7 +136,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._debias_ewma = debias_ewma
         self._sampling = Sampling(sample_every)
         self._run = _Run(replicas, num_gradients_to_accumulate, scale, smoothing)
-        self._attach(Gauge(optimizer, self._setup(), model, grad_scaler))
+        gauge = Gauge(optimizer, self._setup(), model, grad_scaler)
+        _require_known_shards(gauge.unknown_shards())
+        self._attach(gauge)
 
     # -- what is known ----------------------------------------------------------------------------------
 
@@ -566,6 +569,17 @@ def _scaled(lr: float | Tensor, gain: float | Tensor) -> float | Tensor:
     """The learning rate of a step; of the type that it has."""
     product = lr * gain
     return product.to(lr.dtype) if isinstance(lr, Tensor) and isinstance(product, Tensor) else product
+
+
+def _require_known_shards(unknown: Sequence[Tensor]) -> None:
+    if unknown:
+        placements = getattr(unknown[0], "placements", ())
+        raise UnsupportedOptimizerError(
+            f"got a DTensor with placements {tuple(placements)} as a parameter of shape "
+            f"{tuple(unknown[0].shape)}, and {len(unknown)} in all; AdaScale measures DTensors only where "
+            "fully_shard alone made them, and knows the model: give it as AdaScale(..., model=model). "
+            "Tensor parallelism is not supported: use replicas or fully_shard, or SGD without AdaScale"
+        )
 
 
 def _require_count(name: str, value: int) -> None:

@@ -117,6 +117,12 @@ class Gauge:
         """Of the ranks; None for the default one."""
         return None if self._ddp is None else self._ddp.process_group
 
+    def unknown_shards(self) -> list[Tensor]:
+        """Return the parameters that are DTensors, and not because of `fully_shard` on the model alone."""
+        known = set() if self._sharded is None else self._sharded.known
+        parameters = [parameter for group in self._parameters() for parameter in group]
+        return [one for one in parameters if hasattr(one, "placements") and id(one) not in known]
+
     # -- a step -----------------------------------------------------------------------------------------
 
     def prepare(self, setup: Setup, step: int, *, measuring: bool) -> None:

@@ -43,6 +43,8 @@ class ShardedGradients:
         self._watching = False
         self.shards = 1
         """Ranks that one copy of the parameters is spread over."""
+        self.known: set[int] = set()
+        """Ids of the parameters that `fully_shard` alone has sharded."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._wrap(module)
@@ -51,6 +53,7 @@ class ShardedGradients:
         for own in module._get_fsdp_state()._fsdp_param_groups:
             groups = [self._group_of.get(id(parameter.sharded_param)) for parameter in own.fsdp_params]
             unit = _Unit(own, groups)
+            self.known |= {id(one.sharded_param) for one in own.fsdp_params if not one.is_dtensor}
             mesh = getattr(own.fsdp_params[0].sharded_param, "device_mesh")  # noqa: B009 (typed as a Parameter)
             self.shards = mesh.size(-1)
             module.set_custom_reduce_scatter(_Measured(own._reduce_scatter_comm, self, unit))
