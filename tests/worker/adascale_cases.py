@@ -519,6 +519,12 @@ def shards_that_cannot_be_measured_are_refused() -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.05)
         with pytest.raises(UnsupportedOptimizerError, match=r"DTensor with placements .*Shard.*model=model"):
             AdaScale(sgd, model=told)
+    partly: Any = network()
+    fully_shard(partly.second, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(partly, mesh=init_device_mesh("cpu", (2,)), ignored_params={partly.first.weight})
+    sgd = torch.optim.SGD(partly.parameters(), lr=0.05)
+    with pytest.raises(UnsupportedOptimizerError, match=r"fully_shard did not shard, and 1 in all.*root"):
+        AdaScale(sgd, model=partly)
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:

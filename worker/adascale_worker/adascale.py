@@ -100,7 +100,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     Raises:
         UnsupportedOptimizerError: `optimizer` is not an SGD, or has DTensors as parameters that `fully_shard`
-            on `model` did not make. (It is a TypeError.)
+            on `model` did not make, or others beside them. (It is a TypeError.)
         ValueError: a number out of range.
     """
 
@@ -137,7 +137,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._sampling = Sampling(sample_every)
         self._run = _Run(replicas, num_gradients_to_accumulate, scale, smoothing)
         gauge = Gauge(optimizer, self._setup(), model, grad_scaler)
-        _require_known_shards(gauge.unknown_shards())
+        _require_measurable(gauge.unmeasurable())
         self._attach(gauge)
 
     # -- what is known ----------------------------------------------------------------------------------
@@ -571,15 +571,23 @@ def _scaled(lr: float | Tensor, gain: float | Tensor) -> float | Tensor:
     return product.to(lr.dtype) if isinstance(lr, Tensor) and isinstance(product, Tensor) else product
 
 
-def _require_known_shards(unknown: Sequence[Tensor]) -> None:
-    if unknown:
-        placements = getattr(unknown[0], "placements", ())
+def _require_measurable(parameters: Sequence[Tensor]) -> None:
+    if not parameters:
+        return
+    shape = tuple(parameters[0].shape)
+    placements = getattr(parameters[0], "placements", None)
+    if placements is None:
         raise UnsupportedOptimizerError(
-            f"got a DTensor with placements {tuple(placements)} as a parameter of shape "
-            f"{tuple(unknown[0].shape)}, and {len(unknown)} in all; AdaScale measures DTensors only where "
-            "fully_shard alone made them, and knows the model: give it as AdaScale(..., model=model). "
-            "Tensor parallelism is not supported: use replicas or fully_shard, or SGD without AdaScale"
+            f"got a parameter of shape {shape} that fully_shard did not shard, and {len(parameters)} in all, "
+            "beside some that it did; AdaScale measures all of a model's gradients in one way: apply "
+            "fully_shard to the root module too, and without ignored_params"
         )
+    raise UnsupportedOptimizerError(
+        f"got a DTensor with placements {tuple(placements)} as a parameter of shape {shape}, and "
+        f"{len(parameters)} in all; AdaScale measures DTensors only where fully_shard alone made them, and "
+        "knows the model: give it as AdaScale(..., model=model). Tensor parallelism is not supported: use "
+        "replicas or fully_shard, or SGD without AdaScale"
+    )
 
 
 def _require_count(name: str, value: int) -> None:

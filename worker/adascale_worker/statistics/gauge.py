@@ -117,11 +117,15 @@ class Gauge:
         """Of the ranks; None for the default one."""
         return None if self._ddp is None else self._ddp.process_group
 
-    def unknown_shards(self) -> list[Tensor]:
-        """Return the parameters that are DTensors, and not because of `fully_shard` on the model alone."""
-        known = set() if self._sharded is None else self._sharded.known
+    def unmeasurable(self) -> list[Tensor]:
+        """Return the parameters whose gradients can't be read as those of the others are.
+
+        With `fully_shard` on the model, those that it did not shard alone; else all DTensors.
+        """
         parameters = [parameter for group in self._parameters() for parameter in group]
-        return [one for one in parameters if hasattr(one, "placements") and id(one) not in known]
+        if self._sharded is None:
+            return [one for one in parameters if hasattr(one, "placements")]
+        return [one for one in parameters if id(one) not in self._sharded.known]
 
     # -- a step -----------------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ class Gauge:
             first = self._compare(device)
         elif self._sharded is not None:
             first = self._sharded.local_sqr(device)
-            complete = self._setup.world_size * self._sharded.parts > 1
+            complete = self._seen() > 1
             averaged = averaged * self._sharded.shards  # so that the mean over ranks is the sum over shards
         else:
             first = self._watch.local_sqr(len(gradients), device)
@@ -270,6 +274,11 @@ class Gauge:
     def _passes(self) -> int:
         """Return the backward passes of this step so far, with those that FSDP does not synchronise."""
         return self._watch.passes if self._sharded is None else self._sharded.passes
+
+    def _seen(self) -> int:
+        """Return how many micro-gradients the step was seen to be the mean of; 0 if that is not known."""
+        parts = self._setup.accumulation if self._sharded is None else self._sharded.parts
+        return self._setup.world_size * parts
 
     def _warn_of_obstacle(self) -> None:
         obstacle = None if self._sharded is None else self._sharded.obstacle()
@@ -365,6 +374,8 @@ class Gauge:
 
     def _samples(self, statistics: Statistics, loss_scale: Tensor) -> Samples | None:
         alone = self._setup.micro_gradients == 1
+        if not alone and self._seen() < 2:
+            return None
         if not alone and (passes := self._passes()) not in (0, self._setup.accumulation):
             self._warn_once(
                 "passes",
@@ -373,21 +384,19 @@ class Gauge:
                 "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()",
             )
             return None
-        numbers = (self._from_difference if alone else self._from_micro_gradients)(statistics, loss_scale)
-        if numbers is None:
+        if not alone:
+            numbers = self._from_micro_gradients(statistics, loss_scale)
+        elif self._before is not None:
+            numbers = self._from_difference(statistics, loss_scale, self._before)
+        else:
             return None
         valid = statistics.complete & statistics.agreed & statistics.finite
         valid = valid & torch.isfinite(numbers[0] + numbers[1]) & self._trained(valid)
         return Samples(*numbers, valid, biased=alone)
 
-    def _from_micro_gradients(
-        self, statistics: Statistics, loss_scale: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        passes = self._setup.accumulation
-        parts = passes if self._sharded is None else self._sharded.parts
-        count = self._setup.world_size * parts
-        if count < 2:
-            return None
+    def _from_micro_gradients(self, statistics: Statistics, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
+        count, passes = self._seen(), self._setup.accumulation
+        parts = count // self._setup.world_size
         mean_of_sqr, sqr_of_mean = statistics.first / count, statistics.second
         if self._setup.is_scaled_loss:
             mean_of_sqr = mean_of_sqr * parts**2
@@ -397,10 +406,9 @@ class Gauge:
         unit = loss_scale.square()
         return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self._setup.scale)
 
-    def _from_difference(self, statistics: Statistics, loss_scale: Tensor) -> tuple[Tensor, Tensor] | None:
-        before = self._before
-        if before is None:
-            return None
+    def _from_difference(
+        self, statistics: Statistics, loss_scale: Tensor, before: Label
+    ) -> tuple[Tensor, Tensor]:
         scale_before = before.loss_scale.to(loss_scale)
         product = statistics.first / (loss_scale * scale_before)
         now, then = statistics.second / loss_scale**2, before.sqr.to(loss_scale) / scale_before**2
