@@ -6,10 +6,12 @@
 lr 0.3 * 0.01 ** (progress / T), T = 12,000. `text`: a character model on the descriptions of data sets that
 scikit-learn carries, SGD with momentum 0.9, batch 8, T = 6,000; its score is the loss in bits per character.
 
-A rule says what the learning rate is at scale S and how much progress a step makes; all train until progress
-reaches T. AdaScale and FairScale count gains, the others count S. A step at scale S is the mean of
-min(S, 8) micro-gradients (`--micro-gradients`). The same seeds give all rules the same initial weights and
-the same data. Writes a table (Markdown), a plot (SVG) and all runs (JSON).
+A rule says what the learning rate is at scale S and how much progress a step makes; all train until
+progress reaches T. AdaScale and FairScale count gains, the others count S. "exact gain" is what the two
+estimate: the gain from the gradients of all samples one by one, of each step alone or smoothed as AdaScale
+smooths (`digits` only). A step at scale S is the mean of min(S, 8) micro-gradients (`--micro-gradients`).
+The same seeds give all rules the same initial weights and the same data. Writes a table (Markdown), a plot
+(SVG) and all runs (JSON).
 """
 
 import argparse
@@ -42,6 +44,8 @@ class Task:
         inputs, targets: to train on.
         score: of a trained network; in percent, or in bits.
         higher_is_better: of the score.
+        gradient: of a network, the squared norm of the true gradient and the variance of one sample's, if
+            they can be had.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Task:
     targets: Tensor
     score: Callable[[nn.Module], float]
     higher_is_better: bool
+    gradient: Callable[[nn.Module], tuple[float, float]] | None = None
 
     def lr_at(self, progress: float) -> float:
         return float(self.lr * 0.01 ** (progress / self.steps))
@@ -66,6 +71,7 @@ def digits() -> Task:
     x, y = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(x / 16, y, test_size=0.2, random_state=0, stratify=y)
     x_test, y_test = torch.tensor(x_test, dtype=torch.float32), torch.tensor(y_test)
+    inputs, targets = torch.tensor(x_train, dtype=torch.float32), torch.tensor(y_train)
 
     def accuracy(model: nn.Module) -> float:
         with torch.no_grad():
@@ -78,11 +84,34 @@ def digits() -> Task:
         0.3,
         0.0,
         lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
-        torch.tensor(x_train, dtype=torch.float32),
-        torch.tensor(y_train),
+        inputs,
+        targets,
         accuracy,
         higher_is_better=True,
+        gradient=lambda model: exact_gradient(model, inputs, targets),
     )
+
+
+def exact_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Squared norm of the mean gradient and variance of one sample's, of a network of two layers.
+
+    A sample's gradient of a layer is the outer product of what came in, with a 1 for the bias, and of the
+    loss's derivative by what came out.
+    """
+    first, _, second = model.children()
+    with torch.no_grad():
+        one = torch.ones(len(inputs), 1)
+        hidden = first(inputs)
+        active = hidden.relu()
+        back = second(active).softmax(1)
+        back[torch.arange(len(targets)), targets] -= 1
+        layers = [
+            (torch.cat([inputs, one], 1), back @ second.get_parameter("weight") * (hidden > 0)),
+            (torch.cat([active, one], 1), back),
+        ]
+        each = sum((x.square().sum(1) * d.square().sum(1) for x, d in layers), torch.zeros(()))
+        sqr = sum(((d.T @ x / len(inputs)).square().sum() for x, d in layers), torch.zeros(())).item()
+    return sqr, each.mean().item() - sqr
 
 
 CONTEXT = 12
@@ -210,10 +239,40 @@ class FairScales(Rule):
         return float(self.sgd.gain())
 
 
+class ExactGain(Rule):
+    smoothed = False
+
+    def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
+        super().__init__(task, model, scale, micro)
+        self.model = model
+        self.sums = [0.0, 0.0]
+
+    def step(self, progress: float) -> float:
+        assert self.task.gradient is not None
+        sqr, var = self.task.gradient(self.model)
+        past = max(1 - self.scale / 1000, 0.0) if self.smoothed else 0.0
+        news = (sqr, var / self.task.batch_size)
+        self.sums = [past * old + (1 - past) * new for old, new in zip(self.sums, news, strict=True)]
+        return super().step(progress)
+
+    def factor(self, _: float, /) -> float:
+        return self.gain()
+
+    def gain(self) -> float:
+        sqr, var = self.sums
+        return (var + sqr) / (var / self.scale + sqr)
+
+
+class SmoothedExactGain(ExactGain):
+    smoothed = True
+
+
 RULES: dict[str, type[Rule]] = {
     "AdaScale": Ours,
     "AdaScale, every step": EveryStep,
     "FairScale": FairScales,
+    "exact gain": ExactGain,
+    "exact gain, smoothed": SmoothedExactGain,
     "linear": Linear,
     "linear, warm-up": WarmUp,
     "square root": SquareRoot,
@@ -299,7 +358,7 @@ def table(task: Task, runs: list[Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-COLOURS = ("#d62728", "#7f7f7f", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e")
+COLOURS = ("#d62728", "#7f7f7f", "#1f77b4", "#17becf", "#8c564b", "#2ca02c", "#9467bd", "#ff7f0e")
 WIDTH, HEIGHT, LEFT, TOP = 640, 360, 60, 20
 
 
@@ -366,9 +425,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     task = TASKS[options.task]()
+    rules = [rule for rule in options.rules if task.gradient or not issubclass(RULES[rule], ExactGain)]
     runs = []
     for seed in range(options.seeds):
-        for rule, scales in plan(options.rules, options.scales):
+        for rule, scales in plan(rules, options.scales):
             runs.append(train(task, rule, scales, seed, options.micro_gradients))
             run = runs[-1]
             print(
