@@ -127,6 +127,7 @@ def test_the_difference_estimate_agrees_with_micro_gradients_up_to_its_bias() ->
     assert abs(gain_alone - gain_together) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [4, 16])
 def test_sampling_changes_the_gain_by_less_than_its_own_noise(every: int) -> None:
     """Over many runs: the mean gain of sampled steps is that of all steps, within the spread of runs."""

@@ -125,6 +125,7 @@ def compiling() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_compiled_model(micro: int) -> None:
     with compiling():
@@ -167,6 +168,7 @@ def test_a_compiled_step_of_the_inner_optimizer(*, tensor: bool) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_our_own_step_compiled() -> None:
     with compiling():
         compiled: dict[int, Any] = {}
