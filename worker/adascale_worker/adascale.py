@@ -226,11 +226,14 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         With one replica, the local flags.
         """
         if isinstance(self._run.flags_sum, Tensor):
-            # Read together with the estimates, which are asked for next: one wait for the device, not two.
-            count = self._run.flags_sum.numel()
-            numbers = torch.cat([self._run.flags_sum, self._run.estimates.packed()]).tolist()
-            self._run.flags_sum = tuple(numbers[:count])
-            self._run.estimates.tell(numbers[count:])
+            flags, estimates = self._run.flags_sum, self._run.estimates
+            if self._gauge.hands_off:
+                # Together with the estimates, which are asked for next: one wait for the device, not two.
+                numbers = torch.cat([flags, estimates.packed()]).tolist()
+                estimates.tell(numbers[flags.numel() :])
+            else:  # the step has read those
+                numbers = flags.tolist()
+            self._run.flags_sum = tuple(numbers[: flags.numel()])
         return self._run.flags_sum
 
     # -- settings ---------------------------------------------------------------------------------------
@@ -510,8 +513,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """The gain of each group, as far as there are any: tensors where learning rates are."""
         if self._gauge.hands_off:
             return self._run.estimates.gains(self._run.scale).unbind()
-        self._gauge.warn()
-        return [1.0 if one is None else one.gain(self._run.scale) for one in self._run.estimates.told()]
+        return [1.0 if one is None else one.gain(self._run.scale) for one in self._told()]
 
     # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
 

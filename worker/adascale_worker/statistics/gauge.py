@@ -374,7 +374,7 @@ class Gauge:
 
     def _samples(self, statistics: Statistics, loss_scale: Tensor) -> Samples | None:
         alone = self._setup.micro_gradients == 1
-        if not alone and self._seen() < 2:
+        if not alone and (count := self._seen()) < 2:
             return None
         if not alone and (passes := self._passes()) not in (0, self._setup.accumulation):
             self._warn_once(
@@ -385,7 +385,7 @@ class Gauge:
             )
             return None
         if not alone:
-            numbers = self._from_micro_gradients(statistics, loss_scale)
+            numbers = self._from_micro_gradients(statistics, loss_scale, count)
         elif self._before is not None:
             numbers = self._from_difference(statistics, loss_scale, self._before)
         else:
@@ -394,8 +394,10 @@ class Gauge:
         valid = valid & torch.isfinite(numbers[0] + numbers[1]) & self._trained(valid)
         return Samples(*numbers, valid, biased=alone)
 
-    def _from_micro_gradients(self, statistics: Statistics, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
-        count, passes = self._seen(), self._setup.accumulation
+    def _from_micro_gradients(
+        self, statistics: Statistics, loss_scale: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        passes = self._setup.accumulation
         parts = count // self._setup.world_size
         mean_of_sqr, sqr_of_mean = statistics.first / count, statistics.second
         if self._setup.is_scaled_loss:
