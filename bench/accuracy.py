@@ -296,10 +296,10 @@ class Order:
         self._generator = torch.Generator().manual_seed(seed)
         self._rest = torch.empty(0, dtype=torch.int64)
 
-    def take(self, wanted: int) -> Tensor:
-        while len(self._rest) < wanted:
+    def take(self, desired: int) -> Tensor:
+        while len(self._rest) < desired:
             self._rest = torch.cat([self._rest, torch.randperm(self._count, generator=self._generator)])
-        taken, self._rest = self._rest[:wanted], self._rest[wanted:]
+        taken, self._rest = self._rest[:desired], self._rest[desired:]
         return taken
 
 

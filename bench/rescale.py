@@ -30,7 +30,7 @@ import urllib3
 
 COUNTS = [1, 2, 4, 2, 1]
 PROGRAM = Path(__file__).parent / "rescale_program.py"
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 def main() -> None:
@@ -136,7 +136,7 @@ def by_torchrun(folder: Path) -> Iterator[tuple[tuple[int, int], float]]:
         )
         steps.wait_for(count)
         run.terminate()
-        run.wait(PATIENCE)
+        run.wait(TIMEOUT)
     for change, seconds, _ in steps.standstills():
         yield change, seconds
 
@@ -189,15 +189,15 @@ def service(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int, int],
         yield {"ADASCALE_API_URL": url, "ADASCALE_TOKEN": token, "ADASCALE_JOB_ID": "bench"}, allocate
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE)
+        process.wait(TIMEOUT)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition, for a while."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
-            sys.exit(f"{what} did not come within {PATIENCE:.0f} s; see the log in the folder")
+            sys.exit(f"{what} did not come within {TIMEOUT:.0f} s; see the log in the folder")
         time.sleep(0.05)
 
 

@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from adascale_api.errors import InvalidInputError, NotJsonError, Problem
-from adascale_api.schemas import MOST_REPORTS, GainReportBody
+from adascale_api.schemas import MAX_REPORTS, GainReportBody
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -57,13 +57,13 @@ class ReportsBody:
             reports = self._reports.validate_json(text)
         except ValidationError as error:
             raise InvalidInputError.from_pydantic(error.errors(include_url=False)) from error
-        if not 1 <= len(reports) <= MOST_REPORTS:
+        if not 1 <= len(reports) <= MAX_REPORTS:
             raise InvalidInputError(
                 [
                     Problem(
                         field="body",
                         got=f"a list of {len(reports)}",
-                        allowed=f"1 to {MOST_REPORTS} reports",
+                        allowed=f"1 to {MAX_REPORTS} reports",
                     )
                 ]
             )
@@ -74,7 +74,7 @@ class ReportsBody:
         """What the OpenAPI text of an operation says of this body."""
         one = _reference(GainReportBody)
         return _request_body(
-            {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": MOST_REPORTS}]}
+            {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_REPORTS}]}
         )
 
 

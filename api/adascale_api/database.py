@@ -25,7 +25,7 @@ BUSY_TIMEOUT = 10.0
 """Seconds that a writer waits for another process to commit."""
 READERS = 4
 """Threads that read."""
-MOST_PER_COMMIT = 256
+MAX_PER_COMMIT = 256
 """Writes that share a commit, at most."""
 
 
@@ -86,7 +86,7 @@ class Database:
 
     async def _commit_all(self) -> None:
         while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MOST_PER_COMMIT))]
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_PER_COMMIT))]
             if not await self._commit_together(batch):
                 # One of them failed and took the others with it. Each for itself, then.
                 for one in batch:

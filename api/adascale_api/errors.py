@@ -16,9 +16,9 @@ from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.messages import AllocationView
 from adascale_core.names import InvalidJobIdError
 
-LONGEST_EXCERPT = 80
+MAX_EXCERPT = 80
 """Characters of a refused value that are told back."""
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 """Refused fields that are told at once."""
 
 
@@ -56,7 +56,7 @@ class ErrorBody(BaseModel):
 
 
 class ConflictBody(ErrorBody):
-    """Why an allocation was refused, and what is wanted instead."""
+    """Why an allocation was refused, and what is desired instead."""
 
     allocation: AllocationView
 
@@ -76,7 +76,7 @@ class InvalidInputError(RequestError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         super().__init__(f"{problems[0]}{more}; nothing was stored")
-        self.problems = list(problems[:MOST_PROBLEMS])
+        self.problems = list(problems[:MAX_PROBLEMS])
 
     @classmethod
     def from_pydantic(cls, found: Sequence[Mapping[str, Any]], *, prefix: int = 0) -> "InvalidInputError":
@@ -194,13 +194,13 @@ def _problem(found: Mapping[str, Any], prefix: int) -> Problem:
 def _excerpt(value: object) -> str:
     match value:
         case bytes():
-            text = value[: LONGEST_EXCERPT * 4].decode(errors="replace")
+            text = value[: MAX_EXCERPT * 4].decode(errors="replace")
         case dict():
             return "an object"
         case list() if len(value) > 3:
             return f"a list of {len(value)}"
         case _:
             text = json.dumps(value, default=repr)
-    if len(text) > LONGEST_EXCERPT:
-        text = f"{text[:LONGEST_EXCERPT]}..."
+    if len(text) > MAX_EXCERPT:
+        text = f"{text[:MAX_EXCERPT]}..."
     return text or "nothing"

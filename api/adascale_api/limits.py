@@ -4,14 +4,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adascale_api.errors import BodyTooLargeError
 
-LARGEST_BODY = 1024 * 1024
+MAX_BODY = 1024 * 1024
 """Bytes of a request's body, at most."""
 
 
 class BodyLimit:
     """ASGI middleware: reading a body beyond the limit raises `BodyTooLargeError`."""
 
-    def __init__(self, app: ASGIApp, largest: int = LARGEST_BODY) -> None:
+    def __init__(self, app: ASGIApp, largest: int = MAX_BODY) -> None:
         self._app = app
         self._largest = largest
 

@@ -23,7 +23,7 @@ TRUSTED_FOR = 600.0
 """Seconds beyond those for which one that was accepted stays so while nobody answers."""
 PAUSE = float(UnavailableError.RETRY_AFTER)
 """Seconds until the next review is tried after nobody has answered."""
-MOST_REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 """Tokens that were accepted, and as many that were refused: strangers can't push out the good ones."""
 
 logger = logging.getLogger(__name__)
@@ -130,5 +130,5 @@ class Reviews:
         self._refused.pop(key, None)
         memory = self._refused if review.user is None else self._accepted
         memory[key] = _Remembered(review, self._clock())
-        if len(memory) > MOST_REMEMBERED:
+        if len(memory) > MAX_REMEMBERED:
             memory.popitem(last=False)

@@ -16,18 +16,18 @@ from adascale_core.messages import (
     AllocationView,
     GainReport,
     JobSpec,
-    Phase,
     Registration,
+    ReplicaState,
     StepTime,
 )
-from adascale_core.names import MOST_BATCH_SIZE, MOST_REPLICAS, MOST_STEPS
+from adascale_core.names import MAX_BATCH_SIZE, MAX_REPLICAS, MAX_STEPS
 
-MOST_REPORTS = 1000
+MAX_REPORTS = 1000
 """Reports in one request."""
-LARGEST_BATCH = MOST_BATCH_SIZE
+MAX_BATCH = MAX_BATCH_SIZE
 """Samples in a step."""
-LARGEST_INTEGER = 2**31 - 1
-LARGEST_STEP = MOST_STEPS
+MAX_INTEGER = 2**31 - 1
+MAX_STEP = MAX_STEPS
 """Integers up to here are exact in any JSON reader."""
 
 
@@ -37,15 +37,15 @@ def _whole(value: object) -> object:
 
 WHOLE = BeforeValidator(_whole)
 """JSON has one kind of number, so 4.0 is the integer 4."""
-Count = Annotated[int, Field(ge=0, le=LARGEST_INTEGER), WHOLE]
-Number = Annotated[int, Field(ge=1, le=LARGEST_INTEGER), WHOLE]
-Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS), WHOLE]
-ReplicasOrNone = Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE]
-Rank = Annotated[int, Field(ge=0, lt=MOST_REPLICAS), WHOLE]
-Samples = Annotated[int, Field(ge=1, le=LARGEST_BATCH), WHOLE]
-Step = Annotated[int, Field(ge=0, le=LARGEST_STEP), WHOLE]
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER), WHOLE]
+Number = Annotated[int, Field(ge=1, le=MAX_INTEGER), WHOLE]
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS), WHOLE]
+ReplicasOrNone = Annotated[int, Field(ge=0, le=MAX_REPLICAS), WHOLE]
+Rank = Annotated[int, Field(ge=0, lt=MAX_REPLICAS), WHOLE]
+Samples = Annotated[int, Field(ge=1, le=MAX_BATCH), WHOLE]
+Step = Annotated[int, Field(ge=0, le=MAX_STEP), WHOLE]
 Port = Annotated[int, Field(ge=0, le=65535), WHOLE]
-ExitCode = Annotated[int, Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER), WHOLE]
+ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), WHOLE]
 Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
@@ -115,7 +115,7 @@ class JobSpecBody(Input):
     )
     min_replicas: Replicas = Field(default=1, description="The fewest replicas that it may run on.")
     max_replicas: Replicas = Field(default=1, description="The most replicas that it may run on.")
-    scale_invariant_steps: Annotated[int, Field(ge=1, le=LARGEST_STEP), WHOLE] | None = Field(
+    scale_invariant_steps: Annotated[int, Field(ge=1, le=MAX_STEP), WHOLE] | None = Field(
         default=None, description="The progress at which it ends; null: not known."
     )
     efficiency_target: float = Field(
@@ -148,7 +148,7 @@ class RegistrationBody(Input):
 
     model_config = ConfigDict(
         json_schema_extra=_example(
-            rank=0, instance="6f1c", phase="running", generation=2, address="127.0.0.1", port=40123,
+            rank=0, instance="6f1c", state="running", generation=2, address="127.0.0.1", port=40123,
             exit_code=None, log=None, prepared=2,
         )
     )  # fmt: skip
@@ -157,7 +157,7 @@ class RegistrationBody(Input):
     instance: str = Field(
         min_length=1, max_length=128, description="Random text that tells it from an earlier agent."
     )
-    phase: Phase = Field(description="What it is doing.")
+    state: ReplicaState = Field(description="What it is doing.")
     generation: Count = Field(description="The last generation its trainer has run in; 0: none.")
     address: str = Field(
         min_length=1, max_length=253, description="Host name or IP address at which the others reach it."
@@ -272,7 +272,7 @@ class JobView:
     Args:
         id: the full id, `<namespace>.<name>`.
         spec: what it was declared to be, if it was.
-        wanted, active, broken, complete, version: as in `AllocationView`.
+        desired, active, broken, complete, version: as in `AllocationView`.
         failures: generations that the user's program has failed in.
         disruptions: generations that were lost for another reason.
         replicas: the registered replicas, by rank.
@@ -283,7 +283,7 @@ class JobView:
 
     id: str
     spec: JobSpec | None
-    wanted: Allocation | None
+    desired: Allocation | None
     active: ActiveAllocation | None
     broken: bool
     complete: bool

@@ -204,7 +204,7 @@ def register(connection: Connection, job_id: str, registration: Registration, no
     kept = changed.state.replicas.get(registration.rank)
     # One that has been replaced may still talk; it is no sign of life of the one that took its place.
     if kept is not None and kept.instance == registration.instance:
-        due_at = None if kept.phase in rendezvous.GONE else now + HEARTBEAT_TIMEOUT
+        due_at = None if kept.state in rendezvous.GONE else now + HEARTBEAT_TIMEOUT
         connection.execute(
             _upsert_heartbeat(connection.dialect.name),
             {"job_key": job.key, "rank": kept.rank, "seen_at": now, "due_at": due_at},
@@ -347,7 +347,7 @@ def _change(connection: Connection, job: Job, to_next: Callable[[Rendezvous], Re
     if after == job.state:
         return Changed(job.state, job.version, changed=False)
     if after.active is not None and (before is None or after.active.generation > before.generation):
-        active = after.active.working_with(job.spec, before.spec if before is not None else None)
+        active = after.active.with_spec(job.spec, before.spec if before is not None else None)
         after = replace(after, active=active)
     version = job.version + 1
     connection.execute(

@@ -20,7 +20,7 @@ from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_
 ACCOUNT = "system:serviceaccount:"
 """Begins the user name of a service account; `NAMESPACE:NAME` follows."""
 DEFAULT_CONTROLLER = f"{SYSTEM_NAMESPACE}:{CONTROLLER}"
-LONGEST_TOKEN = 16 * 1024
+MAX_TOKEN = 16 * 1024
 """Characters; a projected token has about one thousand."""
 
 _ANY_JOB = job_audience("")
@@ -149,7 +149,7 @@ _CALLS = {
 def read_claims(token: str) -> Claims | None:
     """What the token says of itself; none if it is no JSON Web Token that is made for someone and expires."""
     parts = token.split(".")
-    if len(parts) != 3 or not all(parts) or len(token) > LONGEST_TOKEN:
+    if len(parts) != 3 or not all(parts) or len(token) > MAX_TOKEN:
         return None
     try:
         payload = parts[1]

@@ -17,7 +17,7 @@ from rich.console import Console
 from adascale_controller.gain_view import gain_view, service_urls
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
-from adascale_controller.local.machine import LEAST_ON_CPU
+from adascale_controller.local.machine import MIN_ON_CPU
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_controller.local.state_dir import DEFAULT_ROOT
 from adascale_controller.service_client import MetricsService, ServiceUnreachableError
@@ -81,7 +81,7 @@ def run(
             metavar="N",
             min=1,
             help="The most replicas at once. Default: the number of GPUs; without one, the number of cores, "
-            f"or {LEAST_ON_CPU} if that is more.",
+            f"or {MIN_ON_CPU} if that is more.",
             show_default=False,
         ),
     ] = None,

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from adascale_controller.words import clock, count, percent, plural, significant, trimmed
+from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
 
 
 def service_urls(root: Path, job_id: str) -> list[str]:

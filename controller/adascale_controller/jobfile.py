@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from adascale_controller.findings import examine
 from adascale_controller.job import DEFAULT_ACCESS_MODE, DEFAULT_STORAGE, Checkpointing, Job
 from adascale_controller.schema import Container, Document
+from adascale_controller.validation import examine
 from adascale_controller.yamltext import YamlTextError, dotted, read_document
 from adascale_core import names
 from adascale_core.errors import InvalidJobError

@@ -46,8 +46,8 @@ class Observation:
         Returns:
             the first report of a generation, when it is seen.
         """
-        if view.wanted is not None and (self._wanted is None or self._wanted[0] != view.wanted.generation):
-            self._wanted = (view.wanted.generation, now)
+        if view.desired is not None and (self._wanted is None or self._wanted[0] != view.desired.generation):
+            self._wanted = (view.desired.generation, now)
         report = view.latest
         if report is None or report.generation < self._since:
             return None
@@ -81,8 +81,8 @@ class Observation:
             bounds=spec.bounds,
             min_replicas=spec.min_replicas,
             max_replicas=spec.max_replicas,
-            replicas=view.wanted.replicas if view.wanted else 0,
-            settled_at=self._settled[1] if settled and self._settled else None,
+            replicas=view.desired.replicas if view.desired else 0,
+            stable_since=self._settled[1] if settled and self._settled else None,
             largest=max((one.replicas for one in view.step_times), default=0),
             estimate=GradientEstimate(report.grad_sqr, report.grad_var) if report else None,
             step_times=view.step_times,

@@ -22,26 +22,26 @@ from adascale_core.names import (
     DEFAULT_CHECKPOINT_INTERVAL,
     DEFAULT_EFFICIENCY_TARGET,
     DEFAULT_NAMESPACE,
-    MOST_BATCH_SIZE,
-    MOST_NAME_LENGTH,
-    MOST_REPLICAS,
-    MOST_STEPS,
+    MAX_BATCH_SIZE,
+    MAX_NAME_LENGTH,
+    MAX_REPLICAS,
+    MAX_STEPS,
     InvalidJobIdError,
     job_id,
 )
 
-MOST_INTEGER = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 """Integers up to here are exact in any JSON reader."""
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 """What the names of most Kubernetes objects must be: a DNS subdomain."""
 OBJECT_NAME_OR_EMPTY = rf"^({OBJECT_NAME[1:-1]})?$"
 
-Samples = Annotated[int, Field(ge=1, le=MOST_BATCH_SIZE)]
-Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
-Count = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
+Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 
-_NAME = re.compile(rf"(?=.{{1,{MOST_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
+_NAME = re.compile(rf"(?=.{{1,{MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
 _SIZE = re.compile(r"[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?\Z", re.ASCII)
 
 
@@ -201,12 +201,12 @@ class JobSection(_Section):
     local_bsz_bounds: LocalBszBounds | None = None
     min_replicas: Replicas = 1
     max_replicas: Replicas
-    replicas: int | None = Field(default=None, ge=0, le=MOST_REPLICAS)
-    scale_invariant_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    replicas: int | None = Field(default=None, ge=0, le=MAX_REPLICAS)
+    scale_invariant_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     efficiency_target: float = Field(default=DEFAULT_EFFICIENCY_TARGET, gt=0, le=1)
     suspend: bool = False
     backoff_limit: Count = DEFAULT_BACKOFF_LIMIT
-    active_deadline_seconds: int | None = Field(default=None, ge=1, le=MOST_INTEGER)
+    active_deadline_seconds: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
     ttl_seconds_after_finished: Count | None = None
     checkpoint: Checkpoint = Checkpoint()
     template: PodTemplate
@@ -224,7 +224,7 @@ class Metadata(_Kubernetes):
         if not _NAME.match(name):
             raise told(
                 f"'{name}' is not valid: use lower case letters, digits and '-', beginning and ending with a "
-                f"letter or digit, at most {MOST_NAME_LENGTH} of them"
+                f"letter or digit, at most {MAX_NAME_LENGTH} of them"
             )
         return name
 

@@ -18,8 +18,8 @@ from adascale_core.messages import (
     AllocationView,
     GainReport,
     JobSpec,
-    Phase,
     Registration,
+    ReplicaState,
     StepTime,
 )
 
@@ -58,7 +58,7 @@ class JobView:
     Args:
         id: the job id.
         spec: what it was declared to be, if it was.
-        version, wanted, active, broken, complete: as in `AllocationView`.
+        version, desired, active, broken, complete: as in `AllocationView`.
         failures, disruptions: generations that the user's program has failed in, or were lost otherwise.
         replicas: the last registration of each rank, by rank.
         latest: the last report, if there is one.
@@ -68,7 +68,7 @@ class JobView:
     id: str = ""
     spec: JobSpec | None = None
     version: int = 0
-    wanted: Allocation | None = None
+    desired: Allocation | None = None
     active: ActiveAllocation | None = None
     broken: bool = False
     complete: bool = False
@@ -81,13 +81,13 @@ class JobView:
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The view from a JSON object's members."""
-        wanted, active, latest = members.get("wanted"), members.get("active"), members.get("latest")
+        desired, active, latest = members.get("desired"), members.get("active"), members.get("latest")
         spec = members.get("spec")
         return cls(
             id=members["id"],
             spec=JobSpec.from_json(spec) if spec else None,
             version=members["version"],
-            wanted=Allocation.from_json(wanted) if wanted else None,
+            desired=Allocation.from_json(desired) if desired else None,
             active=ActiveAllocation.from_json(active) if active else None,
             broken=members["broken"],
             complete=members["complete"],
@@ -100,8 +100,8 @@ class JobView:
 
     @property
     def generation(self) -> int:
-        """The number of the newest allocation that is wanted; 0 if none is."""
-        return self.wanted.generation if self.wanted else 0
+        """The number of the newest allocation that is desired; 0 if none is."""
+        return self.desired.generation if self.desired else 0
 
     def replica(self, rank: int) -> Registration | None:
         """The last registration of a rank."""
@@ -109,7 +109,7 @@ class JobView:
 
 
 def _registration(members: dict[str, Any]) -> Registration:
-    return Registration.from_json({**members, "phase": Phase(members["phase"])})
+    return Registration.from_json({**members, "state": ReplicaState(members["state"])})
 
 
 class MetricsService:
@@ -185,7 +185,7 @@ class MetricsService:
 
         Raises:
             ServiceUnreachableError: nobody answers.
-            ServiceRefusedError: the service refuses; with status 409 because a newer one is wanted already.
+            ServiceRefusedError: the service refuses; with status 409 because a newer one is desired already.
         """
         answer = self._call("PUT", f"jobs/{job_id}/allocation", allocation.to_json())
         return AllocationView.from_json(answer)

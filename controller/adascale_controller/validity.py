@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from adascale_controller.formatting import count, plural, trimmed
 from adascale_controller.job import Job
-from adascale_controller.words import count, plural, trimmed
 from adascale_core.batch import BatchChoice, batch_choice, require_valid_replicas
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 def validity_view(job: Job) -> RenderableType:
@@ -21,7 +21,7 @@ def validity_view(job: Job) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
     for header in ("replicas", "local batch", "accumulation", "global batch", "largest scale"):
         table.add_column(header, justify="right", no_wrap=True)
-    for replicas in counts[:MOST_ROWS]:
+    for replicas in counts[:MAX_ROWS]:
         choice = batch_choice(spec.bounds, replicas)
         table.add_row(
             str(replicas),
@@ -31,8 +31,8 @@ def validity_view(job: Job) -> RenderableType:
             trimmed(_largest(choice) / spec.batch_size),
         )
     parts: list[RenderableType] = [table]
-    if len(counts) > MOST_ROWS:
-        rest = counts[MOST_ROWS:]
+    if len(counts) > MAX_ROWS:
+        rest = counts[MAX_ROWS:]
         parts.append(Text(f" and {plural(len(rest), 'more count')} up to {rest[-1]}"))
     missing = sorted(set(range(spec.min_replicas, spec.max_replicas + 1)) - set(counts))
     if missing:

@@ -25,21 +25,21 @@ from dataclasses import dataclass
 from math import log, log2
 
 from adascale_core.batch import BatchBounds, BatchPlan, is_valid_replicas, plan_batch, valid_replicas
+from adascale_core.capacity import Capacity, NodeCapacity, Packing, ReplicaCapacity
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import StepTime
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
-from adascale_core.room import NodeRoom, Packing, ReplicaRoom, Room
 from adascale_core.throughput import StepTimeModel
 
-LEAST_SPEEDUP = 1.05
+MIN_SPEEDUP = 1.05
 """A change must be worth this factor of speed at least, and so must each doubling of a job's replicas."""
 GROWTH = 2
 """A job grows to at most this many times the largest count that it has been measured on."""
 HORIZON = 600.0
 """Seconds ahead for which a change must pay where the end of the job is not known."""
-SETTLE_RESTARTS = 2.0
+STABILIZATION_RESTARTS = 2.0
 """A change may follow another once the job has trained for this many restarts' time since..."""
-SETTLE_SECONDS = 5.0
+STABILIZATION_SECONDS = 5.0
 """...and for so many seconds, because what it has gained has to be measured first."""
 
 _UNITS = 10**9
@@ -51,9 +51,9 @@ _ROUNDS = 8
 """How often a search goes over all jobs to better them one by one."""
 
 
-def settle_seconds(restart_seconds: float) -> float:
+def stabilization_seconds(restart_seconds: float) -> float:
     """Seconds that a job is left alone after a change that stopped it for `restart_seconds`."""
-    return max(SETTLE_SECONDS, SETTLE_RESTARTS * restart_seconds)
+    return max(STABILIZATION_SECONDS, STABILIZATION_RESTARTS * restart_seconds)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class JobState:
         limit: counts above this were tried and could not be placed; none: no such count is known. The
             smallest count of the job is open in any case: below it there is nothing to fall back on.
         replicas: the count it has now; 0 if none.
-        settled_at: when that count began to train, in seconds; none while a change is under way.
+        stable_since: when that count began to train, in seconds; none while a change is under way.
         largest: the largest count that it has been measured on.
         estimate: its gradient's squared norm and variance, if known.
         step_times: its measured step times.
@@ -84,7 +84,7 @@ class JobState:
     min_replicas: int
     max_replicas: int
     replicas: int = 0
-    settled_at: float | None = None
+    stable_since: float | None = None
     largest: int = 0
     estimate: GradientEstimate | None = None
     step_times: Sequence[StepTime] = ()
@@ -158,25 +158,25 @@ def predict(
     return predictions
 
 
-def decide(jobs: Iterable[JobState], capacity: int | Room, now: float) -> dict[str, Decision]:
+def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> dict[str, Decision]:
     """The replica count of every job.
 
     Args:
         jobs: all jobs that want to run.
         capacity: how many replicas fit in all, or what they have to fit into, those that run included.
-        now: the time, in seconds on the clock of `settled_at`.
+        now: the time, in seconds on the clock of `stable_since`.
 
     Returns:
         job id -> decision. Counts are valid for their job or 0, and fit all at once.
     """
     queue = sorted(jobs, key=lambda job: (job.arrival, job.id))
     outlooks = [_Outlook.of(job) for job in queue]
-    room = ReplicaRoom(capacity) if isinstance(capacity, int) else capacity
+    room = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
     number = room.number([outlook.job.id for outlook in outlooks if outlook.counts])
     if number is not None:
         chosen = _best(_admit(outlooks, number, now), number)
     else:
-        assert isinstance(room, NodeRoom), "a number of replicas is a number"
+        assert isinstance(room, NodeCapacity), "a number of replicas is a number"
         chosen = _search(outlooks, room, now)
     return {
         job.id: Decision(count, outlook.reason(count), waiting=not count and bool(outlook.counts))
@@ -230,7 +230,7 @@ def _best(options: Sequence[Mapping[int, int]], capacity: int) -> list[int]:
     return chosen
 
 
-def _search(outlooks: Sequence[_Outlook], room: NodeRoom, now: float) -> list[int]:
+def _search(outlooks: Sequence[_Outlook], room: NodeCapacity, now: float) -> list[int]:
     """One count per job, of the highest total worth that is found, of those that fit onto the nodes.
 
     To stay is among what is compared, so it is left only for what is worth more.
@@ -250,7 +250,7 @@ def _search(outlooks: Sequence[_Outlook], room: NodeRoom, now: float) -> list[in
     return [best.get(outlook.job.id, 0) for outlook in outlooks]
 
 
-def _admit_to_nodes(outlooks: Sequence[_Outlook], room: NodeRoom) -> dict[str, _Outlook]:
+def _admit_to_nodes(outlooks: Sequence[_Outlook], room: NodeCapacity) -> dict[str, _Outlook]:
     """The jobs, by arrival, whose smallest count fits beside those of the jobs before it."""
     packing = room.packing()
     admitted: dict[str, _Outlook] = {}
@@ -260,13 +260,13 @@ def _admit_to_nodes(outlooks: Sequence[_Outlook], room: NodeRoom) -> dict[str, _
         job = outlook.job.id
         if not outlook.counts:
             continue
-        smallest, likeness = outlook.counts[0], room.likeness(job)
-        if likeness in refused and smallest >= refused[likeness]:
+        smallest, equivalence_class = outlook.counts[0], room.equivalence_class(job)
+        if equivalence_class in refused and smallest >= refused[equivalence_class]:
             continue
         if packing.give(job, smallest, thorough=True):
             admitted[job] = outlook
         else:
-            refused[likeness] = smallest
+            refused[equivalence_class] = smallest
     if room.fits({job: outlook.counts[0] for job, outlook in admitted.items()}):
         return admitted
     # They fit only in the order of their arrival, which later questions would not find again.
@@ -287,7 +287,7 @@ class _Climb:
     """
 
     def __init__(
-        self, options: Mapping[str, Mapping[int, int]], room: NodeRoom, start: Mapping[str, int]
+        self, options: Mapping[str, Mapping[int, int]], room: NodeCapacity, start: Mapping[str, int]
     ) -> None:
         packing = room.pack(start)
         assert packing is not None, "a climb begins with counts that fit"
@@ -298,11 +298,11 @@ class _Climb:
         self._counts = dict(start)
         self._steps: list[tuple[str, int]] = []
 
-    def restore(self, wanted: Mapping[str, int]) -> None:
-        """Bring jobs to the counts that are wanted for them, as far as there is room."""
-        larger = [job for job in wanted if wanted[job] > self._counts[job]]
-        for job in sorted(larger, key=lambda job: -self._density(job, wanted[job])):
-            self._change(job, wanted[job])
+    def restore(self, desired: Mapping[str, int]) -> None:
+        """Bring jobs to the counts that are desired for them, as far as there is room."""
+        larger = [job for job in desired if desired[job] > self._counts[job]]
+        for job in sorted(larger, key=lambda job: -self._density(job, desired[job])):
+            self._change(job, desired[job])
 
     def climb(self) -> None:
         """Go on as long as a job can be bettered."""
@@ -421,14 +421,14 @@ class _Outlook:
         before = self.current or self.counts[0]
         change = self._cost_of_change(now) if self.current else 0
         return {
-            count: round(_UNITS * (log(speed) - log(LEAST_SPEEDUP) * max(log2(count / before), 0.0)))
+            count: round(_UNITS * (log(speed) - log(MIN_SPEEDUP) * max(log2(count / before), 0.0)))
             - (change if count != before else 0)
             for count, speed in speeds.items()
         }
 
     def _cost_of_change(self, now: float) -> int:
         job = self.job
-        if job.settled_at is None or now - job.settled_at < settle_seconds(job.restart_seconds):
+        if job.stable_since is None or now - job.stable_since < stabilization_seconds(job.restart_seconds):
             return _FORCED
         if job.replicas not in self.predicted:
             return _FORCED
@@ -438,7 +438,7 @@ class _Outlook:
             return _FORCED
         # So much faster it must be to be as far at the end as without the change.
         faster = 1 / (1 - job.restart_seconds / left)
-        return round(_UNITS * log(max(faster, LEAST_SPEEDUP)))
+        return round(_UNITS * log(max(faster, MIN_SPEEDUP)))
 
     def reason(self, count: int) -> str:
         """Why the job gets `count` replicas, in words."""

@@ -161,7 +161,7 @@ class ActiveAllocation(Allocation):
             }
         )
 
-    def working_with(self, declared: JobSpec | None, before: JobSpec | None) -> ActiveAllocation:
+    def with_spec(self, declared: JobSpec | None, before: JobSpec | None) -> ActiveAllocation:
         """This allocation with the spec for its trainers, to be chosen once, when it becomes active.
 
         Args:
@@ -173,7 +173,7 @@ class ActiveAllocation(Allocation):
         fits = declared is not None and is_valid_replicas(declared.bounds, self.replicas)
         return replace(self, spec=declared if fits else before)
 
-    def has_place_for(self, rank: int, instance: str) -> bool:
+    def admits(self, rank: int, instance: str) -> bool:
         """Whether the agent `instance` of `rank` may enter: neither surplus, nor replaced, nor unheard of."""
         return rank < self.replicas and (not self.instances or self.instances[rank] == instance)
 
@@ -184,32 +184,32 @@ class AllocationView(Message):
 
     Args:
         version: changes whenever anything here does; a reader waits for a version other than its own.
-        wanted: the newest allocation, if there is one.
+        desired: the newest allocation, if there is one.
         active: the allocation that trainers run in or are moving to, if there is one.
         broken: whether the active generation has lost a replica and is over.
         complete: whether the job has come to its end.
-        spent_port: the port that rank 0 tells, where a generation was given it already; else 0. Where
+        used_port: the port that rank 0 tells, where a generation was given it already; else 0. Where
             rank 0 is idle and there is nothing to enter, it was given in vain: another one is needed.
     """
 
     version: int
-    wanted: Allocation | None
+    desired: Allocation | None
     active: ActiveAllocation | None
     broken: bool
     complete: bool
-    spent_port: int = 0
+    used_port: int = 0
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The view from a JSON object's members."""
-        wanted, active = members.get("wanted"), members.get("active")
+        desired, active = members.get("desired"), members.get("active")
         return cls(
             version=members["version"],
-            wanted=Allocation.from_json(wanted) if wanted else None,
+            desired=Allocation.from_json(desired) if desired else None,
             active=ActiveAllocation.from_json(active) if active else None,
             broken=members["broken"],
             complete=members["complete"],
-            spent_port=members.get("spent_port", 0),
+            used_port=members.get("used_port", 0),
         )
 
     def is_over(self, generation: int) -> bool:
@@ -225,7 +225,7 @@ class AllocationView(Message):
         return self.active
 
 
-class Phase(StrEnum):
+class ReplicaState(StrEnum):
     """What an agent is doing, as it registers it."""
 
     WAITING = "waiting"
@@ -251,7 +251,7 @@ class Registration(Message):
     Args:
         rank: index of the replica, from 0.
         instance: random text that tells this agent from an earlier one of the same rank.
-        phase: what the agent is doing.
+        state: what the agent is doing.
         generation: the last generation that its trainer has run in, or runs in; 0 if none.
         address: host name or IP address at which the other replicas reach it.
         port: port of the listening socket kept for the next generation.
@@ -263,7 +263,7 @@ class Registration(Message):
 
     rank: int
     instance: str
-    phase: Phase
+    state: ReplicaState
     generation: int
     address: str
     port: int
@@ -276,6 +276,6 @@ class Registration(Message):
         """The registration from a JSON object's members.
 
         Raises:
-            ValueError: the phase is not one.
+            ValueError: the state is not one.
         """
-        return super().from_json({**members, "phase": Phase(members["phase"])})
+        return super().from_json({**members, "state": ReplicaState(members["state"])})

@@ -35,7 +35,7 @@ ANNOTATION_TEMPLATE = f"{API_GROUP}/template"
 """On a Job: a digest of all that its pods were made from."""
 API_AUDIENCE = f"{API_GROUP}/api"
 """Audience of the operator's own token."""
-TOKEN_SECONDS = 3600
+TOKEN_EXPIRATION_SECONDS = 3600
 """How long a worker's token lives; the kubelet renews it before."""
 
 
@@ -55,7 +55,7 @@ ENV_REPLICA = "ADASCALE_REPLICA"
 """This agent's replica index, from 0."""
 ENV_ADDRESS = "ADASCALE_ADDRESS"
 """The address at which other replicas reach this one."""
-ENV_SERVICE_PATIENCE = "ADASCALE_SERVICE_PATIENCE"
+ENV_SERVICE_TIMEOUT = "ADASCALE_SERVICE_TIMEOUT"
 """Seconds within which the service must answer an agent for the first time."""
 ENV_INCARNATION = "ADASCALE_INCARNATION"
 """When the job was made, in seconds since 1970: tells it from an earlier job of the same name."""
@@ -86,7 +86,7 @@ EXIT_REENTRY = 75
 EXIT_PEER_LOST = 76
 """Another replica is gone; start me again, from the last checkpoint, in the next generation."""
 
-UNAVAILABLE = 69
+EXIT_SERVICE_UNAVAILABLE = 69
 """The exit code of an agent that the metrics service never answered (EX_UNAVAILABLE)."""
 
 # -- numbers --------------------------------------------------------------------------------------------
@@ -95,15 +95,15 @@ DEFAULT_EFFICIENCY_TARGET = 0.5
 DEFAULT_BACKOFF_LIMIT = 3
 DEFAULT_CHECKPOINT_INTERVAL = 30.0
 DEFAULT_API_PORT = 8265
-DEFAULT_SERVICE_PATIENCE = 60.0
+DEFAULT_SERVICE_TIMEOUT = 60.0
 
-MOST_NAME_LENGTH = 58
+MAX_NAME_LENGTH = 58
 """Of a job: with '-' and an index it must still be the name of a host (63)."""
-MOST_BATCH_SIZE = 2**20
+MAX_BATCH_SIZE = 2**20
 """No batch may have more samples."""
-MOST_STEPS = 2**53 - 1
+MAX_STEPS = 2**53 - 1
 """No job may have more: integers up to here are exact in any JSON reader."""
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 """No job may ask for more: every count up to it is looked at."""
 REPORT_INTERVAL = 0.25
 """Seconds between two reports of a trainer."""

@@ -1,12 +1,12 @@
 """When a generation of replicas becomes active, as a pure state machine.
 
 The controller writes the allocation it wants; agents register what they are doing; whenever all replicas
-of the wanted allocation are there, it becomes the active one and trainers move over to it. A replica that
-is lost breaks the active generation: the same count is then wanted again under the next number, so that
+of the desired allocation are there, it becomes the active one and trainers move over to it. A replica that
+is lost breaks the active generation: the same count is then desired again under the next number, so that
 its peers can re-enter without waiting for the controller.
 
 Invariants, for any order of events, while the state is kept:
-- generations of `wanted` and of `active` only rise, and `active` is never ahead of `wanted`;
+- generations of `desired` and of `active` only rise, and `active` is never ahead of `desired`;
 - an allocation becomes active only when each of its replicas is idle, or runs a generation that is not
   over and so will follow, with its next trainer ready where it makes one ready, and under a number that
   none of them has been in;
@@ -15,9 +15,9 @@ Invariants, for any order of events, while the state is kept:
 
 What an agent does: it registers whenever it does something else, and again as a heartbeat. While its
 trainer runs and `view.is_over(own generation)`, it makes the trainer leave. While it is idle it enters
-`view.next_after(own generation)` if that `has_place_for` it. Rank 0 keeps a listening socket for the next
+`view.next_after(own generation)` if that `admits` it. Rank 0 keeps a listening socket for the next
 generation; it opens another when a trainer has taken that over, and when it is idle, has nothing to enter
-and sees its own port as `view.spent_port`, which was then given to a generation that it has missed.
+and sees its own port as `view.used_port`, which was then given to a generation that it has missed.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages import ActiveAllocation, Allocation, AllocationView, Phase, Registration
+from adascale_core.messages import ActiveAllocation, Allocation, AllocationView, Registration, ReplicaState
 
-IDLE = frozenset({Phase.WAITING, Phase.REENTERING, Phase.LOST})
+IDLE = frozenset({ReplicaState.WAITING, ReplicaState.REENTERING, ReplicaState.LOST})
 """Phases of an agent that is ready for the next generation."""
 
-LEFT = frozenset({Phase.REENTERING, Phase.LOST, Phase.FAILED, Phase.TERMINATED})
+LEFT = frozenset({ReplicaState.REENTERING, ReplicaState.LOST, ReplicaState.FAILED, ReplicaState.TERMINATED})
 """Phases that mean: the generation that the agent names goes on without this replica, so not at all."""
 
-GONE = frozenset({Phase.FAILED, Phase.TERMINATED, Phase.FINISHED})
+GONE = frozenset({ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED})
 """Phases after which an agent leaves, so that its silence means nothing."""
 
 NO_PORT = 0
 """In place of the port of a generation that nobody can enter any more."""
 
 _ORDER = {
-    Phase.WAITING: 0,
-    Phase.RUNNING: 1,
-    Phase.REENTERING: 2,
-    Phase.LOST: 2,
-    Phase.FAILED: 3,
-    Phase.TERMINATED: 3,
-    Phase.FINISHED: 3,
+    ReplicaState.WAITING: 0,
+    ReplicaState.RUNNING: 1,
+    ReplicaState.REENTERING: 2,
+    ReplicaState.LOST: 2,
+    ReplicaState.FAILED: 3,
+    ReplicaState.TERMINATED: 3,
+    ReplicaState.FINISHED: 3,
 }
-"""An agent goes through the phases of one generation in this order."""
+"""An agent goes through the states of one generation in this order."""
 
 _MEMORY = 256
 """How many replaced agents and given ports are remembered, the latest: enough for messages on their way."""
 
 
 class StaleAllocationError(AdaScaleError):
-    """An allocation whose generation is not newer than the one that is wanted."""
+    """An allocation whose generation is not newer than the one that is desired."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Rendezvous:
     """What is known of a job's generations and replicas.
 
     Args:
-        wanted: the newest allocation.
+        desired: the newest allocation.
         active: the allocation that trainers run in, or are moving to.
         broken: whether the active generation has lost a replica and is over.
         replicas: the last registration of each rank that is heard of.
@@ -80,7 +80,7 @@ class Rendezvous:
         disrupted: the last generation counted in `disruptions`.
     """
 
-    wanted: Allocation | None = None
+    desired: Allocation | None = None
     active: ActiveAllocation | None = None
     broken: bool = False
     replicas: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
@@ -96,18 +96,18 @@ class Rendezvous:
     def complete(self) -> bool:
         """Whether the user's program has come to its end."""
         first = self.replicas.get(0)
-        return first is not None and first.phase is Phase.FINISHED
+        return first is not None and first.state is ReplicaState.FINISHED
 
     def view(self, version: int) -> AllocationView:
         """What others are told of this state, known as `version`."""
         first = self.replicas.get(0)
         spent = first.port if first and (first.instance, first.port) in self.given else NO_PORT
-        return AllocationView(version, self.wanted, self.active, self.broken, self.complete, spent)
+        return AllocationView(version, self.desired, self.active, self.broken, self.complete, spent)
 
     def to_json(self) -> dict[str, Any]:
         """The state as a JSON object's members."""
         return {
-            "wanted": self.wanted.to_json() if self.wanted else None,
+            "desired": self.desired.to_json() if self.desired else None,
             "active": self.active.to_json() if self.active else None,
             "broken": self.broken,
             "replicas": [told.to_json() for told in self.replicas.values()],
@@ -123,9 +123,9 @@ class Rendezvous:
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The state from what `to_json` made of it."""
-        wanted, active = members["wanted"], members["active"]
+        desired, active = members["desired"], members["active"]
         return cls(
-            wanted=Allocation.from_json(wanted) if wanted else None,
+            desired=Allocation.from_json(desired) if desired else None,
             active=ActiveAllocation.from_json(active) if active else None,
             broken=members["broken"],
             replicas=_by_rank(Registration.from_json(told) for told in members["replicas"]),
@@ -143,17 +143,17 @@ def allocate(state: Rendezvous, allocation: Allocation) -> Rendezvous:
     """The state after the controller wants `allocation`. The same allocation may be written again.
 
     Raises:
-        StaleAllocationError: a newer one, or another one of this generation, is wanted already.
+        StaleAllocationError: a newer one, or another one of this generation, is desired already.
     """
-    if state.wanted is not None and allocation.generation <= state.wanted.generation:
-        if allocation == state.wanted:
+    if state.desired is not None and allocation.generation <= state.desired.generation:
+        if allocation == state.desired:
             return state
         raise StaleAllocationError(
             f"allocation {allocation.generation} ({allocation.replicas} replicas) is out of date: generation "
-            f"{state.wanted.generation} ({state.wanted.replicas} replicas) is wanted already; "
-            f"read it, and write generation {state.wanted.generation + 1} to change it"
+            f"{state.desired.generation} ({state.desired.replicas} replicas) is desired already; "
+            f"read it, and write generation {state.desired.generation + 1} to change it"
         )
-    return _settle(replace(state, wanted=allocation))
+    return _settle(replace(state, desired=allocation))
 
 
 def register(state: Rendezvous, registration: Registration) -> Rendezvous:
@@ -166,14 +166,14 @@ def register(state: Rendezvous, registration: Registration) -> Rendezvous:
         return state
     told = state
     successor = state.replicas.get(rank)
-    if now.instance not in state.replaced or successor is None or successor.phase in GONE:
+    if now.instance not in state.replaced or successor is None or successor.state in GONE:
         told = replace(
             state,
             replicas=_by_rank([*state.replicas.values(), now]),
             silent=_by_rank(one for one in state.silent.values() if one.rank != rank),
             replaced=_replaced(state, before, now),
         )
-        if now.phase is Phase.FAILED:
+        if now.state is ReplicaState.FAILED:
             told = _count_failure(told, now)
         if (
             told.complete
@@ -184,7 +184,7 @@ def register(state: Rendezvous, registration: Registration) -> Rendezvous:
             # The program came to its end on the way to a generation that now will never be.
             return replace(told, broken=True)
     if _breaks(told, now):
-        told = _break(told, disrupted=now.phase is not Phase.FAILED, newest=now.generation)
+        told = _break(told, disrupted=now.state is not ReplicaState.FAILED, newest=now.generation)
     return _settle(told)
 
 
@@ -217,7 +217,7 @@ def _replaced(state: Rendezvous, before: Registration | None, now: Registration)
 
 def _is_late(before: Registration, now: Registration) -> bool:
     """Whether `now` was overtaken on its way by `before`, from the same agent."""
-    return (now.generation, _ORDER[now.phase]) < (before.generation, _ORDER[before.phase])
+    return (now.generation, _ORDER[now.state]) < (before.generation, _ORDER[before.state])
 
 
 def _count_failure(state: Rendezvous, now: Registration) -> Rendezvous:
@@ -239,79 +239,79 @@ def _breaks(state: Rendezvous, now: Registration) -> bool:
     if active is None or state.broken or state.complete:
         return False
     ahead = now.generation > active.generation
-    if not active.has_place_for(now.rank, now.instance):
+    if not active.admits(now.rank, now.instance):
         joins = now.rank < active.replicas and state.replicas[now.rank] == now
         # One that runs all the same, in a generation it takes for current, was overlooked: the state was
         # lost, and what was found again is not all there is.
-        overlooked = now.phase is Phase.RUNNING and now.generation >= active.generation
+        overlooked = now.state is ReplicaState.RUNNING and now.generation >= active.generation
         return joins or overlooked
     # One that leaves for good will not come, from whichever generation it was on its way.
-    leaves = now.phase in {Phase.FAILED, Phase.TERMINATED}
-    return leaves or ahead or (now.phase in LEFT and now.generation == active.generation)
+    leaves = now.state in {ReplicaState.FAILED, ReplicaState.TERMINATED}
+    return leaves or ahead or (now.state in LEFT and now.generation == active.generation)
 
 
 def _break(state: Rendezvous, *, disrupted: bool, newest: int = 0) -> Rendezvous:
-    """The active generation is over; its size, or less if less is wanted by now, is wanted anew."""
+    """The active generation is over; its size, or less if less is desired by now, is desired anew."""
     assert state.active is not None
-    assert state.wanted is not None
-    replicas = min(state.active.replicas, state.wanted.replicas)
+    assert state.desired is not None
+    replicas = min(state.active.replicas, state.desired.replicas)
     return replace(
         state,
         broken=True,
-        wanted=Allocation(max(state.wanted.generation, newest) + 1, replicas),
+        desired=Allocation(max(state.desired.generation, newest) + 1, replicas),
         disruptions=state.disruptions + disrupted,
         disrupted=state.active.generation if disrupted else state.disrupted,
     )
 
 
 def _settle(state: Rendezvous) -> Rendezvous:
-    """Make the wanted allocation active if all its replicas are there."""
-    wanted = state.wanted
-    if wanted is None or state.complete or (state.active and state.active.generation >= wanted.generation):
+    """Make the desired allocation active if all its replicas are there."""
+    desired = state.desired
+    if desired is None or state.complete or (state.active and state.active.generation >= desired.generation):
         return state
-    if wanted.replicas == 0:
-        return _activate(state, wanted, [], NO_PORT)
-    told = [state.replicas.get(rank) for rank in range(wanted.replicas)]
+    if desired.replicas == 0:
+        return _activate(state, desired, [], NO_PORT)
+    told = [state.replicas.get(rank) for rank in range(desired.replicas)]
     members = [one for one in told if one is not None and _is_there(state, one)]
-    if len(members) < wanted.replicas:
+    if len(members) < desired.replicas:
         return state
     newest = max(one.generation for one in members)
-    if state.active is None and newest >= wanted.generation and _all_run(members, newest):
+    if state.active is None and newest >= desired.generation and _all_run(members, newest):
         # The state was lost while training went on: what runs is what is active.
-        return _activate(state, replace(wanted, generation=newest), members, NO_PORT)
+        return _activate(state, replace(desired, generation=newest), members, NO_PORT)
     first = members[0]
     if (first.instance, first.port) in state.given:
         return state
     # Nobody enters a generation again; numbers can be behind only where the state was lost.
-    wanted = replace(wanted, generation=max(wanted.generation, newest + 1))
+    desired = replace(desired, generation=max(desired.generation, newest + 1))
     given = (*state.given, (first.instance, first.port))[-_MEMORY:]
-    return _activate(replace(state, given=given), wanted, members, first.port)
+    return _activate(replace(state, given=given), desired, members, first.port)
 
 
 def _is_there(state: Rendezvous, told: Registration) -> bool:
     """Whether the replica is idle, or in a generation that is not over and so follows when it is."""
-    if told.phase is not Phase.RUNNING:
-        return told.phase in IDLE
+    if told.state is not ReplicaState.RUNNING:
+        return told.state in IDLE
     if state.view(0).is_over(told.generation):
         return False
-    if state.wanted is None or state.active is None or told.prepared is None:
+    if state.desired is None or state.active is None or told.prepared is None:
         # Where nothing is active the state was lost, and so was what this one should make ready for.
         return True
-    return told.prepared >= state.wanted.generation
+    return told.prepared >= state.desired.generation
 
 
 def _all_run(members: Sequence[Registration], generation: int) -> bool:
-    return all(told.phase is Phase.RUNNING and told.generation == generation for told in members)
+    return all(told.state is ReplicaState.RUNNING and told.generation == generation for told in members)
 
 
 def _activate(
-    state: Rendezvous, wanted: Allocation, members: Sequence[Registration], port: int
+    state: Rendezvous, desired: Allocation, members: Sequence[Registration], port: int
 ) -> Rendezvous:
     active = ActiveAllocation(
-        wanted.generation,
-        wanted.replicas,
+        desired.generation,
+        desired.replicas,
         members[0].address if members else "",
         port,
         tuple(told.instance for told in members),
     )
-    return replace(state, wanted=wanted, active=active, broken=False)
+    return replace(state, desired=desired, active=active, broken=False)

@@ -19,7 +19,7 @@ from adascale_core.messages import StepTime
 
 SHORTEST, LONGEST = 1e-9, 1e9
 """Seconds between which a measured step time is taken for one."""
-LEAST_COMPUTE = 1e-3
+MIN_COMPUTE = 1e-3
 """A micro-batch takes at least this share of the time of the smallest one measured."""
 
 _RIDGE = (1e-6, 1e-6, 1e-4, 1e-4)
@@ -80,8 +80,8 @@ class StepTimeModel:
         ]
         solution = _ridge(rows, guess)
         fixed, per_sample, sync, sync_per_replica = (x * u for x, u in zip(solution, unit, strict=True))
-        if fixed + per_sample * reference.local_bsz < LEAST_COMPUTE * micro_batch:
-            fixed = LEAST_COMPUTE * micro_batch
+        if fixed + per_sample * reference.local_bsz < MIN_COMPUTE * micro_batch:
+            fixed = MIN_COMPUTE * micro_batch
         known = len({one.local_bsz for one in usable}) > 1
         return cls(fixed, per_sample, sync, sync_per_replica, known)
 

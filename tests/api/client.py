@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import urllib3
 
-from adascale_core.messages import GainReport, Phase, Registration
+from adascale_core.messages import GainReport, Registration, ReplicaState
 
 TOKEN = "the-token-of-these-tests"
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 REPORT = GainReport(
     generation=1, step=1, progress=2.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0, gain=2.0,
@@ -31,8 +31,10 @@ def a_report(step: int = 1, **changed: Any) -> GainReport:
     return replace(REPORT, step=step, **changed)
 
 
-def a_registration(rank: int = 0, phase: Phase = Phase.WAITING, **changed: Any) -> Registration:
-    told = Registration(rank, f"agent-{rank}", phase, 0, "127.0.0.1", 40000 + rank)
+def a_registration(
+    rank: int = 0, replica_state: ReplicaState = ReplicaState.WAITING, **changed: Any
+) -> Registration:
+    told = Registration(rank, f"agent-{rank}", replica_state, 0, "127.0.0.1", 40000 + rank)
     return replace(told, **changed)
 
 
@@ -83,7 +85,7 @@ class Client:
             self._base + path,
             body=data,
             headers={**told, **(headers or {})},
-            timeout=PATIENCE + 60,
+            timeout=TIMEOUT + 60,
             chunked=chunked,
         )
         kind = answer.headers.get("content-type", "")
@@ -176,7 +178,7 @@ def run_service(*options: str, **environ: str) -> subprocess.CompletedProcess[st
         env=environment(**environ),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         check=False,
     )
 
@@ -189,7 +191,7 @@ def environment(**changed: str) -> dict[str, str]:
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
     """Return once `condition` holds."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0.01)

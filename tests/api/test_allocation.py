@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adascale_core.messages import AllocationView, Phase
+from adascale_core.messages import AllocationView, ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report
 
 
@@ -34,7 +34,7 @@ def test_an_older_allocation_is_refused_with_the_present_one(client: Client, job
     now = allocate(client, job, 3, 2)
     answer = client.call("PUT", f"/jobs/{job}/allocation", {"generation": 2, "replicas": 4})
     assert answer.status == 409
-    assert "generation 3 (2 replicas) is wanted already" in answer.body["error"]
+    assert "generation 3 (2 replicas) is desired already" in answer.body["error"]
     assert answer.body["allocation"] == now
 
 
@@ -46,7 +46,7 @@ def test_a_change_raises_the_version_and_a_heartbeat_does_not(client: Client, jo
     versions = [
         allocate(client, job, 1, 1)["version"],
         client.register(job, a_registration(0))["version"],
-        client.register(job, a_registration(0, Phase.RUNNING, generation=1))["version"],
+        client.register(job, a_registration(0, ReplicaState.RUNNING, generation=1))["version"],
         allocate(client, job, 2, 2)["version"],
         client.register(job, a_registration(1))["version"],
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adascale_core.messages import JobSpec, Phase
+from adascale_core.messages import JobSpec, ReplicaState
 from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_report, wait_until
 
 NUMBERS = [
@@ -194,7 +194,7 @@ def test_a_job_that_can_not_be_is_refused(
     [
         ({"rank": 1}, ["rank: got 1, allowed is 0"]),
         ({"rank": -1}, ["rank: got -1"]),
-        ({"phase": "resting"}, ['phase: got "resting"', "'waiting'"]),
+        ({"state": "resting"}, ['state: got "resting"', "'waiting'"]),
         ({"port": 65536}, ["port: got 65536"]),
         ({"instance": ""}, ["instance: got"]),
         ({"address": "a" * 300}, ["address: got"]),
@@ -205,7 +205,7 @@ def test_a_job_that_can_not_be_is_refused(
 def test_a_registration_that_can_not_be_is_refused(
     client: Client, job: str, changed: dict[str, Any], words: list[str]
 ) -> None:
-    body = {**a_registration(phase=Phase.WAITING).to_json(), **changed}
+    body = {**a_registration(state=ReplicaState.WAITING).to_json(), **changed}
     refused(client.call("PUT", f"/jobs/{job}/replicas/0", body), 422, *words)
     assert client.call("GET", f"/jobs/{job}").status == 404
 

@@ -12,15 +12,15 @@ from adascale_api.auth import SharedToken
 from adascale_api.cli import DEFAULT_DATABASE, main
 from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
-from adascale_api.limits import LARGEST_BODY
+from adascale_api.limits import MAX_BODY
 from adascale_api.reviews import REFUSED_FOR, TRUSTED_FOR
-from adascale_api.schemas import LARGEST_BATCH, MOST_REPORTS, GainReportBody, Posted
+from adascale_api.schemas import MAX_BATCH, MAX_REPORTS, GainReportBody, Posted
 from adascale_api.token_review import DEFAULT_CONTROLLER
 from adascale_core.names import (
     API_AUDIENCE,
     DEFAULT_API_PORT,
     HEARTBEAT_TIMEOUT,
-    MOST_REPLICAS,
+    MAX_REPLICAS,
     job_audience,
 )
 from api.client import TOKEN, Client, a_report
@@ -54,11 +54,11 @@ def test_every_option_is_told_and_no_other(
 def test_the_numbers_are_those_of_the_code() -> None:
     for text in (
         f"{DEFAULT_API_PORT} if not given",
-        f"a list of up to {MOST_REPORTS}",
+        f"a list of up to {MAX_REPORTS}",
         f"not been heard of for {HEARTBEAT_TIMEOUT:.0f} seconds",
-        f"counts go up to {MOST_REPLICAS}",
-        f"batch sizes up to\n{LARGEST_BATCH}",
-        f"more than {LARGEST_BODY // 2**20} MiB",
+        f"counts go up to {MAX_REPLICAS}",
+        f"batch sizes up to\n{MAX_BATCH}",
+        f"more than {MAX_BODY // 2**20} MiB",
         f"`{DEFAULT_CONTROLLER}` if not given",
         f"a refused one for {REFUSED_FOR:.0f} seconds",
         f"stay good for {TRUSTED_FOR / 60:.0f} more minutes",

@@ -13,7 +13,7 @@ SPEC = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), min_replicas=1, m
 def test_the_first_report_makes_a_job_known(client: Client, job: str) -> None:
     told = client.post_gain(job, a_report())
     assert (told["stored"], told["repeated"]) == (1, 0)
-    assert AllocationView.from_json(told["allocation"]).wanted is None
+    assert AllocationView.from_json(told["allocation"]).desired is None
     assert GainReport.from_json(client.get(f"/jobs/{job}/gain")) == a_report()
 
 
@@ -118,4 +118,4 @@ def test_the_answer_to_a_report_has_the_active_allocation(client: Client, job: s
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 2})
     told = client.post_gain(job, a_report())["allocation"]
     assert told == client.get(f"/jobs/{job}/allocation")
-    assert told["wanted"] == {"generation": 1, "replicas": 2}
+    assert told["desired"] == {"generation": 1, "replicas": 2}

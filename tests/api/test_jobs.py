@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from adascale_core.messages import JobSpec, Phase, StepTime
+from adascale_core.messages import JobSpec, ReplicaState, StepTime
 from api.client import Client, a_registration, a_report
 
 
@@ -25,13 +25,13 @@ def test_a_job_tells_all_that_is_known_of_it(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}", JobSpec(8, max_replicas=2, max_batch_size=32).to_json())
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
     client.register(job, a_registration())
-    running = a_registration(phase=Phase.RUNNING, generation=1)
+    running = a_registration(state=ReplicaState.RUNNING, generation=1)
     client.register(job, running)
     times = [0.03, 0.01, 0.02, 0.0]
     client.post_gain(job, *[a_report(step, step_time=time) for step, time in enumerate(times)])
     told = client.get(f"/jobs/{job}")
     assert told["id"] == job
-    assert told["wanted"] == {"generation": 1, "replicas": 1}
+    assert told["desired"] == {"generation": 1, "replicas": 1}
     assert told["active"]["master_port"] == 40000
     assert (told["broken"], told["complete"], told["failures"], told["disruptions"]) == (False, False, 0, 0)
     assert told["version"] == client.get(f"/jobs/{job}/allocation")["version"]
@@ -45,7 +45,9 @@ def test_a_job_tells_all_that_is_known_of_it(client: Client, job: str) -> None:
 def test_the_failure_of_a_replica_is_told_with_its_log(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
     client.register(job, a_registration())
-    failed = a_registration(phase=Phase.FAILED, generation=1, exit_code=1, log="ValueError: äöü \U0001f600")
+    failed = a_registration(
+        state=ReplicaState.FAILED, generation=1, exit_code=1, log="ValueError: äöü \U0001f600"
+    )
     client.register(job, failed)
     told = client.get(f"/jobs/{job}")
     assert told["failures"] == 1

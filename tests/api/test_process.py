@@ -68,7 +68,7 @@ def test_allocations_written_at_once_are_taken_in_one_order(service: ServiceProc
             body = {"generation": 1, "replicas": number + 1}
             answer = client.call("PUT", f"/jobs/{job}/allocation", body)
         view = answer.body["allocation"] if answer.status == 409 else answer.body
-        return answer.status, view["wanted"]["replicas"]
+        return answer.status, view["desired"]["replicas"]
 
     with ThreadPoolExecutor(CLIENTS) as threads:
         answers = list(threads.map(allocate, range(CLIENTS)))

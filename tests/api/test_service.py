@@ -15,7 +15,7 @@ from adascale_api.database import Database
 from adascale_api.service import Service, SilenceWatch
 from adascale_api.waiting import Waiting
 from adascale_core import rendezvous
-from adascale_core.messages import Allocation, AllocationView, Phase
+from adascale_core.messages import Allocation, AllocationView, ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import StaleAllocationError
 from api.client import a_registration, a_report
@@ -57,7 +57,7 @@ def test_an_operation_that_fails_takes_no_other_of_its_commit_along(url: str) ->
         assert isinstance(done[4], store.Recorded)
         assert (done[4].stored, done[4].repeated) == (1, 1)
         job = await database.read(partial(store.find_job, job_id="a.b"))
-        assert job.state.wanted == Allocation(5, 1)
+        assert job.state.desired == Allocation(5, 1)
         assert (await database.read(partial(store.history, job=job, points=9))).total == 2
 
     in_database(url, use)
@@ -199,7 +199,7 @@ def looks_for_silence(
     async def use(database: Database) -> None:
         clock = Clock()
         service = Service(database, None, protect_reads=False, clock=clock)
-        told = a_registration(0, Phase.RUNNING, generation=1)
+        told = a_registration(0, ReplicaState.RUNNING, generation=1)
         allocate = partial(rendezvous.allocate, allocation=Allocation(1, 1))
         await database.write(partial(store.change, job_id="a.b", to_next=allocate, now=clock()))
         await database.write(partial(store.register, job_id="a.b", registration=told, now=clock()))

@@ -19,7 +19,7 @@ from adascale_api.database import Database
 from adascale_api.state import state_from_text, state_to_text
 from adascale_api.store import UnknownJobError
 from adascale_core import rendezvous
-from adascale_core.messages import Allocation, GainReport, JobSpec, Phase, StepTime
+from adascale_core.messages import Allocation, GainReport, JobSpec, ReplicaState, StepTime
 from adascale_core.names import HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import Rendezvous
 from api.client import a_registration, a_report
@@ -194,17 +194,17 @@ def test_step_times_and_the_latest_report_are_found_by_index(kept: Kept) -> None
     assert all(plan.startswith("SEARCH reports USING") for plan in plans), plans
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(Phase), st.integers(0, 3)), max_size=12))
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(ReplicaState), st.integers(0, 3)), max_size=12))
 @few
 def test_a_state_comes_back_from_the_database_as_it_was(
-    kept: Kept, told: list[tuple[int, Phase, int]]
+    kept: Kept, told: list[tuple[int, ReplicaState, int]]
 ) -> None:
     state = rendezvous.allocate(Rendezvous(), Allocation(1, 2))
     job_id = a_job()
     allocate = partial(rendezvous.allocate, allocation=Allocation(1, 2))
     versions = [kept.write(partial(store.change, job_id=job_id, to_next=allocate, now=0.0)).version]
-    for rank, phase, generation in told:
-        registration = a_registration(rank, phase, generation=generation)
+    for rank, replica_state, generation in told:
+        registration = a_registration(rank, replica_state, generation=generation)
         after = rendezvous.register(state, registration)
         done = kept.write(partial(store.register, job_id=job_id, registration=registration, now=0.0))
         assert done.state == after
@@ -223,16 +223,18 @@ def two_replicas_running(kept: Kept) -> Iterator[str]:
     allocate = partial(rendezvous.allocate, allocation=Allocation(1, 2))
     kept.write(partial(store.change, job_id=job_id, to_next=allocate, now=90.0))
     for rank, now in ((0, 100.0), (1, 110.0)):
-        hear(kept, job_id, rank, Phase.WAITING, now)
+        hear(kept, job_id, rank, ReplicaState.WAITING, now)
     for rank, now in ((0, 100.0), (1, 110.0)):
-        hear(kept, job_id, rank, Phase.RUNNING, now)
+        hear(kept, job_id, rank, ReplicaState.RUNNING, now)
     yield job_id
     kept.write(partial(store.remove, job_id=job_id))
 
 
-def hear(kept: Kept, job_id: str, rank: int, phase: Phase, now: float, instance: str = "") -> None:
-    generation = 0 if phase is Phase.WAITING else 1
-    told = a_registration(rank, phase, generation=generation, instance=instance or f"agent-{rank}")
+def hear(
+    kept: Kept, job_id: str, rank: int, replica_state: ReplicaState, now: float, instance: str = ""
+) -> None:
+    generation = 0 if replica_state is ReplicaState.WAITING else 1
+    told = a_registration(rank, replica_state, generation=generation, instance=instance or f"agent-{rank}")
     kept.write(partial(store.register, job_id=job_id, registration=told, now=now))
 
 
@@ -259,7 +261,7 @@ def test_a_sign_of_life_keeps_a_replica_and_changes_nothing(kept: Kept) -> None:
     with two_replicas_running(kept) as job_id:
         before = kept.read(partial(store.find_job, job_id=job_id))
         for rank in (0, 1):
-            hear(kept, job_id, rank, Phase.RUNNING, 125.0)
+            hear(kept, job_id, rank, ReplicaState.RUNNING, 125.0)
         assert forget(kept, 125.0 + HEARTBEAT_TIMEOUT) == []
         assert kept.read(partial(store.find_job, job_id=job_id)) == before
         seen = kept.read(partial(store.replicas, job=before))
@@ -268,27 +270,29 @@ def test_a_sign_of_life_keeps_a_replica_and_changes_nothing(kept: Kept) -> None:
 
 def test_a_replaced_agent_gives_no_sign_of_life_for_the_one_in_its_place(kept: Kept) -> None:
     with two_replicas_running(kept) as job_id:
-        hear(kept, job_id, 0, Phase.WAITING, 120.0, instance="another")
-        hear(kept, job_id, 0, Phase.RUNNING, 139.0)
-        hear(kept, job_id, 1, Phase.RUNNING, 139.0)
+        hear(kept, job_id, 0, ReplicaState.WAITING, 120.0, instance="another")
+        hear(kept, job_id, 0, ReplicaState.RUNNING, 139.0)
+        hear(kept, job_id, 1, ReplicaState.RUNNING, 139.0)
         assert forget(kept, 120.0 + HEARTBEAT_TIMEOUT + 0.1) == [job_id]
         job = kept.read(partial(store.find_job, job_id=job_id))
         assert 0 not in job.state.replicas
 
 
-@pytest.mark.parametrize("phase", [Phase.FAILED, Phase.TERMINATED, Phase.FINISHED])
-def test_an_agent_that_has_left_is_not_expected_to_be_heard(kept: Kept, phase: Phase) -> None:
+@pytest.mark.parametrize(
+    "replica_state", [ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED]
+)
+def test_an_agent_that_has_left_is_not_expected_to_be_heard(kept: Kept, replica_state: ReplicaState) -> None:
     with two_replicas_running(kept) as job_id:
-        hear(kept, job_id, 0, phase, 111.0)
-        hear(kept, job_id, 1, phase, 111.0)
+        hear(kept, job_id, 0, replica_state, 111.0)
+        hear(kept, job_id, 1, replica_state, 111.0)
         assert forget(kept, 1000.0) == []
         job = kept.read(partial(store.find_job, job_id=job_id))
-        assert [told.phase for told in job.state.replicas.values()] == [phase, phase]
+        assert [told.state for told in job.state.replicas.values()] == [replica_state, replica_state]
 
 
 def test_a_complete_job_forgets_nobody(kept: Kept) -> None:
     with two_replicas_running(kept) as job_id:
-        hear(kept, job_id, 0, Phase.FINISHED, 111.0)
+        hear(kept, job_id, 0, ReplicaState.FINISHED, 111.0)
         assert forget(kept, 1000.0) == []
         assert not kept.read(partial(store.any_silent, now=2000.0))
 
@@ -315,11 +319,13 @@ def test_a_generation_keeps_what_was_declared_when_it_became_active(kept: Kept) 
         kept.write(partial(store.declare, job_id=job, spec=spec, now=0.0))
 
     def allocate(generation: int, replicas: int) -> None:
-        wanted = partial(rendezvous.allocate, allocation=Allocation(generation, replicas))
-        kept.write(partial(store.change, job_id=job, to_next=wanted, now=0.0))
+        desired = partial(rendezvous.allocate, allocation=Allocation(generation, replicas))
+        kept.write(partial(store.change, job_id=job, to_next=desired, now=0.0))
 
-    def register(rank: int, phase: Phase = Phase.WAITING, generation: int = 0, port: int = 1) -> None:
-        told = a_registration(rank, phase, generation=generation, port=port)
+    def register(
+        rank: int, replica_state: ReplicaState = ReplicaState.WAITING, generation: int = 0, port: int = 1
+    ) -> None:
+        told = a_registration(rank, replica_state, generation=generation, port=port)
         kept.write(partial(store.register, job_id=job, registration=told, now=0.0))
 
     def active_spec() -> JobSpec | None:
@@ -333,7 +339,7 @@ def test_a_generation_keeps_what_was_declared_when_it_became_active(kept: Kept) 
     assert active_spec() == first
     version = kept.read(partial(store.find_job, job_id=job)).version
     declare(second)
-    register(0, Phase.RUNNING, generation=1, port=2)
+    register(0, ReplicaState.RUNNING, generation=1, port=2)
     allocate(2, 2)
     assert active_spec() == first, "declared after it began"
     register(1)

@@ -354,7 +354,7 @@ def test_a_token_that_was_refused_is_not_good_while_nobody_answers() -> None:
 
 
 def test_memory_is_bounded_and_refused_tokens_push_out_no_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reviews_module, "MOST_REMEMBERED", 5)
+    monkeypatch.setattr(reviews_module, "MAX_REMEMBERED", 5)
 
     async def test() -> None:
         cluster, good = Cluster(), a_token(job_audience(JOB))

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kubernetes import client
 
-from adascale_controller.findings import examine
 from adascale_controller.jobfile import job_of
+from adascale_controller.validation import examine
 from adascale_controller.yamltext import dotted
 from adascale_core import names
 from cluster.conftest import Kubectl, fresh_namespace

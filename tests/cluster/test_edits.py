@@ -189,7 +189,7 @@ def test_of_edits_in_quick_succession_the_last_ones_count_and_no_step_is_lost(wo
     (batch,) = job.batch_jobs()
     assert (batch.spec.completions, batch.spec.parallelism, batch.spec.suspend) == (2, 2, False)
     view = job.view()
-    assert view["active"]["generation"] == view["wanted"]["generation"] == status["allocation"]["generation"]
+    assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]
 
 
 def test_a_deleted_job_leaves_nothing_behind_but_what_is_the_users(

@@ -79,11 +79,11 @@ class Place:
         )
         return JobUnderTest(self.installation, self.namespace, name)
 
-    def wanted(self, job: JobUnderTest) -> tuple[int, int] | None:
+    def desired(self, job: JobUnderTest) -> tuple[int, int] | None:
         """Generation and count that the service wants."""
         url = f"http://127.0.0.1:{self.service.port}/jobs/{job.id}"
         answer = urllib3.request("GET", url, retries=False)
-        told = answer.json().get("wanted") if answer.status == 200 else None
+        told = answer.json().get("desired") if answer.status == 200 else None
         return (told["generation"], told["replicas"]) if told else None
 
 
@@ -108,7 +108,7 @@ def place(
 
 
 def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
-    """Whether a count is decided, wanted, and what the one Job has."""
+    """Whether a count is decided, desired, and what the one Job has."""
     status = job.status()
     told = status.get("allocation", {"generation": 0, "replicas": -1})
     batches = job.batch_jobs()
@@ -116,7 +116,7 @@ def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
         return False
     spec = batches[0].spec
     size = 0 if spec.suspend else spec.parallelism
-    known = place.wanted(job) == (told["generation"], told["replicas"])
+    known = place.desired(job) == (told["generation"], told["replicas"])
     return known and told["replicas"] == size == replicas
 
 

@@ -61,7 +61,7 @@ def is_one_job(job: JobUnderTest, replicas: int) -> None:
     assert [one.metadata.name for one in batches] == [job.name]
     assert batches[0].spec.completions == batches[0].spec.parallelism == replicas
     view, status = job.view(), job.status()
-    assert view["active"]["generation"] == view["wanted"]["generation"] == status["allocation"]["generation"]
+    assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]
     assert view["active"]["replicas"] == status["replicas"] == replicas
 
 
@@ -95,7 +95,7 @@ def test_the_operator_is_killed_again_and_again_while_a_job_grows(
     while desired < 4:
         system.kill(names.CONTROLLER)
         wait_until(
-            partial(wants_more_than, job, desired), f"more than {desired} replicas wanted", patience=120
+            partial(wants_more_than, job, desired), f"more than {desired} replicas desired", patience=120
         )
         desired = job.status()["desiredReplicas"]
     system.kill(names.CONTROLLER)

@@ -205,7 +205,7 @@ def test_a_name_that_is_none_is_told() -> None:
 def test_the_client_reads_all_that_the_service_knows(service: Service) -> None:
     client = MetricsService(service.url, TOKEN)
     view = client.job("default.digits")
-    assert view.wanted == Allocation(1, 2)
+    assert view.desired == Allocation(1, 2)
     assert (view.generation, view.active, view.complete, view.failures) == (1, None, False, 0)
     assert view.latest is not None
     assert (view.latest.step, view.latest.efficiency) == (1200, 0.78125)
@@ -215,7 +215,9 @@ def test_the_client_reads_all_that_the_service_knows(service: Service) -> None:
 
 def test_a_stale_allocation_is_refused(service: Service) -> None:
     client = MetricsService(service.url, TOKEN)
-    with pytest.raises(ServiceRefusedError, match=r"generation 1 \(2 replicas\) is wanted already") as raised:
+    with pytest.raises(
+        ServiceRefusedError, match=r"generation 1 \(2 replicas\) is desired already"
+    ) as raised:
         client.allocate("default.digits", Allocation(1, 4))
     assert raised.value.status == 409
 

@@ -111,7 +111,7 @@ def test_the_names_are_those_of_the_core() -> None:
 
 def test_the_name_of_a_job_may_be_as_long_as_the_core_says() -> None:
     (rule,) = ROOT["x-kubernetes-validations"]
-    most, pattern = names.MOST_NAME_LENGTH, DNS_LABEL
+    most, pattern = names.MAX_NAME_LENGTH, DNS_LABEL
     assert rule["rule"] == f"self.metadata.name.size() <= {most} && self.metadata.name.matches('{pattern}')"
     assert f"at most {most} of them" in rule["messageExpression"]
 
@@ -124,8 +124,8 @@ def test_the_rules_look_at_every_count_that_may_matter() -> None:
         tens, ones = (
             [int(number) for number in found.split(",")] for found in re.findall(r"\[([^]]*)]", rule)
         )
-        assert sorted(32 * i + j for i in tens for j in ones) == list(range(1, names.MOST_REPLICAS + 1))
-    assert names.MOST_REPLICAS**2 >= names.MOST_BATCH_SIZE
+        assert sorted(32 * i + j for i in tens for j in ones) == list(range(1, names.MAX_REPLICAS + 1))
+    assert names.MAX_REPLICAS**2 >= names.MAX_BATCH_SIZE
 
 
 def test_what_the_operator_takes_for_a_claim_is_told() -> None:

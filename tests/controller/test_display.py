@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
+from adascale_controller.formatting import clock, count, duration, plural, significant, trimmed
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, Status, open_display
 from adascale_controller.local.generations import GenerationSummary, Span
 from adascale_controller.local.summary import generations_table, repeated_steps, result_text
-from adascale_controller.words import clock, count, duration, plural, significant, trimmed
 from adascale_core.messages import GainReport
 
 REPORT = GainReport(

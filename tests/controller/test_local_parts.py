@@ -27,9 +27,9 @@ REPORT = GainReport(
 JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
 
 
-def view(generation: int, latest: GainReport | None, wanted: int | None = None) -> JobView:
+def view(generation: int, latest: GainReport | None, desired: int | None = None) -> JobView:
     return JobView(
-        wanted=Allocation(wanted or generation, 1),
+        desired=Allocation(desired or generation, 1),
         active=ActiveAllocation(generation, 1, "127.0.0.1", 1),
         latest=latest,
         step_times=(StepTime(1, 4, 1, 0.01), StepTime(2, 8, 1, 0.02)),
@@ -42,19 +42,19 @@ def view(generation: int, latest: GainReport | None, wanted: int | None = None) 
 def test_a_count_is_settled_once_its_generation_reports() -> None:
     observed = Observation(JOB)
     assert observed.see(view(1, None), 5.0) is None
-    assert observed.state(view(1, None), 1000).settled_at is None
+    assert observed.state(view(1, None), 1000).stable_since is None
     assert observed.see(view(1, REPORT), 6.0) == REPORT
     assert observed.see(view(1, replace(REPORT, step=11)), 7.0) is None
     state = observed.state(view(1, REPORT), 1000)
-    assert (state.settled_at, state.remaining, state.largest) == (6.0, 990.0, 2)
+    assert (state.stable_since, state.remaining, state.largest) == (6.0, 990.0, 2)
     assert state.restart_seconds == FIRST_GUESS
 
 
 def test_a_count_is_not_settled_while_another_is_wanted() -> None:
     observed = Observation(JOB)
     observed.see(view(1, REPORT), 6.0)
-    assert observed.state(view(1, REPORT, wanted=2), 1000).settled_at is None
-    assert observed.state(replace(view(1, REPORT), broken=True), 1000).settled_at is None
+    assert observed.state(view(1, REPORT, desired=2), 1000).stable_since is None
+    assert observed.state(replace(view(1, REPORT), broken=True), 1000).stable_since is None
 
 
 def test_a_restart_costs_what_restarts_have_cost() -> None:
@@ -72,8 +72,8 @@ def test_a_preparation_lasts_from_the_decision_to_the_standstill() -> None:
     observed = Observation(JOB)
     observed.see(view(1, REPORT), 6.0)
     assert observed.state(view(1, REPORT), None).prepare_seconds == FIRST_PREPARATION
-    observed.see(view(1, REPORT, wanted=2), 10.0)
-    observed.see(view(1, replace(REPORT, time=114.0), wanted=2), 15.0)
+    observed.see(view(1, REPORT, desired=2), 10.0)
+    observed.see(view(1, replace(REPORT, time=114.0), desired=2), 15.0)
     observed.see(view(2, replace(REPORT, generation=2, step=11, time=115.0)), 16.0)
     assert observed.last_downtime == pytest.approx(1.0)
     assert observed.state(view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
@@ -91,7 +91,7 @@ def test_what_former_runs_reported_is_no_sign_of_life() -> None:
     observed = Observation(JOB)
     observed.begin(2)
     assert observed.see(view(1, REPORT), 6.0) is None
-    assert observed.state(view(1, REPORT), 1000).settled_at is None
+    assert observed.state(view(1, REPORT), 1000).stable_since is None
     assert observed.see(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
     assert observed.last_downtime is None
 
@@ -240,7 +240,7 @@ def test_gpus_are_those_that_the_user_lets_us_see(visible: str, devices: list[st
 
 def test_a_gpu_holds_a_replica_and_a_cpu_at_least_four() -> None:
     assert machine.default_capacity(["0", "1"]) == 2
-    assert machine.default_capacity([]) >= machine.LEAST_ON_CPU
+    assert machine.default_capacity([]) >= machine.MIN_ON_CPU
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.pods import LONG_LIFE, Ended, Pod, is_lost
-from adascale_core.last_words import LastWords
+from adascale_core.termination_message import TerminationMessage
 from support.sightings import NOW, batch, course, job, pod, seen, view
 
 KILLED = Ended(137)
 REENTERS = Ended(75)
-FAILED = Ended(3, words=LastWords(1, 3))
+FAILED = Ended(3, words=TerminationMessage(1, 3))
 
 
 def ended(rank: int, how: Ended, **more: Any) -> Pod:

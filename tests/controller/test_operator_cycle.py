@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.operator import cycle
 from adascale_controller.operator.cluster import ClusterError
 from adascale_controller.operator.store import Kind
-from adascale_core.messages import GainReport, Phase
+from adascale_core.messages import GainReport, ReplicaState
 from support.world import Api, World
 
 SHARED = {"spec": {"accessModes": ["ReadWriteMany"]}}
@@ -18,7 +18,7 @@ ON_ONE_NODE = {"spec": {"accessModes": ["ReadWriteOnce"]}}
 
 
 def trains(world: World) -> bool:
-    return [agent.phase for agent in world.agents.values()] == [Phase.RUNNING]
+    return [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
 
 
 def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:

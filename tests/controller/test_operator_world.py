@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from adascale_controller.operator import apart, deciding
 from adascale_controller.operator.store import Kind
 from adascale_core.decision import Decision, JobState
-from adascale_core.messages import Phase
+from adascale_core.messages import ReplicaState
 from support.world import World
 
 COUNTS = st.integers(0, 4)
@@ -149,17 +149,17 @@ class Life(RuleBasedStateMachine):
         if self.world.job is None:
             assert self.world.batch is None
             left = self.world.service.jobs()
-            assert not any(one.spec or one.wanted or one.replicas for one in left)
+            assert not any(one.spec or one.desired or one.replicas for one in left)
             return
         spec, status = self.world.job["spec"], self.world.job["status"]
         count = 0 if spec.get("suspend") else Life.wish
-        running = [one for one in self.world.agents.values() if one.phase is Phase.RUNNING]
+        running = [one for one in self.world.agents.values() if one.state is ReplicaState.RUNNING]
         assert sorted(one.rank for one in running) == list(range(count))
         assert status["replicas"] == status["desiredReplicas"] == count
         assert len(self.world.objects[Kind.PODS]) == count
-        wanted = self.world.service.state.wanted
-        if wanted is not None:
-            assert status["allocation"] == {"generation": wanted.generation, "replicas": wanted.replicas}
+        desired = self.world.service.state.desired
+        if desired is not None:
+            assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
 
 
 def _loudly(*_: object) -> None:

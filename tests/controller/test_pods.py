@@ -8,7 +8,7 @@ import pytest
 
 from adascale_controller.operator.conditions import Reason
 from adascale_controller.operator.pods import Ended, Pod, Problem, own_failure, read_pod
-from adascale_core.last_words import LastWords
+from adascale_core.termination_message import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ def test_a_pod_that_has_succeeded() -> None:
 
 
 def test_a_program_that_has_failed_says_in_which_generation() -> None:
-    words = LastWords(3, 1, "ZeroDivisionError: division by zero")
+    words = TerminationMessage(3, 1, "ZeroDivisionError: division by zero")
     ended = failed(container(terminated=terminated(1, message=words.to_text())))
     assert ended == Ended(1, None, "Error", words.to_text(), words)
     assert own_failure(ended)

@@ -12,7 +12,7 @@ from adascale_controller.operator.status import worth_writing
 from adascale_controller.operator.steering import OVERDUE, Course
 from adascale_controller.operator.trials import Refused
 from adascale_controller.service_client import JobView
-from adascale_core.messages import Allocation, JobSpec, Phase
+from adascale_core.messages import Allocation, JobSpec, ReplicaState
 from support.sightings import (
     NOW,
     SPEC,
@@ -141,7 +141,7 @@ def test_changes_of_size(sighting: Sighting, replicas: int, expected: dict[str, 
 
 
 def test_where_the_service_came_to_the_recorded_number_by_itself_another_one_is_taken() -> None:
-    """It wanted the lost count of 4 again, while the operator recorded a 2 that it then could not publish."""
+    """The lost count of 4 is desired again; the operator has recorded a 2 that it could not publish."""
     raced = seen(job((5, 2)), view((5, 4), (5, 4)), batch(4))
     assert course(raced, 2).want == Allocation(6, 2)
     assert course(raced, 4).status["allocation"] == {"generation": 5, "replicas": 4}
@@ -377,6 +377,6 @@ def test_a_rescale_counts_once() -> None:
 
 
 def test_a_trainer_that_only_waits_holds_no_pod() -> None:
-    waiting = tuple(told(rank, Phase.WAITING, 0) for rank in range(4))
+    waiting = tuple(told(rank, ReplicaState.WAITING, 0) for rank in range(4))
     starting = seen(job((1, 4)), view((1, 4), replicas=waiting), batch(4))
     assert acts(course(starting, 2)) == {"want": Allocation(2, 2), "resize": 2}

@@ -6,9 +6,9 @@ from typing import Any
 
 from adascale_controller.operator.trials import (
     FIRST_PAUSE,
-    LONGEST_PAUSE,
-    PATIENCE_TRAINING,
-    PATIENCE_WAITING,
+    MAX_BACKOFF,
+    TIMEOUT_TRAINING,
+    TIMEOUT_WAITING,
     Trials,
 )
 
@@ -24,7 +24,7 @@ def see(trials: Trials, now: float, **changed: Any) -> None:
     trials.see(**{**told, **changed})
 
 
-def refused(now: float = PATIENCE_TRAINING, **changed: Any) -> Trials:
+def refused(now: float = TIMEOUT_TRAINING, **changed: Any) -> Trials:
     trials = Trials()
     see(trials, 0.0, **changed)
     see(trials, now, **changed)
@@ -32,14 +32,14 @@ def refused(now: float = PATIENCE_TRAINING, **changed: Any) -> Trials:
 
 
 def test_a_count_is_tried_for_a_while() -> None:
-    assert refused(PATIENCE_TRAINING - 1).refused is None
-    assert refused().limit(8, PATIENCE_TRAINING) == 2
-    assert refused(PATIENCE_WAITING, training=0, placed=1).limit(8, PATIENCE_WAITING) == 1
+    assert refused(TIMEOUT_TRAINING - 1).refused is None
+    assert refused().limit(8, TIMEOUT_TRAINING) == 2
+    assert refused(TIMEOUT_WAITING, training=0, placed=1).limit(8, TIMEOUT_WAITING) == 1
 
 
 def test_what_was_refused_is_tried_again_after_a_pause_or_when_there_is_more_room() -> None:
     trials = refused()
-    over = PATIENCE_TRAINING + FIRST_PAUSE
+    over = TIMEOUT_TRAINING + FIRST_PAUSE
     assert trials.limit(8, over - 1) == 2
     assert trials.limit(9, over - 1) is None
     assert trials.limit(8, over) is None
@@ -50,12 +50,12 @@ def test_pauses_grow_longer_up_to_a_limit() -> None:
     trials, now, pauses = Trials(), 0.0, []
     for generation in range(6):
         see(trials, now, generation=generation)
-        now += PATIENCE_TRAINING
+        now += TIMEOUT_TRAINING
         see(trials, now, generation=generation)
         assert trials.refused is not None
         pauses.append(trials.refused.pause)
         now = trials.refused.until
-    assert pauses == [60, 120, 240, 480, 900, LONGEST_PAUSE]
+    assert pauses == [60, 120, 240, 480, 900, MAX_BACKOFF]
 
 
 def test_what_goes_well_in_between_begins_patience_anew() -> None:
@@ -63,7 +63,7 @@ def test_what_goes_well_in_between_begins_patience_anew() -> None:
     see(trials, 0.0)
     see(trials, 30.0, problem=None)
     see(trials, 40.0)
-    see(trials, 40.0 + PATIENCE_TRAINING - 1)
+    see(trials, 40.0 + TIMEOUT_TRAINING - 1)
     assert trials.refused is None
 
 

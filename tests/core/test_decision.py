@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch import BatchBounds, valid_replicas
+from adascale_core.capacity import Capacity, Demand, Node, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import (
     GROWTH,
     HORIZON,
-    LEAST_SPEEDUP,
-    SETTLE_RESTARTS,
-    SETTLE_SECONDS,
+    MIN_SPEEDUP,
+    STABILIZATION_RESTARTS,
+    STABILIZATION_SECONDS,
     Decision,
     JobState,
     Prediction,
     decide,
     predict,
-    settle_seconds,
+    stabilization_seconds,
 )
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import StepTime
-from adascale_core.room import Demand, Node, NodeRoom, ReplicaRoom, Room
 from adascale_core.throughput import StepTimeModel
 
 NOW = 10_000.0
@@ -73,7 +73,7 @@ def job(
         min_replicas=at_least,
         max_replicas=at_most,
         replicas=replicas,
-        settled_at=None if settled_for is None else NOW - settled_for,
+        stable_since=None if settled_for is None else NOW - settled_for,
         estimate=estimate,
         step_times=[replace(one, step_time=truth.step_time(one.plan)) for one in plans],
         remaining=remaining,
@@ -83,11 +83,14 @@ def job(
 
 def unmeasured(name: str, replicas: int = 0, *, arrival: float = 0.0, at_least: int = 1) -> JobState:
     return replace(
-        job(name, replicas, arrival=arrival, at_least=at_least), estimate=None, step_times=(), settled_at=None
+        job(name, replicas, arrival=arrival, at_least=at_least),
+        estimate=None,
+        step_times=(),
+        stable_since=None,
     )
 
 
-def counts(jobs: Sequence[JobState], capacity: int | Room, now: float = NOW) -> dict[str, int]:
+def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW) -> dict[str, int]:
     return {name: decision.replicas for name, decision in decide(jobs, capacity, now).items()}
 
 
@@ -191,10 +194,10 @@ def test_only_what_is_left_after_its_preparation_counts_for_a_change(prepare: fl
     [
         (None, 10.0, False),
         (0.0, 10.0, False),
-        (SETTLE_RESTARTS * 10.0 - 0.1, 10.0, False),
-        (SETTLE_RESTARTS * 10.0, 10.0, True),
-        (SETTLE_SECONDS - 0.1, 0.0, False),
-        (SETTLE_SECONDS, 0.0, True),
+        (STABILIZATION_RESTARTS * 10.0 - 0.1, 10.0, False),
+        (STABILIZATION_RESTARTS * 10.0, 10.0, True),
+        (STABILIZATION_SECONDS - 0.1, 0.0, False),
+        (STABILIZATION_SECONDS, 0.0, True),
     ],
 )
 def test_a_change_follows_another_only_once_the_job_has_trained_for_a_while(
@@ -381,14 +384,14 @@ def test_jobs_on_nodes_get(
     jobs: Sequence[JobState], demands: Sequence[Demand], nodes: Sequence[Node], decided: Sequence[int]
 ) -> None:
     names = [state.id for state in jobs]
-    room = NodeRoom(nodes, dict(zip(names, demands, strict=True)))
+    room = NodeCapacity(nodes, dict(zip(names, demands, strict=True)))
     assert counts(jobs, room) == dict(zip(names, decided, strict=True))
 
 
 def test_a_job_that_waits_for_room_is_told_from_one_that_can_never_run() -> None:
     never = replace(unmeasured("b"), max_replicas=0)
     jobs = [unmeasured("a", at_least=4), never, unmeasured("c")]
-    for room in (1, NodeRoom([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
+    for room in (1, NodeCapacity([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
         decided = decide(jobs, room, NOW)
         assert {name: decision.waiting for name, decision in decided.items()} == {
             "a": True,
@@ -539,7 +542,7 @@ def test_a_decision_that_was_carried_out_is_to_stay(jobs: Sequence[JobState], ca
         settled = [
             state
             if state.replicas == decided[state.id]
-            else replace(state, replicas=decided[state.id], settled_at=moving_since)
+            else replace(state, replicas=decided[state.id], stable_since=moving_since)
             for state in jobs
         ]
         assert counts(settled, capacity) == decided
@@ -556,7 +559,7 @@ def test_jobs_that_stay_as_they_are_come_to_rest(jobs: Sequence[JobState], capac
             return
         assert decided not in seen[1:]
         seen.append(decided)
-        jobs = [replace(state, replicas=decided[state.id], settled_at=-inf) for state in jobs]
+        jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
     pytest.fail(f"they never come to rest: {seen[-3:]}")
 
 
@@ -571,8 +574,8 @@ def test_jobs_that_are_not_measured_or_have_just_moved_stay_where_there_is_room(
         for state in admitted
         if state.replicas in allowed(state)
         and (
-            state.settled_at is None
-            or NOW - state.settled_at < settle_seconds(state.restart_seconds)
+            state.stable_since is None
+            or NOW - state.stable_since < stabilization_seconds(state.restart_seconds)
             or state.estimate is None
             or not state.step_times
         )
@@ -587,7 +590,7 @@ def test_jobs_that_are_not_measured_or_have_just_moved_stay_where_there_is_room(
 def test_no_other_way_to_share_is_worth_more(jobs: Sequence[JobState], capacity: int) -> None:
     """Tried out: the sum of logarithms of goodput, less the price of growth and of changes."""
     jobs = [
-        replace(state, settled_at=-inf)
+        replace(state, stable_since=-inf)
         for state in jobs
         if state.estimate and state.step_times and allowed(state)
     ][:3]
@@ -616,7 +619,7 @@ def worth(state: JobState) -> Mapping[int, float]:
     predicted = predict(state.bounds, reachable, state.estimate, model)
     before = state.replicas if state.replicas in allowed(state) else allowed(state)[0]
     table = {
-        count: log(prediction.goodput) - log(LEAST_SPEEDUP) * max(log2(count / before), 0.0)
+        count: log(prediction.goodput) - log(MIN_SPEEDUP) * max(log2(count / before), 0.0)
         for count, prediction in predicted.items()
     }
     if state.replicas in table:
@@ -624,7 +627,7 @@ def worth(state: JobState) -> Mapping[int, float]:
         pays = left > state.restart_seconds
         cost = -log(1 - state.restart_seconds / left) if pays else 1e9
         for count in set(table) - {state.replicas}:
-            table[count] -= max(cost, log(LEAST_SPEEDUP))
+            table[count] -= max(cost, log(MIN_SPEEDUP))
     return table
 
 
@@ -654,7 +657,7 @@ Demands = dict[str, Demand]
 
 def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mapping[str, int]) -> Demands:
     """The demands where all replicas stand that fit, one job after the other."""
-    packing = NodeRoom(nodes, demands).packing()
+    packing = NodeCapacity(nodes, demands).packing()
     for name, count in replicas.items():
         while count and not packing.give(name, count):
             count -= 1
@@ -675,7 +678,7 @@ def carried_out(jobs: Sequence[JobState], decided: Mapping[str, int], since: flo
     return [
         state
         if state.replicas == decided[state.id]
-        else replace(state, replicas=decided[state.id], settled_at=since)
+        else replace(state, replicas=decided[state.id], stable_since=since)
         for state in jobs
     ]
 
@@ -685,13 +688,13 @@ def test_on_nodes_every_count_is_valid_or_none_and_all_fit(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     jobs, nodes, demands = world
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     decided = counts(jobs, room)
     assert set(decided) == {state.id for state in jobs}
     assert room.fits(decided)
     for state in jobs:
         assert decided[state.id] == 0 or decided[state.id] in allowed(state)
-    assert counts(list(reversed(jobs)), NodeRoom(list(reversed(nodes)), demands)) == decided
+    assert counts(list(reversed(jobs)), NodeCapacity(list(reversed(nodes)), demands)) == decided
 
 
 @given(worlds_on_nodes())
@@ -700,7 +703,7 @@ def test_on_nodes_a_decision_that_was_carried_out_is_to_stay(
 ) -> None:
     """Both before its replicas are placed, and when they stand."""
     jobs, nodes, demands = world
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     decided = counts(jobs, room)
     packing = room.pack(decided)
     assert packing is not None
@@ -710,7 +713,7 @@ def test_on_nodes_a_decision_that_was_carried_out_is_to_stay(
     for since in (None, NOW):
         after = carried_out(jobs, decided, since)
         assert counts(after, room) == decided
-        again = counts(after, NodeRoom(nodes, standing))
+        again = counts(after, NodeCapacity(nodes, standing))
         # Who was stopped where it had no room may find some elsewhere, now that it stands nowhere.
         assert again == decided or any(again[name] and not decided[name] for name in decided)
 
@@ -723,7 +726,7 @@ def test_on_nodes_jobs_that_stay_as_they_are_come_to_rest(
     jobs, nodes, demands = world
     seen: list[dict[str, int]] = []
     for _ in range(40):
-        room = NodeRoom(nodes, demands)
+        room = NodeCapacity(nodes, demands)
         decided = counts(jobs, room)
         if decided == {state.id: state.replicas for state in jobs}:
             return
@@ -734,7 +737,7 @@ def test_on_nodes_jobs_that_stay_as_they_are_come_to_rest(
         demands = {
             name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()
         }
-        jobs = [replace(state, replicas=decided[state.id], settled_at=-inf) for state in jobs]
+        jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
     pytest.fail(f"they never come to rest: {seen[-3:]}")
 
 
@@ -748,8 +751,8 @@ def test_on_nodes_replicas_that_are_alike_are_shared_as_if_they_were_a_number(
         demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
     number = sum(size // request for size in sizes)
     decided = decide(jobs, number, NOW)
-    assert decide(jobs, NodeRoom(nodes, demands), NOW) == decided
-    assert decide(jobs, ReplicaRoom(number), NOW) == decided
+    assert decide(jobs, NodeCapacity(nodes, demands), NOW) == decided
+    assert decide(jobs, ReplicaCapacity(number), NOW) == decided
 
 
 @given(worlds_on_nodes())
@@ -757,7 +760,7 @@ def test_on_nodes_a_later_job_never_stops_an_earlier_one(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     jobs, nodes, demands = world
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
     running = {name for name, count in counts(ordered, room).items() if count}
     for i in range(len(ordered)):
@@ -779,7 +782,7 @@ def test_many_jobs_on_many_nodes_are_decided_in_reasonable_time() -> None:
         state.id: Demand({GPU: 1 + i % 4, "cpu": 1000 * (1 + i % 7)}, None, {}, i % 10 == 0)
         for i, state in enumerate(jobs)
     }
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     decided = counts(jobs, room)
     assert room.fits(decided)
     assert sum(count * demands[name].request[GPU] for name, count in decided.items()) > 700

@@ -16,8 +16,8 @@ from adascale_core.messages import (
     GainReport,
     JobSpec,
     Message,
-    Phase,
     Registration,
+    ReplicaState,
     StepTime,
 )
 
@@ -48,11 +48,11 @@ active_allocations = st.builds(
 views = st.builds(
     AllocationView,
     version=sizes,
-    wanted=st.none() | allocations,
+    desired=st.none() | allocations,
     active=st.none() | active_allocations,
     broken=st.booleans(),
     complete=st.booleans(),
-    spent_port=st.integers(0, 65535),
+    used_port=st.integers(0, 65535),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
@@ -83,7 +83,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         Registration,
         rank=sizes,
         instance=words,
-        phase=st.sampled_from(Phase),
+        state=st.sampled_from(ReplicaState),
         generation=sizes,
         address=words,
         port=st.integers(0, 65535),
@@ -107,9 +107,9 @@ def test_members_that_are_not_known_are_left_aside(message: Message) -> None:
 
 
 def test_a_phase_that_is_not_known_is_refused() -> None:
-    members = Registration(0, "a", Phase.WAITING, 0, "127.0.0.1", 1).to_json()
+    members = Registration(0, "a", ReplicaState.WAITING, 0, "127.0.0.1", 1).to_json()
     with pytest.raises(ValueError, match="dozing"):
-        Registration.from_json({**members, "phase": "dozing"})
+        Registration.from_json({**members, "state": "dozing"})
 
 
 def test_a_report_knows_its_plan_and_its_efficiency() -> None:
@@ -180,7 +180,7 @@ def test_a_generation_works_with_what_is_declared_where_its_size_is_valid(
     declared: JobSpec | None, before: JobSpec | None, replicas: int, chosen: JobSpec | None
 ) -> None:
     active = ActiveAllocation(3, replicas, "host", 1234, ("a", "b"))
-    assert active.working_with(declared, before) == replace(active, spec=chosen)
+    assert active.with_spec(declared, before) == replace(active, spec=chosen)
 
 
 def view(active: int | None, *, broken: bool = False) -> AllocationView:

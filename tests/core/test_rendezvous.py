@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_core.messages import Allocation, AllocationView, Phase, Registration
+from adascale_core.messages import Allocation, AllocationView, Registration, ReplicaState
 from adascale_core.rendezvous import (
     GONE,
     IDLE,
@@ -30,14 +30,21 @@ from adascale_core.rendezvous import (
     register,
 )
 
-WAITING, RUNNING, REENTERING, LOST = Phase.WAITING, Phase.RUNNING, Phase.REENTERING, Phase.LOST
-FAILED, TERMINATED, FINISHED = Phase.FAILED, Phase.TERMINATED, Phase.FINISHED
+WAITING, RUNNING, REENTERING, LOST = (
+    ReplicaState.WAITING,
+    ReplicaState.RUNNING,
+    ReplicaState.REENTERING,
+    ReplicaState.LOST,
+)
+FAILED, TERMINATED, FINISHED = ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED
 
 
-def told(rank: int, phase: Phase, generation: int, *, port: int = 0, agent: str = "") -> Registration:
+def told(
+    rank: int, replica_state: ReplicaState, generation: int, *, port: int = 0, agent: str = ""
+) -> Registration:
     """What the agent `agent` of `rank` tells; one agent per rank and one port per generation unless said."""
     agent = agent or f"agent-{rank}"
-    return Registration(rank, agent, phase, generation, f"host-{rank}", port or 1000 + generation)
+    return Registration(rank, agent, replica_state, generation, f"host-{rank}", port or 1000 + generation)
 
 
 def after(state: Rendezvous, *events: Registration | Allocation) -> Rendezvous:
@@ -65,9 +72,9 @@ def active(state: Rendezvous) -> tuple[int, int] | None:
     return state.active.generation, state.active.replicas
 
 
-def wanted(state: Rendezvous) -> tuple[int, int] | None:
-    """Generation and replicas of what is wanted."""
-    return (state.wanted.generation, state.wanted.replicas) if state.wanted else None
+def desired(state: Rendezvous) -> tuple[int, int] | None:
+    """Generation and replicas of what is desired."""
+    return (state.desired.generation, state.desired.replicas) if state.desired else None
 
 
 # -- becoming active ------------------------------------------------------------------------------------
@@ -104,17 +111,17 @@ def test_an_allocation_becomes_active_with_the_last_of_its_replicas() -> None:
     assert state.active.instances == ("agent-0", "agent-1")
 
 
-@pytest.mark.parametrize("phase", [WAITING, REENTERING, LOST, RUNNING])
-def test_a_replica_that_is_idle_or_runs_undisturbed_is_there(phase: Phase) -> None:
-    state = after(running(1, 1), told(1, phase, 0), Allocation(2, 2))
-    assert active(state) == ((2, 2) if phase in IDLE else (1, 1))
+@pytest.mark.parametrize("replica_state", [WAITING, REENTERING, LOST, RUNNING])
+def test_a_replica_that_is_idle_or_runs_undisturbed_is_there(replica_state: ReplicaState) -> None:
+    state = after(running(1, 1), told(1, replica_state, 0), Allocation(2, 2))
+    assert active(state) == ((2, 2) if replica_state in IDLE else (1, 1))
     state = after(running(1, 2), Allocation(2, 1))
     assert active(state) == (2, 1)
 
 
-@pytest.mark.parametrize("phase", sorted(GONE))
-def test_a_replica_that_has_left_is_not_there(phase: Phase) -> None:
-    state = after(running(1, 1), told(1, phase, 0), Allocation(2, 2))
+@pytest.mark.parametrize("replica_state", sorted(GONE))
+def test_a_replica_that_has_left_is_not_there(replica_state: ReplicaState) -> None:
+    state = after(running(1, 1), told(1, replica_state, 0), Allocation(2, 2))
     assert active(state) == (1, 1)
     assert active(after(state, told(1, WAITING, 0, agent="next"))) == (2, 2)
 
@@ -131,8 +138,8 @@ def test_surplus_replicas_learn_that_their_generation_is_over_and_have_no_place_
     following = view.next_after(1)
     assert view.is_over(1)
     assert following is not None
-    assert following.has_place_for(0, "agent-0")
-    assert not following.has_place_for(1, "agent-1")
+    assert following.admits(0, "agent-0")
+    assert not following.admits(1, "agent-1")
 
 
 def test_no_replica_at_all_may_be_wanted_and_training_stops_at_once() -> None:
@@ -155,7 +162,7 @@ def test_the_next_generation_waits_until_replicas_on_their_way_have_arrived() ->
     assert active(register(state, told(0, RUNNING, 2))) == (3, 2)
 
 
-# -- what is wanted -------------------------------------------------------------------------------------
+# -- what is desired -------------------------------------------------------------------------------------
 
 
 def test_the_same_allocation_may_be_written_again() -> None:
@@ -172,17 +179,19 @@ def test_a_stale_allocation_is_refused_with_what_to_do(stale: Allocation) -> Non
 # -- breaking -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", [REENTERING, LOST, FAILED, TERMINATED])
-def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_wanted_anew(phase: Phase) -> None:
-    state = register(running(3, 2), told(1, phase, 3))
+@pytest.mark.parametrize("replica_state", [REENTERING, LOST, FAILED, TERMINATED])
+def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_wanted_anew(
+    replica_state: ReplicaState,
+) -> None:
+    state = register(running(3, 2), told(1, replica_state, 3))
     assert active(state) is None
-    assert wanted(state) == (4, 2)
+    assert desired(state) == (4, 2)
     assert state.view(1).is_over(3)
 
 
 def test_a_generation_breaks_once() -> None:
     state = after(running(1, 3), told(1, LOST, 1), told(2, LOST, 1))
-    assert wanted(state) == (2, 3)
+    assert desired(state) == (2, 3)
     assert (state.failures, state.disruptions) == (0, 1)
 
 
@@ -195,37 +204,43 @@ def test_after_a_break_all_meet_in_the_next_generation() -> None:
 def test_after_a_break_less_is_wanted_if_less_was_wanted_already() -> None:
     grows = after(running(1, 2), Allocation(2, 4), told(1, LOST, 1))
     shrinks = after(running(1, 3), told(0, TERMINATED, 1), Allocation(3, 2), told(1, LOST, 1))
-    assert wanted(grows) == (3, 2)
-    assert wanted(shrinks) == (3, 2)
+    assert desired(grows) == (3, 2)
+    assert desired(shrinks) == (3, 2)
 
 
-@pytest.mark.parametrize("phase", [WAITING, RUNNING, LOST])
-def test_an_agent_that_replaces_another_breaks_its_generation(phase: Phase) -> None:
-    state = register(running(1, 2), told(1, phase, 0, agent="next"))
+@pytest.mark.parametrize("replica_state", [WAITING, RUNNING, LOST])
+def test_an_agent_that_replaces_another_breaks_its_generation(replica_state: ReplicaState) -> None:
+    state = register(running(1, 2), told(1, replica_state, 0, agent="next"))
     assert active(state) is None
-    assert wanted(state) == (2, 2)
+    assert desired(state) == (2, 2)
 
 
-@pytest.mark.parametrize("phase", [LOST, FAILED, REENTERING, TERMINATED])
-def test_surplus_replicas_break_nothing_and_their_failures_do_not_count(phase: Phase) -> None:
-    state = after(running(1, 2), Allocation(2, 1), told(1, phase, 1))
+@pytest.mark.parametrize("replica_state", [LOST, FAILED, REENTERING, TERMINATED])
+def test_surplus_replicas_break_nothing_and_their_failures_do_not_count(replica_state: ReplicaState) -> None:
+    state = after(running(1, 2), Allocation(2, 1), told(1, replica_state, 1))
     assert active(state) == (2, 1)
     assert (state.failures, state.disruptions) == (0, 0)
 
 
-@pytest.mark.parametrize(("phase", "counted"), [(FAILED, (1, 0)), (TERMINATED, (0, 1))])
+@pytest.mark.parametrize(("replica_state", "counted"), [(FAILED, (1, 0)), (TERMINATED, (0, 1))])
 def test_a_replica_that_leaves_for_good_while_it_moves_breaks_the_generation_it_was_moving_to(
-    phase: Phase, counted: tuple[int, int]
+    replica_state: ReplicaState, counted: tuple[int, int]
 ) -> None:
-    state = after(running(1, 2), told(2, WAITING, 0), Allocation(2, 3), told(1, phase, 1))
+    state = after(running(1, 2), told(2, WAITING, 0), Allocation(2, 3), told(1, replica_state, 1))
     assert active(state) is None
-    assert wanted(state) == (3, 3)
+    assert desired(state) == (3, 3)
     assert (state.failures, state.disruptions) == counted
 
 
-@pytest.mark.parametrize("phase", [REENTERING, LOST])
-def test_replicas_that_move_break_nothing(phase: Phase) -> None:
-    state = after(running(1, 2), told(2, WAITING, 0), Allocation(2, 3), told(1, phase, 1), told(0, phase, 1))
+@pytest.mark.parametrize("replica_state", [REENTERING, LOST])
+def test_replicas_that_move_break_nothing(replica_state: ReplicaState) -> None:
+    state = after(
+        running(1, 2),
+        told(2, WAITING, 0),
+        Allocation(2, 3),
+        told(1, replica_state, 1),
+        told(0, replica_state, 1),
+    )
     assert active(state) == (2, 3)
 
 
@@ -245,14 +260,14 @@ def test_replicas_that_move_break_nothing(phase: Phase) -> None:
     ],
 )
 def test_a_generation_counts_once_and_as_a_failure_if_the_program_failed(
-    ends: list[Phase], failures: int, disruptions: int
+    ends: list[ReplicaState], failures: int, disruptions: int
 ) -> None:
-    state = after(running(1, 3), *(told(rank, phase, 1) for rank, phase in enumerate(ends)))
+    state = after(running(1, 3), *(told(rank, replica_state, 1) for rank, replica_state in enumerate(ends)))
     assert (state.failures, state.disruptions) == (failures, disruptions)
 
 
 def test_failures_of_successive_generations_add_up() -> None:
-    state = Rendezvous(wanted=Allocation(1, 2))
+    state = Rendezvous(desired=Allocation(1, 2))
     for generation in range(1, 5):
         agents = [f"{generation}-{rank}" for rank in range(2)]
         state = after(
@@ -270,7 +285,7 @@ def test_failures_of_successive_generations_add_up() -> None:
 
 def test_a_silent_replica_breaks_its_generation() -> None:
     state = forget(running(1, 2), [1])
-    assert wanted(state) == (2, 2)
+    assert desired(state) == (2, 2)
     assert state.disruptions == 1
     assert 1 not in state.replicas
 
@@ -326,8 +341,8 @@ def test_what_an_agent_said_before_changes_nothing_when_it_is_late(
 def test_an_agent_that_was_replaced_is_not_listened_to() -> None:
     state = after(running(1, 2), told(1, WAITING, 0, agent="next"), told(0, LOST, 1))
     assert active(state) == (2, 2)
-    for phase in Phase:
-        assert register(state, told(1, phase, 1)) == state
+    for replica_state in ReplicaState:
+        assert register(state, told(1, replica_state, 1)) == state
 
 
 def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_silent() -> None:
@@ -342,9 +357,9 @@ def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_sil
 def test_an_agent_that_is_replaced_or_unheard_of_has_no_place() -> None:
     following = running(1, 2).view(1).next_after(0)
     assert following is not None
-    assert following.has_place_for(1, "agent-1")
-    assert not following.has_place_for(1, "next")
-    assert replace(following, instances=()).has_place_for(1, "next"), "agents may not be told"
+    assert following.admits(1, "agent-1")
+    assert not following.admits(1, "next")
+    assert replace(following, instances=()).admits(1, "next"), "agents may not be told"
 
 
 # -- the port of rank 0 ---------------------------------------------------------------------------------
@@ -360,11 +375,11 @@ def test_a_port_is_given_to_one_generation_only() -> None:
 
 def test_a_port_given_in_vain_is_told_so_that_rank_0_opens_another() -> None:
     state = after(Rendezvous(), Allocation(1, 2), told(0, WAITING, 0, port=7), told(1, WAITING, 0))
-    assert state.view(1).spent_port == 7
+    assert state.view(1).used_port == 7
     assert state.view(1).next_after(0), "where it is spent well"
     state = register(state, told(1, LOST, 1))
     assert active(state) is None, "rank 0 has not seen generation 1, and 7 is given already"
-    assert state.view(1).spent_port == 7
+    assert state.view(1).used_port == 7
     assert not state.view(1).next_after(0)
     state = register(state, told(0, WAITING, 0, port=8))
     assert active(state) == (2, 2)
@@ -430,13 +445,13 @@ def test_what_runs_moves_on_where_more_is_published() -> None:
 
 def test_what_runs_is_adopted_where_the_published_number_lags_behind() -> None:
     state = after(Rendezvous(), Allocation(4, 2), told(0, RUNNING, 5), told(1, RUNNING, 5))
-    assert active(state) == wanted(state) == (5, 2)
+    assert active(state) == desired(state) == (5, 2)
 
 
-@pytest.mark.parametrize("phase", [LOST, REENTERING])
-def test_nobody_is_sent_into_a_generation_that_it_has_left(phase: Phase) -> None:
-    state = after(Rendezvous(), Allocation(5, 2), told(0, phase, 5), told(1, WAITING, 0))
-    assert active(state) == wanted(state) == (6, 2)
+@pytest.mark.parametrize("replica_state", [LOST, REENTERING])
+def test_nobody_is_sent_into_a_generation_that_it_has_left(replica_state: ReplicaState) -> None:
+    state = after(Rendezvous(), Allocation(5, 2), told(0, replica_state, 5), told(1, WAITING, 0))
+    assert active(state) == desired(state) == (6, 2)
 
 
 def test_a_generation_that_turns_out_larger_than_published_is_left() -> None:
@@ -444,13 +459,13 @@ def test_a_generation_that_turns_out_larger_than_published_is_left() -> None:
     assert active(state) == (5, 1)
     state = register(state, told(1, RUNNING, 5))
     assert active(state) is None
-    assert wanted(state) == (6, 1)
+    assert desired(state) == (6, 1)
 
 
 def test_a_trainer_that_was_overlooked_is_told_to_leave_by_a_number_above_its_own() -> None:
     state = after(Rendezvous(), told(0, WAITING, 0), told(0, WAITING, 0, agent="next"), Allocation(1, 1))
     state = register(state, told(0, RUNNING, 5))
-    assert wanted(state) == (6, 1)
+    assert desired(state) == (6, 1)
     state = register(state, told(0, WAITING, 0, agent="next", port=7))
     assert active(state) == (6, 1)
     assert state.view(1).is_over(5)
@@ -458,7 +473,7 @@ def test_a_trainer_that_was_overlooked_is_told_to_leave_by_a_number_above_its_ow
 
 def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() -> None:
     state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0), told(0, RUNNING, 5))
-    assert active(state) == wanted(state) == (6, 1)
+    assert active(state) == desired(state) == (6, 1)
 
 
 # -- at rest --------------------------------------------------------------------------------------------
@@ -486,7 +501,7 @@ class Agent:
 
     rank: int
     instance: str = field(default_factory=lambda: f"agent-{next(_unique)}")
-    phase: Phase = WAITING
+    state: ReplicaState = WAITING
     generation: int = 0
     port: int = field(default_factory=lambda: next(_unique))
     seen: AllocationView | None = None
@@ -498,7 +513,7 @@ class Agent:
     def registration(self) -> Registration:
         prepared = self.prepared if self.entered is not None else None
         return Registration(
-            *(self.rank, self.instance, self.phase, self.generation, self.instance, self.port),
+            *(self.rank, self.instance, self.state, self.generation, self.instance, self.port),
             prepared=prepared,
         )
 
@@ -512,33 +527,33 @@ class Agent:
             return False
         self.seen = view
         if self.entered is not None:
-            wanted = view.wanted
+            desired = view.desired
             prepares = (
-                wanted is not None and self.rank < wanted.replicas and wanted.generation > self.prepared
+                desired is not None and self.rank < desired.replicas and desired.generation > self.prepared
             )
-            if prepares and wanted is not None:
-                self.prepared = wanted.generation
+            if prepares and desired is not None:
+                self.prepared = desired.generation
             return prepares
         following = view.next_after(self.generation)
-        if following is None or not following.has_place_for(self.rank, self.instance):
-            missed = self.rank == 0 and view.spent_port == self.port
+        if following is None or not following.admits(self.rank, self.instance):
+            missed = self.rank == 0 and view.used_port == self.port
             if missed:
                 self.port = next(_unique)
             return missed
         self.generation = following.generation
         if self.rank == 0 and following.master_port != self.port:
             self.port = next(_unique)
-            self.phase = LOST
+            self.state = LOST
             return True
         self.entered = (following.generation, following.master_addr, following.master_port)
-        self.phase = RUNNING
+        self.state = RUNNING
         if self.rank == 0:
             self.port = next(_unique)
         return True
 
-    def end(self, phase: Phase) -> None:
+    def end(self, replica_state: ReplicaState) -> None:
         self.entered = None
-        self.phase = phase
+        self.state = replica_state
 
 
 class World(RuleBasedStateMachine):
@@ -564,14 +579,14 @@ class World(RuleBasedStateMachine):
             return
         self.state = state
         self.version += 1
-        if state.wanted is None or before.wanted is None:
+        if state.desired is None or before.desired is None:
             return
-        assert state.wanted.generation >= before.wanted.generation
+        assert state.desired.generation >= before.desired.generation
         assert not before.complete or state.complete
         if state.active is None or state.active == before.active:
             return
         assert before.active is None or state.active.generation > before.active.generation
-        assert state.active.generation <= state.wanted.generation
+        assert state.active.generation <= state.desired.generation
         if state.active.master_port != NO_PORT:
             given = (state.active.master_addr, state.active.master_port)
             assert given not in self.given, "a port was given twice"
@@ -591,7 +606,7 @@ class World(RuleBasedStateMachine):
 
     @rule(replicas=st.integers(0, RANKS))
     def allocate(self, replicas: int) -> None:
-        known = self.state.wanted or self.published
+        known = self.state.desired or self.published
         self.published = Allocation(known.generation + 1 if known else 1, replicas)
         self.publish()
 
@@ -616,10 +631,10 @@ class World(RuleBasedStateMachine):
         self.turn()
 
     @precondition(lambda self: any(agent.is_over for agent in self.agents))
-    @rule(data=st.data(), phase=st.sampled_from([REENTERING, LOST]))
-    def leave(self, data: st.DataObject, phase: Phase) -> None:
+    @rule(data=st.data(), replica_state=st.sampled_from([REENTERING, LOST]))
+    def leave(self, data: st.DataObject, replica_state: ReplicaState) -> None:
         agent = self.one_of(data, [agent for agent in self.agents if agent.is_over])
-        agent.end(phase)
+        agent.end(replica_state)
         self.tell(agent)
 
     @precondition(lambda self: self.on_their_way)
@@ -638,14 +653,14 @@ class World(RuleBasedStateMachine):
         self.on_their_way.remove(self.one_of(data, self.on_their_way))
 
     @precondition(lambda self: any(agent.entered for agent in self.agents))
-    @rule(data=st.data(), phase=st.sampled_from([REENTERING, LOST, FAILED, TERMINATED, FINISHED]))
-    def end_a_trainer(self, data: st.DataObject, phase: Phase) -> None:
+    @rule(data=st.data(), replica_state=st.sampled_from([REENTERING, LOST, FAILED, TERMINATED, FINISHED]))
+    def end_a_trainer(self, data: st.DataObject, replica_state: ReplicaState) -> None:
         agent = self.one_of(data, [agent for agent in self.agents if agent.entered])
-        agent.end(phase)
-        if phase is FAILED:
+        agent.end(replica_state)
+        if replica_state is FAILED:
             self.failed.add(agent.generation)
         self.tell(agent)
-        if phase in GONE:
+        if replica_state in GONE:
             self.agents.remove(agent)
 
     @precondition(lambda self: self.agents)
@@ -671,15 +686,15 @@ class World(RuleBasedStateMachine):
         try:
             self.change(allocate(self.state, self.published or Allocation(1, 1)))
         except StaleAllocationError:
-            self.published = self.state.wanted
+            self.published = self.state.desired
 
     # -- what always holds
 
     @invariant()
     def active_is_never_ahead_of_wanted(self) -> None:
         if self.state.active is not None:
-            assert self.state.wanted is not None
-            assert self.state.active.generation <= self.state.wanted.generation
+            assert self.state.desired is not None
+            assert self.state.active.generation <= self.state.desired.generation
 
     @invariant()
     def no_two_trainers_have_the_same_place(self) -> None:
@@ -702,7 +717,7 @@ class World(RuleBasedStateMachine):
         assert self.state.disruptions >= 0
 
     def teardown(self) -> None:
-        """Once nothing is amiss any more, what is wanted becomes active, and stays so."""
+        """Once nothing is amiss any more, what is desired becomes active, and stays so."""
         for registration in self.on_their_way:
             self.change(register(self.state, registration))
         self.on_their_way.clear()
@@ -714,8 +729,8 @@ class World(RuleBasedStateMachine):
         assert self.state == settled, "it never comes to rest"
         if settled.complete:
             return
-        assert settled.wanted is not None
-        assert active(settled) == wanted(settled), "deadlock"
+        assert settled.desired is not None
+        assert active(settled) == desired(settled), "deadlock"
         assert settled.active is not None
         members = [agent for agent in self.agents if agent.entered and not agent.is_over]
         assert sorted(agent.rank for agent in members) == list(range(settled.active.replicas))
@@ -724,8 +739,8 @@ class World(RuleBasedStateMachine):
     def turn(self) -> None:
         """One round in which all works: the runner replaces what is gone, heartbeats arrive, views too."""
         self.publish()
-        assert self.state.wanted is not None
-        for rank in range(self.state.wanted.replicas):
+        assert self.state.desired is not None
+        for rank in range(self.state.desired.replicas):
             if self.latest.get(rank) not in self.agents:
                 self.begin(rank)
         instances = {agent.instance for agent in self.agents}
@@ -735,7 +750,7 @@ class World(RuleBasedStateMachine):
                 [
                     one.rank
                     for one in self.state.replicas.values()
-                    if one.instance not in instances and one.phase not in GONE
+                    if one.instance not in instances and one.state not in GONE
                 ],
             )
         )

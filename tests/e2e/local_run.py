@@ -20,7 +20,7 @@ from support.launch import wait_until
 ROOT = Path(__file__).parents[2]
 LIGHT = Path(__file__).parent / "programs" / "light.py"
 PACED = Path(__file__).parent / "programs" / "paced.py"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 def write_job(
@@ -55,7 +55,7 @@ def write_paced_job(path: Path, pace: float, fail: Path | None = None, **spec: A
 
 
 def adascale(
-    *arguments: object, timeout: float = PATIENCE, **environ: str
+    *arguments: object, timeout: float = TIMEOUT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """The command line, run to its end."""
     return subprocess.run(
@@ -102,11 +102,11 @@ class Run:
         """All that it has written so far."""
         return self._log.read_text()
 
-    def says(self, text: str, patience: float = PATIENCE) -> None:
+    def says(self, text: str, patience: float = TIMEOUT) -> None:
         """Wait until it has written `text`."""
         self._wait(lambda: text in self.output, f"saying {text!r}", patience)
 
-    def ends(self, patience: float = PATIENCE) -> int:
+    def ends(self, patience: float = TIMEOUT) -> int:
         """Its exit code, once it has ended."""
         try:
             return self.process.wait(patience)
@@ -119,16 +119,16 @@ class Run:
 
     def trains(self, step: int = 1) -> None:
         """Wait until the job is at `step` or beyond."""
-        self._wait(lambda: (self.job().get("latest") or {}).get("step", 0) >= step, f"step {step}", PATIENCE)
+        self._wait(lambda: (self.job().get("latest") or {}).get("step", 0) >= step, f"step {step}", TIMEOUT)
 
     def runs(self, rank: int = 0) -> int:
         """Wait until the trainer of a rank runs in a generation; its process."""
 
         def running() -> int | None:
-            phases = {one["rank"]: one["phase"] for one in self.job().get("replicas", ())}
-            return self._find("trainer", rank) if phases.get(rank) == "running" else None
+            states = {one["rank"]: one["state"] for one in self.job().get("replicas", ())}
+            return self._find("trainer", rank) if states.get(rank) == "running" else None
 
-        return int(self._wait(running, f"running replica {rank}", PATIENCE))
+        return int(self._wait(running, f"running replica {rank}", TIMEOUT))
 
     def job(self) -> dict[str, Any]:
         """What the service knows of the job; nothing while there is none."""
@@ -142,7 +142,7 @@ class Run:
 
     def pid(self, kind: str, rank: int = 0) -> int:
         """A process of it: its `service`, or the `agent` or the `trainer` of a rank."""
-        return int(self._wait(lambda: self._find(kind, rank), f"the {kind} of rank {rank}", PATIENCE))
+        return int(self._wait(lambda: self._find(kind, rank), f"the {kind} of rank {rank}", TIMEOUT))
 
     def processes(self) -> list[int]:
         """All its processes but itself."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).parent / "programs" / "journal.py"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 def wait_until(
-    condition: Callable[[], Any], what: str, patience: float = PATIENCE, pause: float = 0.01
+    condition: Callable[[], Any], what: str, patience: float = TIMEOUT, pause: float = 0.01
 ) -> Any:
     """The first true value of `condition`, asked for every `pause` seconds."""
     deadline = time.monotonic() + patience
@@ -152,7 +152,7 @@ class Replicas:
 
     def wait(self) -> tuple[list[int], str]:
         """Their exit codes and all output."""
-        outputs = [process.communicate(timeout=PATIENCE)[0] for process in self.processes]
+        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in self.processes]
         return [process.returncode for process in self.processes], "".join(outputs)
 
 
@@ -180,7 +180,7 @@ class AgentProcess:
 
     def wait(self) -> int:
         """Its exit code."""
-        return self.process.wait(PATIENCE)
+        return self.process.wait(TIMEOUT)
 
     def end(self) -> None:
         """Kill it if it still runs; its trainer goes with it."""

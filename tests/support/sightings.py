@@ -17,15 +17,15 @@ from adascale_controller.operator.steering import Course, steer
 from adascale_controller.operator.trials import Refused
 from adascale_controller.service_client import JobView
 from adascale_core.decision import Decision
-from adascale_core.last_words import LastWords
 from adascale_core.messages import (
     ActiveAllocation,
     Allocation,
     GainReport,
     JobSpec,
-    Phase,
     Registration,
+    ReplicaState,
 )
+from adascale_core.termination_message import TerminationMessage
 
 NOW = 1_800_000_000.0
 DIGEST = "as-is"
@@ -60,7 +60,7 @@ def pod(rank: int, **more: Any) -> Pod:
 
 def failed_pod(rank: int, generation: int = 0, *, created_at: float = NOW - 50, **more: Any) -> Pod:
     """A pod whose program has failed."""
-    ended = Ended(3, words=LastWords(generation, 3, "Traceback\nValueError: no"), **more)
+    ended = Ended(3, words=TerminationMessage(generation, 3, "Traceback\nValueError: no"), **more)
     return pod(
         rank,
         uid=f"pod-{rank}-{created_at}",
@@ -77,7 +77,7 @@ def stuck_pod(rank: int, reason: Reason = Reason.UNSCHEDULABLE) -> Pod:
     return pod(rank, node=None, scheduled=False, phase="Pending", running=False, problem=problem)
 
 
-def told(rank: int, phase: Phase = Phase.RUNNING, generation: int = 1) -> Registration:
+def told(rank: int, phase: ReplicaState = ReplicaState.RUNNING, generation: int = 1) -> Registration:
     """What the agent of a rank has told."""
     return Registration(rank, f"agent-{rank}", phase, generation, f"host-{rank}", 1000 + generation)
 
@@ -88,7 +88,7 @@ def report(generation: int = 1, replicas: int = 1, progress: float = 500.0, gain
 
 
 def view(
-    wanted: tuple[int, int] | None = None,
+    desired: tuple[int, int] | None = None,
     active: tuple[int, int] | None = None,
     *,
     running: Iterable[int] | None = None,
@@ -102,7 +102,7 @@ def view(
             "team.digits",
             SPEC,
             1,
-            Allocation(*wanted) if wanted else None,
+            Allocation(*desired) if desired else None,
             at_work,
             replicas=tuple(told(rank, generation=active[0] if active else 1) for rank in ranks),
         ),

@@ -20,7 +20,7 @@ from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.service_client import JobView, MetricsService, ServiceRefusedError
 from adascale_core import names
-from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Phase, Registration
+from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, forget, register
 
 Object = dict[str, Any]
@@ -44,26 +44,26 @@ class Agent:
 
     rank: int
     instance: str
-    phase: Phase = Phase.WAITING
+    state: ReplicaState = ReplicaState.WAITING
     generation: int = 0
     port: int = 1
 
     def told(self) -> Registration:
         """What it tells the service."""
         return Registration(
-            self.rank, self.instance, self.phase, self.generation, f"host-{self.instance}", self.port
+            self.rank, self.instance, self.state, self.generation, f"host-{self.instance}", self.port
         )
 
     def step(self, view: AllocationView) -> None:
         """Do what the service's view asks for."""
-        if self.phase is Phase.RUNNING and view.is_over(self.generation):
-            self.phase = Phase.REENTERING
-        elif self.phase in IDLE:
+        if self.state is ReplicaState.RUNNING and view.is_over(self.generation):
+            self.state = ReplicaState.REENTERING
+        elif self.state in IDLE:
             following = view.next_after(self.generation)
-            if following is not None and following.has_place_for(self.rank, self.instance):
-                self.phase, self.generation = Phase.RUNNING, following.generation
+            if following is not None and following.admits(self.rank, self.instance):
+                self.state, self.generation = ReplicaState.RUNNING, following.generation
                 self.port += 1
-            elif self.rank == 0 and view.spent_port == self.port:
+            elif self.rank == 0 and view.used_port == self.port:
                 self.port += 1
 
 
@@ -89,7 +89,7 @@ class Service:
             JOB_ID,
             self.spec,
             1,
-            told.wanted,
+            told.desired,
             told.active,
             told.broken,
             told.complete,
@@ -356,21 +356,21 @@ class World:
     def control_jobs(self) -> None:
         """Make the pods that the Job asks for, and have the others end."""
         batch = self.batch
-        wanted = range(0)
+        desired = range(0)
         if (
             batch is not None
             and "deletionTimestamp" not in batch["metadata"]
             and not batch["spec"]["suspend"]
         ):
-            wanted = range(batch["spec"]["parallelism"])
+            desired = range(batch["spec"]["parallelism"])
         uid = batch["metadata"]["uid"] if batch is not None else None
         present = set()
         for raw in list(self.objects[Kind.PODS].values()):
             rank, mine = int(raw["metadata"]["annotations"][INDEX]), _owner(raw) == uid
             present |= {rank} if mine else set()
-            if not (mine and rank in wanted) and "deletionTimestamp" not in raw["metadata"]:
+            if not (mine and rank in desired) and "deletionTimestamp" not in raw["metadata"]:
                 self.end_pod(raw["metadata"]["name"])
-        for rank in wanted:
+        for rank in desired:
             if rank not in present:
                 self._make_pod(rank, cast(str, uid))
         going = batch is not None and "deletionTimestamp" in batch["metadata"]
@@ -408,7 +408,7 @@ class World:
         for name, raw in list(self.objects[Kind.PODS].items()):
             if "deletionTimestamp" in raw["metadata"]:
                 agent = self.agents[name]
-                agent.phase = Phase.TERMINATED
+                agent.state = ReplicaState.TERMINATED
                 self.service.state = register(self.service.state, agent.told())
                 self.remove_pod(name)
 
@@ -435,7 +435,7 @@ class World:
         """No pod may be taken from a generation that is whole and at work."""
         state = self.service.state
         for agent in self.agents.values():
-            at_work = agent.phase is Phase.RUNNING and not state.view(1).is_over(agent.generation)
+            at_work = agent.state is ReplicaState.RUNNING and not state.view(1).is_over(agent.generation)
             known = state.active is not None and state.active.generation == agent.generation
             assert not (at_work and known and agent.rank >= size), f"rank {agent.rank} was not saved"
 
@@ -443,7 +443,7 @@ class World:
     def current(self) -> set[int]:
         """The generations that take themselves for current."""
         view = self.service.state.view(1)
-        running = [agent for agent in self.agents.values() if agent.phase is Phase.RUNNING]
+        running = [agent for agent in self.agents.values() if agent.state is ReplicaState.RUNNING]
         return {agent.generation for agent in running if not view.is_over(agent.generation)}
 
     def settle(self, cycles: int = 60) -> None:

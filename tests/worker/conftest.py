@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adascale_worker import ElasticTrainer, endings
+from adascale_worker import ElasticTrainer, shutdown
 from adascale_worker import trainer as trainer_module
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -27,7 +27,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
             monkeypatch.delenv(name)
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(trainer_module, "atexit", SimpleNamespace(register=at_exit.append))
-    monkeypatch.setattr(endings, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr(shutdown, "atexit", SimpleNamespace(register=lambda _: None))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 

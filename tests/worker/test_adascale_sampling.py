@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.statistics.sampling import FIRST_STEPS, MOST_APART, SAMPLES_PER_WINDOW, Sampling
+from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_APART, SAMPLES_PER_WINDOW, Sampling
 from worker.adascale_problem import backward, batches, network, squared_error
 
 
@@ -24,7 +24,7 @@ def test_the_distance_of_samples_follows_the_window(scale: int, distance: int) -
 @given(st.floats(0, 0.9999))
 def test_the_window_holds_enough_samples(smoothing: float) -> None:
     distance = Sampling().distance(FIRST_STEPS, smoothing)
-    assert 1 <= distance <= MOST_APART
+    assert 1 <= distance <= MAX_APART
     assert distance == 1 or distance * SAMPLES_PER_WINDOW <= 1 / (1 - smoothing) + 1e-5
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.last_words import LastWords
+from adascale_core.termination_message import TerminationMessage
 from support.launch import AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 
@@ -153,8 +153,8 @@ def test_sigterm_saves_and_leaves_and_the_others_go_on_without_it(job: Job) -> N
     job.trains_in(1, replicas=2, steps=3)
     second.process.terminate()
     assert second.wait() == 75
-    job.service.allocate(job.service.job()["wanted"]["generation"] + 1, 1)
-    job.trains_in(job.service.job()["wanted"]["generation"])
+    job.service.allocate(job.service.job()["desired"]["generation"] + 1, 1)
+    job.trains_in(job.service.job()["desired"]["generation"])
     before, after = job.journal.attempts(0)
     assert before.steps[-1].step == after.header["step"], "saved at the very step it left at"
 
@@ -164,12 +164,12 @@ def test_a_failing_program_ends_its_agent_with_its_code_and_last_lines(job: Job)
     log = job.folder / "termination-log"
     first, second = job.start(0, 1, **LONG, FAIL_AT=4, FAIL_RANK=1, ADASCALE_TERMINATION_LOG=log)
     assert second.wait() == 1
-    said = LastWords.parse(log.read_text())
+    said = TerminationMessage.parse(log.read_text())
     assert said is not None
     assert (said.generation, said.exit_code) == (1, 1)
     assert said.log.endswith("ArithmeticError: made to fail at step 4")
     told = {one["rank"]: one for one in wait_until(lambda: job.service.job()["replicas"], "the report")}
-    assert told[1]["phase"] == "failed"
+    assert told[1]["state"] == "failed"
     assert told[1]["exit_code"] == 1
     assert "ArithmeticError: made to fail at step 4" in told[1]["log"]
     assert first.process.poll() is None, "only the failure itself counts, not its peers"
@@ -249,7 +249,7 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
             **os.environ,
             "ADASCALE_API_URL": f"http://127.0.0.1:{free_port()}",
             "ADASCALE_JOB_ID": "digits",
-            "ADASCALE_SERVICE_PATIENCE": "1",
+            "ADASCALE_SERVICE_TIMEOUT": "1",
             "ADASCALE_TERMINATION_LOG": str(log),
         },
         capture_output=True,
@@ -294,7 +294,7 @@ def test_why_an_agent_leaves_stands_in_its_termination_log(
     job.service.allocate(1, 1)
     log = job.folder / "termination-log"
     run = run_agent(job, *command, ADASCALE_TERMINATION_LOG=str(log), **environ)
-    words = LastWords.parse(log.read_text())
+    words = TerminationMessage.parse(log.read_text())
     assert words is not None
     assert (words.generation, words.exit_code) == (0, run.returncode)
     assert (words.exit_code, words.log[: len(said[1])]) == said

@@ -9,22 +9,22 @@ import pytest
 
 from adascale_worker.environment import (
     JobEnvironment,
-    ReplicaPlace,
+    RankAssignment,
     ServiceAddress,
-    await_place,
+    read_assignment,
     read_generation,
     read_incarnation,
     read_job,
-    read_place,
     read_service,
     read_termination_grace,
     read_termination_log,
+    wait_for_assignment,
 )
 from adascale_worker.errors import EnvironmentVariableError
 
 
 def test_nothing_told_is_one_process_off_any_service() -> None:
-    assert read_place({}) == ReplicaPlace(
+    assert read_assignment({}) == RankAssignment(
         rank=0, replicas=1, local_rank=0, master_addr=None, master_port=None
     )
     assert read_job({}) == JobEnvironment()
@@ -40,7 +40,7 @@ def test_torchruns_variables_are_understood() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert read_place(environ) == ReplicaPlace(3, 4, 1, "10.0.0.1", 29500)
+    assert read_assignment(environ) == RankAssignment(3, 4, 1, "10.0.0.1", 29500)
 
 
 def test_the_job_is_read() -> None:
@@ -95,7 +95,7 @@ def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
 )
 def test_what_is_not_understood_is_told_by_name(environ: dict[str, str], message: str) -> None:
     def read_all() -> None:
-        read_place(environ)
+        read_assignment(environ)
         read_job(environ)
         read_service(environ)
 
@@ -128,6 +128,6 @@ def test_a_place_sets_variables_and_takes_away_those_that_are_none() -> None:
     with agent:
         told = {"RANK": "1", "ADASCALE_MAX_BATCH_SIZE": None, "ADASCALE_LOCAL_BSZ_BOUNDS": None}
         agent.sendall(json.dumps(told).encode() + b"\n")
-        await_place(environ)
+        wait_for_assignment(environ)
         assert agent.recv(1) == b"!"
     assert environ == {"RANK": "1", "ADASCALE_BATCH_SIZE": "8"}

@@ -106,7 +106,7 @@ def test_what_waits_is_posted_when_it_closes(desk: Desk) -> None:
 def test_reports_wait_while_the_service_is_away_the_newest_of_them(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reporter_module, "MOST_WAITING", 50)
+    monkeypatch.setattr(reporter_module, "MAX_WAITING", 50)
     reporter = desk.reporter()
     reporter.report(report(1))
     wait_until(lambda: desk.steps() == [1], "a first report")

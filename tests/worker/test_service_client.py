@@ -46,7 +46,7 @@ def stranger() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "body",
-    [b"<html>hello", b"{}", b"[]", b"3", b'{"allocation": 3}', b'{"version": 1, "wanted": 5}', b"\xff"],
+    [b"<html>hello", b"{}", b"[]", b"3", b'{"allocation": 3}', b'{"version": 1, "desired": 5}', b"\xff"],
 )
 def test_an_answer_of_something_else_is_told(
     stranger: str, body: bytes, monkeypatch: pytest.MonkeyPatch

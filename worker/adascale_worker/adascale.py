@@ -28,7 +28,7 @@ from adascale_core.gain import (
     total,
 )
 from adascale_worker.statistics.estimates import Estimates, Samples
-from adascale_worker.statistics.gauge import HOST, Gauge, Setup
+from adascale_worker.statistics.gradient_statistics import HOST, GradientStatistics, Setup
 from adascale_worker.statistics.loss_scale import GradScaler
 from adascale_worker.statistics.sampling import Sampling
 
@@ -136,7 +136,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._debias_ewma = debias_ewma
         self._sampling = Sampling(sample_every)
         self._run = _Run(replicas, num_gradients_to_accumulate, scale, smoothing)
-        gauge = Gauge(optimizer, self._setup(), model, grad_scaler)
+        gauge = GradientStatistics(optimizer, self._setup(), model, grad_scaler)
         _require_measurable(gauge.unmeasurable())
         self._attach(gauge)
 
@@ -421,13 +421,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             return
         gauge = state.pop("gauge")
         super().__setstate__(state)
-        self._attach(Gauge(self._sgd, self._setup()))
+        self._attach(GradientStatistics(self._sgd, self._setup()))
         self._gauge.load_state_dict(gauge)
         self._prepare_step()
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _attach(self, gauge: Gauge) -> None:
+    def _attach(self, gauge: GradientStatistics) -> None:
         """Connect to the inner optimizer, whose `step` may be replaced later by one that calls ours."""
         self._inner_step: Callable[[], float | None] = self._sgd.step
         self._gauge = gauge

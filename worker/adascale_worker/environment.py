@@ -48,7 +48,7 @@ class ServiceAddress:
 
 
 @dataclass(frozen=True)
-class ReplicaPlace:
+class RankAssignment:
     """Which replica of how many a trainer is, and where the others meet it (torchrun's variables)."""
 
     rank: int
@@ -71,12 +71,12 @@ class JobEnvironment:
     checkpoint_interval: float | None = None
 
 
-def is_ahead(environ: Mapping[str, str]) -> bool:
+def is_standby(environ: Mapping[str, str]) -> bool:
     """Whether this program was started ahead of its generation, by an agent, and still has to wait for it."""
     return names.ENV_AGENT_FD in environ
 
 
-def await_place(environ: MutableMapping[str, str]) -> None:
+def wait_for_assignment(environ: MutableMapping[str, str]) -> None:
     """Tell the agent that this program is ready, and wait to be told its place.
 
     An agent starts a program before its generation begins, so neither the place nor what the job asks for
@@ -126,7 +126,7 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
     )
 
 
-def read_place(environ: Mapping[str, str]) -> ReplicaPlace:
+def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
     """The place of this trainer; alone where nothing is told.
 
     Raises:
@@ -138,7 +138,7 @@ def read_place(environ: Mapping[str, str]) -> ReplicaPlace:
         raise EnvironmentVariableError(
             f"RANK is {rank} but WORLD_SIZE is {replicas}: ranks go from 0 to {replicas - 1}"
         )
-    return ReplicaPlace(
+    return RankAssignment(
         rank=rank,
         replicas=replicas,
         local_rank=_read(environ, "LOCAL_RANK", _natural, 0),
@@ -180,9 +180,9 @@ def read_replica(environ: Mapping[str, str]) -> int:
     return _read(environ, names.ENV_REPLICA, _natural, 0)
 
 
-def read_service_patience(environ: Mapping[str, str]) -> float:
+def read_service_timeout(environ: Mapping[str, str]) -> float:
     """Seconds within which the service must answer an agent for the first time."""
-    return _read(environ, names.ENV_SERVICE_PATIENCE, _seconds, names.DEFAULT_SERVICE_PATIENCE)
+    return _read(environ, names.ENV_SERVICE_TIMEOUT, _seconds, names.DEFAULT_SERVICE_TIMEOUT)
 
 
 def read_incarnation(environ: Mapping[str, str]) -> int:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.environment import ReplicaPlace
+from adascale_worker.environment import RankAssignment
 from adascale_worker.patching import StandIn
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 
 
-def join(place: ReplicaPlace, device: torch.device, generation: int, listen_fd: int | None) -> bool:
+def join(place: RankAssignment, device: torch.device, generation: int, listen_fd: int | None) -> bool:
     """Form the process group of this generation, unless the program has, or is alone.
 
     Ranks and the address of rank 0 are known, so there is nothing to agree on: rank 0 serves the store on
@@ -56,7 +56,7 @@ class Peers:
         device: where tensors that they exchange have to be.
     """
 
-    def __init__(self, place: ReplicaPlace, device: torch.device) -> None:
+    def __init__(self, place: RankAssignment, device: torch.device) -> None:
         self.rank = place.rank
         self.replicas = place.replicas
         self._device = device

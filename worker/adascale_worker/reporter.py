@@ -14,11 +14,11 @@ from adascale_core.messages import AllocationView, GainReport
 from adascale_worker.errors import ServiceError
 from adascale_worker.service import ServiceClient
 
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """Reports kept while the service does not answer."""
 NOT_KNOWN_YET = 404
 """Status where nobody has told the service of the job so far."""
-LONGEST_PAUSE = 5.0
+MAX_BACKOFF = 5.0
 """Seconds between two attempts while the service does not answer."""
 UNFIT = frozenset({400, 413, 422})
 """Statuses of an answer that no repetition of the same reports would change."""
@@ -37,7 +37,7 @@ class Reporter:
     def __init__(self, client: ServiceClient, generation: int) -> None:
         self._client = client
         self._generation = generation
-        self._waiting: deque[GainReport] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[GainReport] = deque(maxlen=MAX_WAITING)
         self._changed = threading.Condition()
         self._closing = False
         self._view: AllocationView | None = None
@@ -65,7 +65,7 @@ class Reporter:
 
     def _run(self) -> None:
         pause = 0.1
-        at_once = MOST_WAITING
+        at_once = MAX_WAITING
         while True:
             with self._changed:
                 if not self._waiting and not self._closing:
@@ -82,7 +82,7 @@ class Reporter:
                     if at_once == 0:
                         print(f"adascale: {error}; this report is left out", flush=True)
                         self._drop(batch)
-                        at_once = MOST_WAITING
+                        at_once = MAX_WAITING
                     continue
                 if not batch and error.status == NOT_KNOWN_YET:
                     continue
@@ -91,7 +91,7 @@ class Reporter:
                     if self._closing:
                         return
                     self._changed.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, MAX_BACKOFF)
                 continue
             if self._complaint is not None:
                 self._complaint = None

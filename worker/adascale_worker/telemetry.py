@@ -10,9 +10,9 @@ from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import GainReport
 from adascale_core.names import REPORT_INTERVAL
 from adascale_worker.adascale import AdaScale
-from adascale_worker.position import Position
 from adascale_worker.reporter import Reporter
-from adascale_worker.stopwatch import Stopwatch
+from adascale_worker.step_timer import StepTimer
+from adascale_worker.training_progress import TrainingProgress
 
 
 class Telemetry:
@@ -30,7 +30,7 @@ class Telemetry:
         self._reporter = reporter
         self._losses: list[torch.Tensor] = []
         self._reported_at = float("-inf")
-        self.stopwatch = Stopwatch()
+        self.step_timer = StepTimer()
 
     @property
     def generation_is_over(self) -> bool:
@@ -46,13 +46,13 @@ class Telemetry:
             loss = torch.as_tensor(loss).detach()
             self._losses.append(loss.mean() if loss.dim() else loss)
 
-    def step(self, plan: BatchPlan, position: Position, optimizer: AdaScale) -> None:
+    def step(self, plan: BatchPlan, position: TrainingProgress, optimizer: AdaScale) -> None:
         """A step was made: measure it, and report if it is time."""
-        self.stopwatch.step(plan, time.perf_counter())
+        self.step_timer.step(plan, time.perf_counter())
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL:
             self.report(plan, position, optimizer)
 
-    def report(self, plan: BatchPlan, position: Position, optimizer: AdaScale) -> None:
+    def report(self, plan: BatchPlan, position: TrainingProgress, optimizer: AdaScale) -> None:
         """Report now."""
         if self._reporter is None:
             return
@@ -70,7 +70,7 @@ class Telemetry:
                 gain=optimizer.gain(),
                 grad_sqr=optimizer.grad_sqr,
                 grad_var=optimizer.grad_var,
-                step_time=self.stopwatch.lap(),
+                step_time=self.step_timer.lap(),
                 time=time.time(),
                 loss=self._mean_loss(),
             )

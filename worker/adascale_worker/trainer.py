@@ -34,20 +34,20 @@ from adascale_core.batch import BatchPlan, batch_choice, is_valid_replicas, plan
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import EXIT_REENTRY
 from adascale_core.throughput import StepTimeModel
-from adascale_worker import environment, randomness
+from adascale_worker import environment, rng_state
 from adascale_worker.adascale import AdaScale
 from adascale_worker.checkpoint import CheckpointFolder, Manifest, Standing
-from adascale_worker.endings import LeaveSignal, QuickExit, leave_with_lost_peers
 from adascale_worker.errors import CheckpointError, DatasetError, StaleBatchSizeError, WorkerError
 from adascale_worker.patching import patch_optimizer, patch_scheduler
-from adascale_worker.position import Position
 from adascale_worker.program import Program, Stateful, load_model
 from adascale_worker.replicate import Peers, join, replicate
 from adascale_worker.reporter import Reporter
 from adascale_worker.service import ServiceClient
 from adascale_worker.settings import settle
+from adascale_worker.shutdown import LeaveSignal, QuickExit, leave_with_lost_peers
 from adascale_worker.stream import MicroBatches, SampleStream
 from adascale_worker.telemetry import Telemetry
+from adascale_worker.training_progress import TrainingProgress
 
 SLOW_STEP = 0.05
 """Seconds of a step from which on the replicas agree on each step what to do, not on measured ones only."""
@@ -111,10 +111,10 @@ class ElasticTrainer:
     ) -> None:
         self._exit = QuickExit()
         self._exit.explain_uncaught_errors()
-        if environment.is_ahead(os.environ):
+        if environment.is_standby(os.environ):
             _import_what_optimizers_import()
-        environment.await_place(os.environ)
-        place = environment.read_place(os.environ)
+        environment.wait_for_assignment(os.environ)
+        place = environment.read_assignment(os.environ)
         self._generation = environment.read_generation(os.environ)
         self._incarnation = environment.read_incarnation(os.environ)
         asked = environment.JobEnvironment(
@@ -143,7 +143,7 @@ class ElasticTrainer:
         self._plan_acknowledged = False
         self._planned_at = time.monotonic()
         self._micro_batch = 0
-        self._position = Position()
+        self._position = TrainingProgress()
         self._delivered = 0
         self._loop: object = None
         self._stream: SampleStream | None = None
@@ -352,7 +352,7 @@ class ElasticTrainer:
         self._loop = loop = object()
         self._begin_step()
         self._delivered = self._position.consumed
-        self._telemetry.stopwatch.pause()
+        self._telemetry.step_timer.pause()
         try:
             while True:
                 if self._loop is not loop:
@@ -377,7 +377,7 @@ class ElasticTrainer:
                 self._inside_epoch = False
         finally:
             self._inside_epoch = False
-            self._telemetry.stopwatch.pause()
+            self._telemetry.step_timer.pause()
 
     def _batches(self, dataset: Sized, stream: SampleStream, options: dict[str, Any]) -> Iterator[Any]:
         consumed = self._position.consumed
@@ -481,7 +481,7 @@ class ElasticTrainer:
                 print(f"adascale: {error}; training goes on", flush=True)
             # What was wished for before is done; it must not ride on the next all-reduce too.
             self.adascale.flags = self._wishes()
-            self._telemetry.stopwatch.pause()
+            self._telemetry.step_timer.pause()
 
     # -- the end of an epoch ----------------------------------------------------------------------------
 
@@ -523,7 +523,7 @@ class ElasticTrainer:
         """Rank 0 chooses the local batch size and accumulation, and all take them."""
         plan = self._plan
         if self.is_main:
-            model = StepTimeModel.fit(self._telemetry.stopwatch.step_times())
+            model = StepTimeModel.fit(self._telemetry.step_timer.step_times())
             plan = plan_batch(
                 self._bounds,
                 self.replicas,
@@ -568,7 +568,7 @@ class ElasticTrainer:
     def _restore_random_state(self) -> None:
         """Last of all on the way in, so that nothing there draws from what was saved."""
         if self._random_state is not None:
-            randomness.restore(self._random_state)
+            rng_state.restore(self._random_state)
             self._random_state = None
 
     def _save(self) -> None:
@@ -579,7 +579,7 @@ class ElasticTrainer:
         """
         if self._folder is not None:
             # Where a checkpoint was just restored, nothing has been drawn from its random state yet.
-            states = self._peers.gather(self._random_state or randomness.capture())
+            states = self._peers.gather(self._random_state or rng_state.capture())
             failure = self._write(self._folder, states) if self.is_main else None
             failure = self._peers.from_main(failure)
             if failure is not None:
@@ -606,7 +606,7 @@ class ElasticTrainer:
             "batch_size": self._bounds.batch_size,
             "samples": self._stream.length if self._stream is not None else None,
             "seed": self._seed,
-            "step_times": self._telemetry.stopwatch.state_dict(),
+            "step_times": self._telemetry.step_timer.state_dict(),
             "random": random_states,
         }
         try:
@@ -639,11 +639,11 @@ class ElasticTrainer:
                 "checkpoint folder"
             )
         self._require_entered().load_state_dict(state["program"])
-        self._position = Position.from_state_dict(state["position"])
+        self._position = TrainingProgress.from_state_dict(state["position"])
         self._seed = state["seed"]
         if state["samples"] is not None:
             self._stream = SampleStream(state["samples"], self._seed)
-        self._telemetry.stopwatch.load_state_dict(state["step_times"])
+        self._telemetry.step_timer.load_state_dict(state["step_times"])
         if self.rank < len(state["random"]):
             self._random_state = state["random"][self.rank]
         self._manifest, self._result = manifest, dict(manifest.result)

@@ -10,13 +10,13 @@ from adascale_api import store
 from adascale_api.bodies import Body
 from adascale_api.errors import ConflictBody, InvalidInputError, Problem, error_response
 from adascale_api.routes.common import CONTROL, READ, WORK, JobId, ServiceOf, errors
-from adascale_api.schemas import LARGEST_STEP, AllocationBody, RegistrationBody
+from adascale_api.schemas import MAX_STEP, AllocationBody, RegistrationBody
 from adascale_core import rendezvous
 from adascale_core.messages import AllocationView
-from adascale_core.names import MOST_REPLICAS
+from adascale_core.names import MAX_REPLICAS
 from adascale_core.rendezvous import StaleAllocationError
 
-LONGEST_WAIT = 60.0
+MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""
 
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
@@ -31,15 +31,15 @@ registration_body = Body(RegistrationBody)
     response_model=AllocationView,
     responses={
         **errors(401, 403, 413, 415, 422, 503),
-        409: {"model": ConflictBody, "description": "This generation, or a newer one, is wanted already."},
+        409: {"model": ConflictBody, "description": "This generation, or a newer one, is desired already."},
     },
     openapi_extra=allocation_body.openapi,
 )
 async def put_allocation(
-    service: ServiceOf, job: JobId, wanted: Annotated[AllocationBody, Depends(allocation_body)]
+    service: ServiceOf, job: JobId, desired: Annotated[AllocationBody, Depends(allocation_body)]
 ) -> AllocationView | Response:
     """Becomes active once all its replicas are there. Writing the same one again does no harm."""
-    to_next = partial(rendezvous.allocate, allocation=wanted.allocation())
+    to_next = partial(rendezvous.allocate, allocation=desired.allocation())
     try:
         done = await service.committed(
             job, partial(store.change, job_id=job, to_next=to_next, now=service.clock())
@@ -60,13 +60,13 @@ async def get_allocation(
     service: ServiceOf,
     job: JobId,
     version: Annotated[
-        int | None, Query(ge=0, le=LARGEST_STEP, description="The version that the caller knows.")
+        int | None, Query(ge=0, le=MAX_STEP, description="The version that the caller knows.")
     ] = None,
     wait: Annotated[
         float,
         Query(
             ge=0,
-            le=LONGEST_WAIT,
+            le=MAX_WAIT,
             allow_inf_nan=False,
             description="Seconds to wait while the version is still the known one.",
         ),
@@ -90,7 +90,7 @@ async def get_allocation(
 async def put_replica(
     service: ServiceOf,
     job: JobId,
-    rank: Annotated[int, Path(ge=0, lt=MOST_REPLICAS, description="Index of the replica, from 0.")],
+    rank: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
     told: Annotated[RegistrationBody, Depends(registration_body)],
 ) -> AllocationView:
     """To be repeated every few seconds while the agent lives, as a sign of life: one that is silent for too

@@ -93,7 +93,7 @@ def _view(connection: Connection, job: Job, now: float) -> JobView:
     return JobView(
         id=job.id,
         spec=job.spec,
-        wanted=state.wanted,
+        desired=state.desired,
         active=state.active,
         broken=state.broken,
         complete=state.complete,

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from adascale_controller.words import clock, count, percent, plural, significant, trimmed
+from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
 from adascale_core.messages import GainReport
 
 PLAIN_INTERVAL = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LONGEST_PAUSE = 30.0
+MAX_BACKOFF = 30.0
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Failures:
     @property
     def pause(self) -> float:
         """Seconds to wait before the program is started again: 1, 2, 4, ..."""
-        return min(2.0 ** (self.count - 1), LONGEST_PAUSE) if self.count else 0.0
+        return min(2.0 ** (self.count - 1), MAX_BACKOFF) if self.count else 0.0
 
     def add(self, generation: int) -> bool:
         """Count a failure in `generation`; false if it has been, for all replicas of one fail together."""

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
-LEAST_ON_CPU = 4
+MIN_ON_CPU = 4
 """Replicas that run at once at most where there is no GPU, however few cores there are."""
 
 
@@ -40,4 +40,4 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
 
 def default_capacity(devices: Sequence[str]) -> int:
     """How many replicas run at once, where the user doesn't say."""
-    return len(devices) or max(LEAST_ON_CPU, cores())
+    return len(devices) or max(MIN_ON_CPU, cores())

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from adascale_controller.formatting import plural
 from adascale_controller.local.agents import Agents, Ended
 from adascale_controller.local.display import Display
 from adascale_controller.local.failures import Failures
 from adascale_controller.local.processes import describe_exit
 from adascale_controller.service_client import JobView
-from adascale_controller.words import plural
-from adascale_core.messages import Phase
+from adascale_core.messages import ReplicaState
 from adascale_core.names import EXIT_FINISHED, EXIT_REENTRY
 
 RESTART_PAUSE = 0.5
@@ -86,25 +86,25 @@ class Replicas:
 
     def staff(self, view: JobView, now: float) -> None:
         """Start the agents that are missing, and let go of those that aren't needed."""
-        if view.wanted is None:
+        if view.desired is None:
             return
         if view.complete:
             self._let_go(view, from_rank=0)
             return
-        for rank in range(view.wanted.replicas):
+        for rank in range(view.desired.replicas):
             over = self._finished.get(rank, -1) >= view.generation
             if over or rank in self.agents.ranks or now < self._not_before.get(rank, 0.0):
                 continue
             self._finished.pop(rank, None)
             self.agents.start(rank)
         if view.active is not None and view.active.generation == view.generation:
-            self._let_go(view, from_rank=view.wanted.replicas)
+            self._let_go(view, from_rank=view.desired.replicas)
 
     def _let_go(self, view: JobView, from_rank: int) -> None:
         """Dismiss the agents whose trainers have left: they would wait for a generation that won't come."""
         for rank in self.agents.ranks:
             told = view.replica(rank)
-            if rank >= from_rank and (told is None or told.phase is not Phase.RUNNING):
+            if rank >= from_rank and (told is None or told.state is not ReplicaState.RUNNING):
                 self.agents.dismiss(rank)
 
     def _replace(self, ended: Ended, now: float) -> None:
@@ -116,7 +116,7 @@ class Replicas:
     def _fail(self, ended: Ended, view: JobView, now: float) -> Failed | None:
         """Count a failure of the program: once for a generation, whichever replicas tell of it."""
         told = view.replica(ended.rank)
-        failed = told if told is not None and told.phase is Phase.FAILED else None
+        failed = told if told is not None and told.state is ReplicaState.FAILED else None
         if failed is not None and failed.generation > 0:
             attempt = failed.generation
         else:

@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_controller.local import checkpoints, machine
 from adascale_controller.local.agents import LEAVE_TIMEOUT, Agents
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize
+from adascale_controller.local.output import already_done, conclude, introduce
 from adascale_controller.local.program import Program, local_program
 from adascale_controller.local.replicas import Replicas
-from adascale_controller.local.service_keeper import ServiceKeeper
 from adascale_controller.local.service_process import ServiceProcess, choose_port
+from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.signals import Signals
 from adascale_controller.local.state_dir import DEFAULT_ROOT, Lock, StateDir
-from adascale_controller.local.telling import already_done, conclude, introduce
 from adascale_controller.local.training import Ending, Training
 from adascale_controller.service_client import MetricsService
-from adascale_controller.words import plural
 from adascale_core import names
 from adascale_core.batch import require_valid_replicas
 from adascale_core.errors import AdaScaleError
@@ -180,7 +180,7 @@ class _Run:
         agents = Agents(program, environ, devices, self._folder, self._lock.descriptor)
         training = Training(
             job,
-            ServiceKeeper(process, client, job.id, display, signals),
+            ServiceSupervisor(process, client, job.id, display, signals),
             client,
             Replicas(agents, job.backoff_limit, display),
             capacity,

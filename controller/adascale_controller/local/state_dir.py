@@ -19,7 +19,7 @@ from typing import Any
 from adascale_core.errors import AdaScaleError
 
 DEFAULT_ROOT = Path(".adascale")
-PATIENCE = 40.0
+TIMEOUT = 40.0
 """Seconds to wait for the processes of a run that is gone; an agent gives its trainer 25 to save."""
 
 _CHECKPOINT_FILE = re.compile(r"checkpoint-\d+\.(json|pt)(\.draft)?\Z")
@@ -185,7 +185,7 @@ class Lock:
         os.close(self.descriptor)
 
     def _acquire(self, folder: StateDir, tell: Callable[[str], None], stop: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         told = False
         while not self._try():
             holder = self._holder()

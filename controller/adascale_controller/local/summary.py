@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
+from adascale_controller.formatting import count, percent, plural, significant, trimmed
 from adascale_controller.local.generations import GenerationSummary, Span
-from adascale_controller.words import count, percent, plural, significant, trimmed
 
 
 def generations_table(generations: Sequence[GenerationSummary]) -> Table:

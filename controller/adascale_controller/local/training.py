@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass
 from signal import Signals as SignalNumber
 
+from adascale_controller.formatting import count, duration, plural, trimmed
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display, Status
 from adascale_controller.local.processes import describe_exit
 from adascale_controller.local.replicas import Replicas
-from adascale_controller.local.service_keeper import ServiceKeeper
+from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.signals import Signals
 from adascale_controller.observation import Observation
 from adascale_controller.service_client import (
@@ -19,9 +20,8 @@ from adascale_controller.service_client import (
     ServiceRefusedError,
     ServiceUnreachableError,
 )
-from adascale_controller.words import count, duration, plural, trimmed
 from adascale_core.decision import decide
-from adascale_core.messages import Allocation, GainReport, Phase
+from adascale_core.messages import Allocation, GainReport, ReplicaState
 from adascale_core.names import EXIT_PEER_LOST
 
 TICK = 0.25
@@ -32,7 +32,7 @@ FINISH_TIMEOUT = 60.0
 """Seconds that the other replicas have to finish after the first one has."""
 SILENCE = 30.0
 """Seconds without a step after which the user is pointed to the program's output."""
-LOSS_PATIENCE = 1.0
+LOSS_TIMEOUT = 1.0
 """Seconds to wait for word of which replica was lost."""
 
 
@@ -73,7 +73,7 @@ class Training:
     def __init__(
         self,
         job: Job,
-        service: ServiceKeeper,
+        service: ServiceSupervisor,
         client: MetricsService,
         replicas: Replicas,
         capacity: int,
@@ -174,10 +174,12 @@ class Training:
         if self._loss_since is None:
             return
         # Often its peers are the first to notice: wait a little for the one that was lost itself.
-        lost = [one for one in view.replicas if one.phase is Phase.LOST and one.exit_code != EXIT_PEER_LOST]
+        lost = [
+            one for one in view.replicas if one.state is ReplicaState.LOST and one.exit_code != EXIT_PEER_LOST
+        ]
         if lost and lost[0].exit_code is not None:
             what = f"The trainer of replica {lost[0].rank} is gone ({describe_exit(lost[0].exit_code)})"
-        elif now - self._loss_since > LOSS_PATIENCE:
+        elif now - self._loss_since > LOSS_TIMEOUT:
             what = "A replica is gone"
         else:
             return
@@ -209,21 +211,21 @@ class Training:
 
     def _move(self, view: JobView, now: float) -> None:
         """Want another count if that is decided."""
-        if view.complete or view.wanted is None or now - self._decided_at < DECISION_INTERVAL:
+        if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
         state = self._observation.state(view, self.total)
-        if state.settled_at is None:
+        if state.stable_since is None:
             return
         self._decided_at = now
         decision = decide([state], self._capacity, now)[self._job.id]
-        if decision.replicas in (0, view.wanted.replicas):
+        if decision.replicas in (0, view.desired.replicas):
             return
         try:
             self._client.allocate(self._job.id, Allocation(view.generation + 1, decision.replicas))
         except (ServiceUnreachableError, ServiceRefusedError):
             return  # The job has moved on meanwhile, or the service is away: the next round knows.
         self._display.note(
-            f"Rescaling {view.wanted.replicas} -> {decision.replicas}: {decision.reason}", "cyan"
+            f"Rescaling {view.desired.replicas} -> {decision.replicas}: {decision.reason}", "cyan"
         )
 
     # -- the end -------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class Training:
         left = None
         if self.total is not None and report.step_time > 0:
             left = (self.total - report.progress) * report.step_time / report.gain
-        if not doing and view.wanted and report.generation < view.wanted.generation:
-            now, then = report.replicas, view.wanted.replicas
+        if not doing and view.desired and report.generation < view.desired.generation:
+            now, then = report.replicas, view.desired.replicas
             doing = f"{now} -> {then} replicas" if now != then else "re-entering"
         return Status(doing, report.progress, self.total, report, left)

@@ -9,7 +9,7 @@ from typing import Any
 
 from adascale_controller.operator.resource import timestamp
 
-LONGEST_MESSAGE = 4096
+MAX_MESSAGE = 4096
 """Characters of a message, at most: the API allows 32768, people read less."""
 
 
@@ -105,7 +105,7 @@ def merged(
                 "observedGeneration": generation,
                 "lastTransitionTime": since,
                 "reason": str(one.reason),
-                "message": one.message[:LONGEST_MESSAGE],
+                "message": one.message[:MAX_MESSAGE],
             }
         )
     return conditions

@@ -170,5 +170,5 @@ class Controller:
         that had been forgotten, is.
         """
         ours = self._settings.namespace in (None, view.id.partition(".")[0])
-        known = view.spec is not None or view.wanted is not None or bool(view.replicas)
+        known = view.spec is not None or view.desired is not None or bool(view.replicas)
         return ours and (known or view.id in self._forgotten)

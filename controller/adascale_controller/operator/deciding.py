@@ -14,8 +14,8 @@ from adascale_controller.operator.looking import Look
 from adascale_controller.operator.stage import Kind as StageKind
 from adascale_controller.service_client import JobView
 from adascale_core.batch import valid_replicas
+from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, JobState, decide
-from adascale_core.room import NodeRoom, ReplicaRoom, Room
 
 Raw = Mapping[str, Any]
 """An object of the Kubernetes API, as its JSON."""
@@ -47,14 +47,14 @@ def decide_all(
     return decisions
 
 
-def _room(looks: Collection[Look], nodes: Sequence[Raw] | None, pods: Sequence[Raw]) -> Room:
+def _room(looks: Collection[Look], nodes: Sequence[Raw] | None, pods: Sequence[Raw]) -> Capacity:
     if nodes is None:
-        return ReplicaRoom(sum(look.seen.job.valid.spec.max_replicas for look in looks))
+        return ReplicaCapacity(sum(look.seen.job.valid.spec.max_replicas for look in looks))
     demands = {look.seen.job.id: look.demand for look in looks if look.demand is not None}
-    return NodeRoom(free_nodes(nodes, pods, demands), demands)
+    return NodeCapacity(free_nodes(nodes, pods, demands), demands)
 
 
-def _state(look: Look, room: Room) -> JobState:
+def _state(look: Look, room: Capacity) -> JobState:
     """A job as the decision has to know it."""
     seen, memory = look.seen, look.memory
     job, view = seen.job.valid, seen.service or JobView()
@@ -64,7 +64,7 @@ def _state(look: Look, room: Room) -> JobState:
     memory.observation.see(view, time.monotonic())
     state = memory.observation.state(view, job.spec.scale_invariant_steps)
     standing = seen.standing
-    at_work = view.wanted == standing and seen.training > 0
+    at_work = view.desired == standing and seen.training > 0
     most = room.most(job.id)
     _try(look, most)
     limits = [limit for limit in (job.replicas, memory.trials.limit(most, seen.now)) if limit is not None]
@@ -72,7 +72,7 @@ def _state(look: Look, room: Room) -> JobState:
         state,
         arrival=float(seen.job.created_at),
         replicas=standing.replicas if standing is not None else 0,
-        settled_at=state.settled_at if at_work else None,
+        stable_since=state.stable_since if at_work else None,
         limit=min(limits, default=None),
     )
 

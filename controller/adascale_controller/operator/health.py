@@ -10,7 +10,7 @@ from aiohttp import web
 
 from adascale_core.errors import AdaScaleError
 
-LONGEST_SILENCE = 120.0
+MAX_SILENCE = 120.0
 """Seconds without a sign of life after which the operator counts as stuck."""
 
 
@@ -62,6 +62,6 @@ class Health:
             await runner.cleanup()
 
     async def _answer(self, _request: web.Request) -> web.Response:
-        if self.silence > LONGEST_SILENCE:
+        if self.silence > MAX_SILENCE:
             return web.Response(status=503, text=f"no cycle in {self.silence:.0f} s\n")
         return web.Response(text="ok\n")

@@ -23,17 +23,17 @@ from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.trials import Trials
 from adascale_controller.service_client import JobView
 from adascale_core import names
-from adascale_core.room import Demand
+from adascale_core.capacity import Demand
 
 logger = logging.getLogger(__name__)
 
 CLAIM_INTERVAL = 5.0
 """Seconds between two looks at a volume claim that is not there."""
-REFUSAL_PATIENCE = 1.0
+REFUSAL_TIMEOUT = 1.0
 """Seconds that pods may be missing before it is asked why."""
 REFUSAL_INTERVAL = 5.0
 """Seconds between two such questions about one job."""
-CREATION_PATIENCE = 10.0
+CREATION_TIMEOUT = 10.0
 """Seconds that a node may take for a pod's volumes and network before it is asked what is wrong: at first,
 they often are not there yet."""
 
@@ -211,11 +211,11 @@ class Looker:
             return None
         if memory.short_since is None:
             memory.short_since = seen.now
-        if seen.now - memory.short_since < REFUSAL_PATIENCE:
+        if seen.now - memory.short_since < REFUSAL_TIMEOUT:
             return None
         if seen.now - memory.refusal_seen_at >= REFUSAL_INTERVAL:
             memory.refusal_seen_at = seen.now
-            since = memory.short_since - 2 * REFUSAL_PATIENCE
+            since = memory.short_since - 2 * REFUSAL_TIMEOUT
             try:
                 memory.refusal = await self._cluster.refusal(seen.job.namespace, batch.uid, since)
             except ClusterError as error:
@@ -225,7 +225,7 @@ class Looker:
     async def _hindered(self, seen: Sighting, memory: Memory) -> Sequence[Pod]:
         """The pods, the first that a node has taken and does not start with what is wrong with it."""
         taken = [pod for pod in seen.present.values() if pod.scheduled and not pod.begun and not pod.problem]
-        late = [pod for pod in taken if seen.now > pod.created_at + CREATION_PATIENCE]
+        late = [pod for pod in taken if seen.now > pod.created_at + CREATION_TIMEOUT]
         if not late:
             memory.hindrance = None
             return seen.pods

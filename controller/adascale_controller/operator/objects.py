@@ -28,12 +28,12 @@ __all__ = [
     "template_warnings",
 ]
 
-MOST_FAILURES: Final = 2**31 - 1
+MAX_FAILURES: Final = 2**31 - 1
 """The Job never gives up by count: the operator counts, and counts a generation once. It counts each index by
 itself, since the Job controller then also pauses for each by itself before it replaces a pod. Otherwise the
 pauses double with each pod of all that was ever lost, up to ten minutes, for the growth of the Job too."""
 
-DISRUPTIONS: Final = tuple(sorted((names.EXIT_REENTRY, names.UNAVAILABLE, 128 + 9, 128 + 15)))
+DISRUPTIONS: Final = tuple(sorted((names.EXIT_REENTRY, names.EXIT_SERVICE_UNAVAILABLE, 128 + 9, 128 + 15)))
 """Exit codes that are no failure of the program: it left with its state saved, it never found the service,
 or it was killed. In order, as the API server wants them."""
 
@@ -54,8 +54,8 @@ def job_manifest(workload: Workload, replicas: int, *, suspend: bool, one_node: 
         "completions": size,
         "parallelism": size,
         "suspend": suspend,
-        "backoffLimit": MOST_FAILURES,
-        "backoffLimitPerIndex": MOST_FAILURES,
+        "backoffLimit": MAX_FAILURES,
+        "backoffLimitPerIndex": MAX_FAILURES,
         "podFailurePolicy": {
             "rules": [
                 {

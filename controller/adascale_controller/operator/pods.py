@@ -12,7 +12,7 @@ from adascale_controller.operator.capacity import pod_request
 from adascale_controller.operator.conditions import Reason
 from adascale_controller.operator.resource import seconds
 from adascale_core import names
-from adascale_core.last_words import LastWords
+from adascale_core.termination_message import TerminationMessage
 
 Raw = Mapping[str, Any]
 """An object of the Kubernetes API, or a part of one, as its JSON."""
@@ -25,7 +25,7 @@ LONG_LIFE: Final = 600.0
 
 _KILLED: Final = (128 + 9, 128 + 15)
 """Exit codes of who was killed by somebody else: SIGKILL, SIGTERM."""
-_NO_FAILURE: Final = (names.EXIT_FINISHED, names.EXIT_REENTRY, names.UNAVAILABLE)
+_NO_FAILURE: Final = (names.EXIT_FINISHED, names.EXIT_REENTRY, names.EXIT_SERVICE_UNAVAILABLE)
 """Exit codes by which an agent says that the program has not failed."""
 
 _NOT_PULLED: Final = frozenset(
@@ -88,7 +88,7 @@ class Ended:
     signal: int | None = None
     reason: str = ""
     message: str = ""
-    words: LastWords | None = None
+    words: TerminationMessage | None = None
     disruption: bool = False
     of_worker: bool = True
 
@@ -271,7 +271,7 @@ def _ended(spec: Raw, status: Raw) -> Ended:
         signal=end.get("signal") or (code - 128 if code is not None and code > 128 else None),
         reason=status.get("reason") or end.get("reason") or "",
         message=said,
-        words=LastWords.parse(text) if of_worker else None,
+        words=TerminationMessage.parse(text) if of_worker else None,
         disruption=any(
             one["type"] == "DisruptionTarget" and one["status"] == "True"
             for one in _statuses(status, "conditions")

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Self
 
-from adascale_controller.findings import examine
 from adascale_controller.job import Job
 from adascale_controller.jobfile import job_of
 from adascale_controller.operator.places import why_not_shared
+from adascale_controller.validation import examine
 from adascale_controller.yamltext import dotted
 from adascale_core import names
 from adascale_core.messages import Allocation

@@ -10,7 +10,7 @@ from adascale_controller.operator.pods import Pod, Problem
 from adascale_controller.operator.resource import ElasticJob
 from adascale_controller.service_client import JobView
 from adascale_core import names
-from adascale_core.messages import Allocation, Phase
+from adascale_core.messages import Allocation, ReplicaState
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Sighting:
         Where the service has come to the recorded number by itself, agents follow the service.
         """
         recorded = self.job.recorded
-        wanted = self.service.wanted if self.service is not None else None
-        if recorded is None or wanted is None:
+        desired = self.service.desired if self.service is not None else None
+        if recorded is None or desired is None:
             return recorded
-        return wanted if wanted.generation >= recorded.generation else recorded
+        return desired if desired.generation >= recorded.generation else recorded
 
     @property
     def own_batch(self) -> BatchJob | None:
@@ -168,7 +168,7 @@ class Sighting:
         if view.broken:
             # It re-enters from the last checkpoint: nothing is saved any more.
             return 0
-        running = [one.rank for one in view.replicas if one.phase is Phase.RUNNING]
+        running = [one.rank for one in view.replicas if one.state is ReplicaState.RUNNING]
         # Who has a place in what is active, but has not told yet that it has taken it, is about to run.
         return max(self.training, max(running, default=-1) + 1)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from adascale_controller.formatting import plural
 from adascale_controller.operator.conditions import ConditionType, Reason, condition_of, is_true
 from adascale_controller.operator.failures import Failures, failed
 from adascale_controller.operator.pods import Pod
 from adascale_controller.operator.sighting import Sighting
-from adascale_controller.words import plural
 
 LOG_LINES = 20
 """Last lines of the program's output in the condition of a job that has failed."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adascale_controller.formatting import duration, plural
 from adascale_controller.operator.conditions import (
     Condition,
     ConditionType,
@@ -18,7 +19,6 @@ from adascale_controller.operator.resource import timestamp
 from adascale_controller.operator.sighting import Sighting
 from adascale_controller.operator.stage import Kind, Stage
 from adascale_controller.operator.trials import Refused
-from adascale_controller.words import duration, plural
 from adascale_core import names
 from adascale_core.messages import Allocation, GainReport
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from adascale_controller.formatting import plural
 from adascale_controller.operator.conditions import Condition, ConditionType, Reason, condition_of
 from adascale_controller.operator.failures import Failures
 from adascale_controller.operator.pods import Pod, is_lost
@@ -15,7 +16,6 @@ from adascale_controller.operator.stage import Kind, Stage, last_failure
 from adascale_controller.operator.status import Outlook, Status, status_of
 from adascale_controller.operator.trials import Refused
 from adascale_controller.service_client import JobView
-from adascale_controller.words import plural
 from adascale_core.decision import Decision
 from adascale_core.messages import Allocation, JobSpec
 
@@ -105,7 +105,7 @@ def steer(
     return Course(
         status=status,
         declare=_declaration(seen, stage),
-        want=want if _is_news(want, service.wanted if service else None) and service is not None else None,
+        want=want if _is_news(want, service.desired if service else None) and service is not None else None,
         make_claim=bool(creates and seen.claim is not None and seen.claim.own and not seen.claim.exists),
         create=size if creates else None,
         resize=size if batch is not None and not remakes and _differs(seen, size) else None,
@@ -120,7 +120,7 @@ def steer(
 def is_predecessors(seen: Sighting) -> bool:
     """Whether what the service knows is of an earlier job of this name."""
     view = seen.service
-    return seen.job.recorded is None and view is not None and (view.wanted is not None or view.complete)
+    return seen.job.recorded is None and view is not None and (view.desired is not None or view.complete)
 
 
 def has_new_bounds(seen: Sighting) -> bool:
@@ -137,14 +137,14 @@ def _allocation(seen: Sighting, stage: Stage, decision: Decision | None) -> Allo
     if standing is None:
         return Allocation(1, count) if count else None
     # A generation that the service has not been told of yet will take up the new bounds anyway.
-    told = seen.service is not None and seen.service.wanted == standing
+    told = seen.service is not None and seen.service.desired == standing
     if count != standing.replicas or (count and told and has_new_bounds(seen)):
         return Allocation(standing.generation + 1, count)
     return standing
 
 
-def _is_news(want: Allocation | None, wanted: Allocation | None) -> bool:
-    return want is not None and (wanted is None or want.generation > wanted.generation)
+def _is_news(want: Allocation | None, desired: Allocation | None) -> bool:
+    return want is not None and (desired is None or want.generation > desired.generation)
 
 
 def _declaration(seen: Sighting, stage: Stage) -> JobSpec | None:

@@ -331,7 +331,7 @@ def _mount(worker: Manifest, spec: Manifest, workload: Workload, warnings: list[
     token = {
         "serviceAccountToken": {
             "audience": names.job_audience(workload.job.id),
-            "expirationSeconds": names.TOKEN_SECONDS,
+            "expirationSeconds": names.TOKEN_EXPIRATION_SECONDS,
             "path": TOKEN_FILE,
         }
     }

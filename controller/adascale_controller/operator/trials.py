@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PATIENCE_TRAINING = 60.0
+TIMEOUT_TRAINING = 60.0
 """Seconds that a count is tried for while training goes on; a cluster autoscaler may add nodes meanwhile."""
-PATIENCE_WAITING = 10.0
+TIMEOUT_WAITING = 10.0
 """Seconds where nothing trains, and a smaller count would."""
 FIRST_PAUSE = 60.0
-LONGEST_PAUSE = 900.0
+MAX_BACKOFF = 900.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Trials:
         self._since: tuple[int, float] | None = None
 
     def limit(self, room: int, now: float) -> int | None:
-        """The largest count that may be wanted now; none: any.
+        """The largest count that may be desired now; none: any.
 
         Args:
             room: how many of its replicas seem to fit in all.
@@ -92,13 +92,13 @@ class Trials:
             return
         if self._since is None or self._since[0] != generation:
             self._since = (generation, now)
-        patience = PATIENCE_TRAINING if training else PATIENCE_WAITING
+        patience = TIMEOUT_TRAINING if training else TIMEOUT_WAITING
         if now - self._since[1] < patience or not valid:
             return
         limit = max((one for one in valid if one <= max(placed, training)), default=valid[0])
         if limit >= count:
             return
         again = self.refused is not None and self.refused.count <= count
-        pause = min(2 * self.refused.pause, LONGEST_PAUSE) if again and self.refused else FIRST_PAUSE
+        pause = min(2 * self.refused.pause, MAX_BACKOFF) if again and self.refused else FIRST_PAUSE
         self._since = None
         self.refused = Refused(count, limit, *problem, now + pause, room, pause)

@@ -13,7 +13,7 @@ import time
 
 from adascale_worker import environment
 
-environment.await_place(os.environ)
+environment.wait_for_assignment(os.environ)
 print(f"replica {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, who: {os.environ.get('WHO')}", flush=True)
 
 match sys.argv[1:]:

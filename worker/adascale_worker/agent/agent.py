@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from types import FrameType
 
-from adascale_core.last_words import LastWords
-from adascale_core.messages import ActiveAllocation, AllocationView, Phase, Registration
+from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
 from adascale_core.names import (
     ENV_GENERATION,
     EXIT_FINISHED,
@@ -21,7 +20,8 @@ from adascale_core.names import (
     EXIT_REENTRY,
     LEAVE_GRACE,
 )
-from adascale_worker.agent.link import ServiceLink
+from adascale_core.termination_message import TerminationMessage
+from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
 from adascale_worker.errors import ServiceError, WorkerError
@@ -29,13 +29,13 @@ from adascale_worker.service import ServiceClient
 
 RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to save and leave a generation whose replicas are all well."""
-END_PATIENCE = 60.0
+END_TIMEOUT = 60.0
 """Seconds that a replica which has finished waits to hear that rank 0 has."""
-LAST_WORDS = 3.0
+TERMINATION_MESSAGE_TIMEOUT = 3.0
 """Seconds spent on telling the service why the agent leaves."""
 PREPARATION = 60.0
 """Seconds after which a new replica counts as there even if its program has not said that it is ready."""
-STANDBY_PATIENCE = 120.0
+STANDBY_TIMEOUT = 120.0
 """Seconds that a trainer is kept ready for a generation that does not come."""
 COMMAND_NOT_FOUND = 127
 """What shells leave with when a program cannot be started."""
@@ -89,7 +89,7 @@ class Agent:
         self._address = address
         self._instance = secrets.token_hex(8)
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._link = ServiceLink(client, lambda: self._events.put(_Event.CHANGED))
+        self._link = Heartbeat(client, lambda: self._events.put(_Event.CHANGED))
         self._socket = _listen(address)
         self._generation = 0
         self._standby: TrainerProcess | None = None
@@ -112,23 +112,23 @@ class Agent:
         signal.signal(signal.SIGINT, self._terminate)
         self._link.start()
         self._await_first_answer()
-        phase, code = Phase.WAITING, None
+        replica_state, code = ReplicaState.WAITING, None
         while True:
-            trainer = self._await_place(phase, code)
+            trainer = self._wait_for_assignment(replica_state, code)
             if trainer is None:
                 if self._job_is_complete:
-                    return self._end(Phase.FINISHED, EXIT_FINISHED)
-                return self._end(Phase.TERMINATED, EXIT_REENTRY)
+                    return self._end(ReplicaState.FINISHED, EXIT_FINISHED)
+                return self._end(ReplicaState.TERMINATED, EXIT_REENTRY)
             code = self._watch(trainer)
-            phase = self._phase(code)
-            if phase is Phase.FINISHED:
+            replica_state = self._replica_state(code)
+            if replica_state is ReplicaState.FINISHED:
                 if self._job_came_to_its_end():
-                    return self._end(phase, code)
-                phase = Phase.LOST
-            if phase is Phase.FAILED:
+                    return self._end(replica_state, code)
+                replica_state = ReplicaState.LOST
+            if replica_state is ReplicaState.FAILED:
                 return self._fail(_leaving_code(code), trainer.log)
             if self._terminating:
-                return self._end(Phase.TERMINATED, EXIT_REENTRY)
+                return self._end(ReplicaState.TERMINATED, EXIT_REENTRY)
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         self._events.put(_Event.TERMINATE)
@@ -143,46 +143,46 @@ class Agent:
                 )
             self._next_event()
 
-    def _await_place(self, phase: Phase, code: int | None) -> TrainerProcess | None:
+    def _wait_for_assignment(self, replica_state: ReplicaState, code: int | None) -> TrainerProcess | None:
         """A trainer in its place in the next generation; none if asked to leave, or the job is complete.
 
         Args:
-            phase: what to tell the service meanwhile.
+            replica_state: what to tell the service meanwhile.
             code: the exit code of the trainer before, to be told with it.
         """
         # One that has run before says at once that it has left; a new one, when it is ready to begin.
-        told = phase is not Phase.WAITING
+        told = replica_state is not ReplicaState.WAITING
         if told:
-            self._link.tell(self._registration(phase, code))
+            self._link.tell(self._registration(replica_state, code))
         while not self._terminating and not self._job_is_complete:
             view = self._link.view
             following = view.next_after(self._generation) if view is not None else None
-            if following is not None and following.has_place_for(self._rank, self._instance):
+            if following is not None and following.admits(self._rank, self._instance):
                 trainer = self._enter(following)
                 if trainer is not None:
                     return trainer
-                phase, code = Phase.LOST, None
+                replica_state, code = ReplicaState.LOST, None
                 continue
-            if told and view is not None and view.spent_port == self._port:
+            if told and view is not None and view.used_port == self._port:
                 # It was given to a generation that this replica has missed; the next needs another.
                 self._renew_socket()
-                self._link.tell(self._registration(phase, code))
+                self._link.tell(self._registration(replica_state, code))
             if not self._prepare(view):
                 raise self._cannot_prepare()
             if not told and self._is_prepared:
                 told = True
-                self._link.tell(self._registration(phase))
+                self._link.tell(self._registration(replica_state))
             self._next_event()
         self._dismiss()
         return None
 
     def _prepare(self, view: AllocationView | None) -> bool:
-        """Start a trainer ahead of a generation that is wanted; let it go when that does not come.
+        """Start a trainer ahead of a generation that is desired; let it go when that does not come.
 
         Returns:
             whether all is well; otherwise the trainer that was started has ended by itself.
         """
-        wanted = view.wanted if view is not None else None
+        desired = view.desired if view is not None else None
         if self._standby is not None:
             code = self._standby.exit_code
             if code is not None:
@@ -190,12 +190,16 @@ class Agent:
                     return False
                 self._standby, self._standby_generation = None, self._generation
                 return True
-            if self._prepared_for > STANDBY_PATIENCE:
+            if self._prepared_for > STANDBY_TIMEOUT:
                 self._dismiss()
             return True
-        if wanted is None or self._rank >= wanted.replicas or wanted.generation <= self._standby_generation:
+        if (
+            desired is None
+            or self._rank >= desired.replicas
+            or desired.generation <= self._standby_generation
+        ):
             return True
-        self._standby_generation = wanted.generation
+        self._standby_generation = desired.generation
         self._standby_since = time.monotonic()
         self._standby = self._spawn()
         return True
@@ -206,12 +210,12 @@ class Agent:
         if not self._prepare(view):
             # A failed preparation says nothing about the trainer that runs.
             self._standby = None
-        wanted = view.wanted if view is not None else None
-        if wanted is None or wanted.generation <= self._ready_for or self._rank >= wanted.replicas:
+        desired = view.desired if view is not None else None
+        if desired is None or desired.generation <= self._ready_for or self._rank >= desired.replicas:
             return
         if self._is_prepared:
-            self._ready_for = wanted.generation
-            self._link.tell(self._registration(Phase.RUNNING))
+            self._ready_for = desired.generation
+            self._link.tell(self._registration(ReplicaState.RUNNING))
 
     @property
     def _job_is_complete(self) -> bool:
@@ -270,7 +274,7 @@ class Agent:
         if first and allocation.master_port != self._port:
             # It was given a port of before: the peers must not wait there.
             self._renew_socket()
-            self._link.tell(self._registration(Phase.LOST))
+            self._link.tell(self._registration(ReplicaState.LOST))
             return None
         trainer = self._standby or self._spawn()
         self._standby = None
@@ -289,7 +293,7 @@ class Agent:
         self._standby_generation = self._ready_for = allocation.generation
         if first:
             self._renew_socket()
-        self._link.tell(self._registration(Phase.RUNNING))
+        self._link.tell(self._registration(ReplicaState.RUNNING))
         return trainer
 
     def _watch(self, trainer: TrainerProcess) -> int:
@@ -325,7 +329,7 @@ class Agent:
 
     def _job_came_to_its_end(self) -> bool:
         """Whether the program has finished on rank 0 too, without which its end does not count."""
-        give_up = time.monotonic() + END_PATIENCE
+        give_up = time.monotonic() + END_TIMEOUT
         while self._rank > 0 and not self._terminating and time.monotonic() < give_up:
             if self._job_is_complete:
                 return True
@@ -334,40 +338,44 @@ class Agent:
             self._next_event()
         return True
 
-    def _phase(self, code: int) -> Phase:
+    def _replica_state(self, code: int) -> ReplicaState:
         """What the end of a trainer means."""
         if code == EXIT_FINISHED:
-            return Phase.FINISHED
+            return ReplicaState.FINISHED
         if code == EXIT_REENTRY:
-            return Phase.REENTERING
+            return ReplicaState.REENTERING
         view = self._link.view
         over = view is not None and view.is_over(self._generation)
         if code == EXIT_PEER_LOST or -code in DISRUPTIONS or over or self._terminating:
-            return Phase.LOST
-        return Phase.FAILED
+            return ReplicaState.LOST
+        return ReplicaState.FAILED
 
     def _fail(self, code: int, log: str) -> int:
         # First of all: whoever hears of it from the service may end this pod at once.
-        self._termination_log.say(LastWords(self._generation, code, log))
-        return self._end(Phase.FAILED, code, log)
+        self._termination_log.say(TerminationMessage(self._generation, code, log))
+        return self._end(ReplicaState.FAILED, code, log)
 
-    def _end(self, phase: Phase, code: int, log: str | None = None) -> int:
-        told = self._link.tell(self._registration(phase, code, log), patience=LAST_WORDS)
+    def _end(self, replica_state: ReplicaState, code: int, log: str | None = None) -> int:
+        told = self._link.tell(
+            self._registration(replica_state, code, log), patience=TERMINATION_MESSAGE_TIMEOUT
+        )
         if not told:
             print("adascale-agent: leaving without an answer from the metrics service", flush=True)
         return code
 
-    def _registration(self, phase: Phase, code: int | None = None, log: str | None = None) -> Registration:
+    def _registration(
+        self, replica_state: ReplicaState, code: int | None = None, log: str | None = None
+    ) -> Registration:
         return Registration(
             rank=self._rank,
             instance=self._instance,
-            phase=phase,
+            state=replica_state,
             generation=self._generation,
             address=self._address,
             port=self._port,
             exit_code=code,
             log=log,
-            prepared=self._ready_for if phase is Phase.RUNNING else None,
+            prepared=self._ready_for if replica_state is ReplicaState.RUNNING else None,
         )
 
     def _renew_socket(self) -> None:

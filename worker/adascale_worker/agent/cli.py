@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
-from adascale_core.last_words import LastWords
+from adascale_core.termination_message import TerminationMessage
 
 _DESCRIPTION = f"""\
 Run a training program as one replica of an elastic job.
@@ -26,7 +26,7 @@ environment:
   {names.ENV_JOB_ID}    the job, <namespace>.<name>
   {names.ENV_REPLICA}   index of this replica, from 0
   {names.ENV_ADDRESS}   where other replicas reach it (default: 127.0.0.1)
-  {names.ENV_SERVICE_PATIENCE}   seconds to wait for the service's first answer
+  {names.ENV_SERVICE_TIMEOUT}   seconds to wait for the service's first answer
   {names.ENV_TERMINATION_GRACE}   seconds that a trainer has to save when the agent is asked to leave
   {names.ENV_TERMINATION_LOG}   a file in which to say why the program has failed
   {names.ENV_TOKEN}, {names.ENV_TOKEN_FILE}   the bearer token, or a file with it
@@ -78,12 +78,12 @@ def _run(command: list[str]) -> int:
             environ,
             rank=environment.read_replica(environ),
             address=environ.get(names.ENV_ADDRESS, "127.0.0.1"),
-            patience=environment.read_service_patience(environ),
+            patience=environment.read_service_timeout(environ),
             termination_grace=environment.read_termination_grace(environ),
             termination_log=termination_log,
         )
         return agent.run()
     except AdaScaleError as error:
-        termination_log.say(LastWords(0, error.exit_code, str(error)))
+        termination_log.say(TerminationMessage(0, error.exit_code, str(error)))
         print(f"adascale-agent: {error}", file=sys.stderr, flush=True)
         return error.exit_code

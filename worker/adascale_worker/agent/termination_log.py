@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from adascale_core.last_words import LastWords
+from adascale_core.termination_message import TerminationMessage
 
 
 class TerminationLog:
@@ -19,7 +19,7 @@ class TerminationLog:
         self._path = path
         self._said = False
 
-    def say(self, words: LastWords) -> None:
+    def say(self, words: TerminationMessage) -> None:
         """Write why the agent leaves. The first words count: what is said later only follows from it."""
         if self._path is None or self._said:
             return

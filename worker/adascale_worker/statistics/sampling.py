@@ -9,7 +9,7 @@ from dataclasses import dataclass
 FIRST_STEPS = 100
 """Steps that are all measured: from a new start the gain must be known soon."""
 
-MOST_APART = 16
+MAX_APART = 16
 """Most steps from one sample to the next: bounds how late a flag is heard."""
 
 SAMPLES_PER_WINDOW = 16
@@ -39,7 +39,7 @@ class Sampling:
             return 1
         # Rounded before it is cut: 1 / (1 - 0.984) must be 62.5 whatever its last bits.
         window = round(1.0 / (1.0 - smoothing), 6)
-        return int(min(max(window / SAMPLES_PER_WINDOW, 1), MOST_APART))
+        return int(min(max(window / SAMPLES_PER_WINDOW, 1), MAX_APART))
 
     def measures(self, step: int, smoothing: float) -> bool:
         """Whether `step`, counted from 0, is measured."""

@@ -1,11 +1,11 @@
 """Whether replicas of several jobs fit at once: into a number of replicas, or onto the nodes of a cluster.
 
-`ReplicaRoom` is a number: replicas are alike, and so many fit. `NodeRoom` has nodes as bins: replicas that
-stand on a node stay there, and the others are packed by decreasing size, each onto the first node that has
-what it asks for. The best packing of unlike replicas is hard to find, so a room may say no to counts that
-another packing would hold; it never says yes to what it has not packed. For one job alone, and for jobs whose
-replicas are alike, the answer is exact; there, fewer replicas fit wherever more do. With unlike replicas
-neither is sure.
+`ReplicaCapacity` is a number: replicas are alike, and so many fit. `NodeCapacity` has nodes as bins: replicas
+that are placed on a node stay there, and the others are packed by decreasing size, each onto the first node
+that has what it requests. The best packing of unlike replicas is hard to find, so a capacity may say no to
+counts that another packing would hold; it never says yes to what it has not packed. For one job alone, and
+for jobs whose replicas are alike, the answer is exact: there, fewer replicas fit wherever more do.
+With unlike replicas neither is certain.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class ReplicaRoom:
-    """Room for so many replicas, whatever job they are of."""
+class ReplicaCapacity:
+    """Capacity for so many replicas, whatever job they are of."""
 
     total: int
 
@@ -75,8 +75,8 @@ class ReplicaRoom:
         return max(self.total, 0)
 
 
-class NodeRoom:
-    """Room on nodes.
+class NodeCapacity:
+    """Capacity on nodes.
 
     A replica that stands on a node is a fact: it stays and fits, even where the node has less than it asks
     for (its devices may be gone for a moment while a plugin restarts); such a node takes nothing else.
@@ -159,7 +159,7 @@ class NodeRoom:
         """The share of all nodes that one replica of `job` takes of what it takes most of, from 0 to 1."""
         return self._loads[job].share
 
-    def likeness(self, job: str) -> object:
+    def equivalence_class(self, job: str) -> object:
         """Equal for two jobs that stand nowhere if as many replicas fit of the one as of the other."""
         load = self._loads[job]
         return (load.job,) if load.standing else (load.needs, load.order, load.one_node)
@@ -224,7 +224,7 @@ class Packing:
         room: the nodes and demands.
     """
 
-    def __init__(self, room: NodeRoom) -> None:
+    def __init__(self, room: NodeCapacity) -> None:
         self._room = room
         self._left = [list(free) for free in room._free]
         self._new = [0] * len(self._left)
@@ -325,5 +325,5 @@ class Packing:
                 left[i] += units
 
 
-Room = ReplicaRoom | NodeRoom
+Capacity = ReplicaCapacity | NodeCapacity
 """What replicas have to fit into: `fits(counts)`, `most(job)`."""

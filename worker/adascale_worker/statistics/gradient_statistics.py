@@ -72,7 +72,7 @@ class Outcome:
     flags: Tensor | None = None
 
 
-class Gauge:
+class GradientStatistics:
     """Measures the steps of one optimizer.
 
     For each step: `prepare`, the backward passes, perhaps `peek`, then `take` before the gradients are used.

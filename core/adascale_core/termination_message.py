@@ -28,7 +28,7 @@ _FIRST_LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class LastWords:
+class TerminationMessage:
     """What an agent says when it leaves because its program has failed.
 
     Args:

@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Callable
 
-from adascale_core.messages import Allocation, AllocationView, Phase, Registration
-from adascale_worker.agent.link import ServiceLink
+from adascale_core.messages import Allocation, AllocationView, Registration, ReplicaState
+from adascale_worker.agent.heartbeat import Heartbeat
 from support.launch import wait_until
 
-TOLD = Registration(0, "instance", Phase.WAITING, 0, "127.0.0.1", 1)
+TOLD = Registration(0, "instance", ReplicaState.WAITING, 0, "127.0.0.1", 1)
 
 
 def view(version: int, generation: int = 1) -> AllocationView:
@@ -35,8 +35,8 @@ def silence() -> AllocationView:
     raise AssertionError
 
 
-def link_to(script: Script) -> ServiceLink:
-    link = ServiceLink(script, lambda: None)  # type: ignore[arg-type]
+def link_to(script: Script) -> Heartbeat:
+    link = Heartbeat(script, lambda: None)  # type: ignore[arg-type]
     link.start()
     return link
 

@@ -4,22 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.last_words import LIMIT, LastWords
+from adascale_core.termination_message import LIMIT, TerminationMessage
 
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
-words = st.builds(LastWords, generation=st.integers(0, 10**9), exit_code=st.integers(0, 255), log=texts)
+words = st.builds(
+    TerminationMessage, generation=st.integers(0, 10**9), exit_code=st.integers(0, 255), log=texts
+)
 
 
 @given(words)
-def test_what_fits_is_read_as_it_was_written(said: LastWords) -> None:
-    assert LastWords.parse(said.to_text()) == said
+def test_what_fits_is_read_as_it_was_written(said: TerminationMessage) -> None:
+    assert TerminationMessage.parse(said.to_text()) == said
 
 
 @given(words, st.integers(60, 400))
-def test_what_does_not_fit_keeps_its_first_line_and_its_end(said: LastWords, limit: int) -> None:
+def test_what_does_not_fit_keeps_its_first_line_and_its_end(said: TerminationMessage, limit: int) -> None:
     text = said.to_text(limit)
     assert len(text.encode()) <= limit
-    read = LastWords.parse(text)
+    read = TerminationMessage.parse(text)
     assert read is not None
     assert (read.generation, read.exit_code) == (said.generation, said.exit_code)
     assert said.log.endswith(read.log)
@@ -30,21 +32,21 @@ def test_what_does_not_fit_keeps_its_first_line_and_its_end(said: LastWords, lim
 @pytest.mark.parametrize(
     ("said", "first"),
     [
-        (LastWords(7, 1), "generation 7: exit code 1"),
-        (LastWords(0, 1), "before any generation: exit code 1"),
-        (LastWords(0, 127), "before any generation: exit code 127"),
-        (LastWords(7, 139), "generation 7: exit code 139 (SIGSEGV)"),
-        (LastWords(12, 134, "what(): no"), "generation 12: exit code 134 (SIGABRT)\nwhat(): no"),
-        (LastWords(1, 200), "generation 1: exit code 200"),
+        (TerminationMessage(7, 1), "generation 7: exit code 1"),
+        (TerminationMessage(0, 1), "before any generation: exit code 1"),
+        (TerminationMessage(0, 127), "before any generation: exit code 127"),
+        (TerminationMessage(7, 139), "generation 7: exit code 139 (SIGSEGV)"),
+        (TerminationMessage(12, 134, "what(): no"), "generation 12: exit code 134 (SIGABRT)\nwhat(): no"),
+        (TerminationMessage(1, 200), "generation 1: exit code 200"),
     ],
 )
-def test_people_can_read_it(said: LastWords, first: str) -> None:
+def test_people_can_read_it(said: TerminationMessage, first: str) -> None:
     assert said.to_text() == first
 
 
 def test_the_last_lines_are_kept_and_they_are_whole() -> None:
     log = "\n".join(f"line {number}: żółć" for number in range(1000))
-    lines = LastWords(3, 1, log).to_text().split("\n")
+    lines = TerminationMessage(3, 1, log).to_text().split("\n")
     assert lines[0] == "generation 3: exit code 1"
     assert lines[-1] == "line 999: żółć"
     assert lines[1:] == log.split("\n")[-len(lines) + 1 :]
@@ -52,12 +54,12 @@ def test_the_last_lines_are_kept_and_they_are_whole() -> None:
 
 
 def test_the_end_of_a_line_that_is_too_long_is_kept() -> None:
-    said = LastWords(1, 1, "first\n" + 5000 * "é" + "!")
+    said = TerminationMessage(1, 1, "first\n" + 5000 * "é" + "!")
     assert said.to_text(40) == f"generation 1: exit code 1\n{6 * 'é'}!"
 
 
 def test_text_that_is_no_text_does_not_spoil_the_message() -> None:
-    text = LastWords(1, 1, "half a \ud83d pair").to_text()
+    text = TerminationMessage(1, 1, "half a \ud83d pair").to_text()
     assert text.encode() == b"generation 1: exit code 1\nhalf a ? pair"
 
 
@@ -79,4 +81,4 @@ def test_text_that_is_no_text_does_not_spoil_the_message() -> None:
     ],
 )
 def test_what_is_something_else_is_none(text: str) -> None:
-    assert LastWords.parse(text) is None
+    assert TerminationMessage.parse(text) is None

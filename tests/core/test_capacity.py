@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.room import Demand, Node, NodeRoom, ReplicaRoom
+from adascale_core.capacity import Demand, Node, NodeCapacity, ReplicaCapacity
 
 GPU = "nvidia.com/gpu"
 ONE = Demand({GPU: 1})
@@ -30,7 +30,7 @@ def on(request: int, *names: str, one_node: bool = False, nodes: frozenset[str] 
 
 @pytest.mark.parametrize(("total", "fits"), [(5, True), (4, False), (0, False), (-1, False)])
 def test_a_number_of_replicas_holds_any_that_sum_to_no_more(total: int, fits: bool) -> None:
-    room = ReplicaRoom(total)
+    room = ReplicaCapacity(total)
     assert room.fits({"a": 2, "b": 3}) is fits
     assert room.fits({})
     assert room.most("a") == room.number(["a", "b"]) == max(total, 0)
@@ -121,7 +121,7 @@ def test_a_number_of_replicas_holds_any_that_sum_to_no_more(total: int, fits: bo
 def test_what_fits_onto_nodes(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], fits: bool
 ) -> None:
-    assert NodeRoom(nodes, demands).fits(counts) is fits
+    assert NodeCapacity(nodes, demands).fits(counts) is fits
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_what_fits_onto_nodes(
 def test_a_number_says_it_all_where_replicas_are_alike(
     demands: Mapping[str, Demand], number: int | None
 ) -> None:
-    room = NodeRoom([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
+    room = NodeCapacity([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
     assert room.number(demands) == number
 
 
 def test_changes_to_a_packing_that_find_no_place_leave_it_as_it_is() -> None:
-    packing = NodeRoom([gpus("m", 2)], {"a": ONE, "b": ONE}).packing()
+    packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).packing()
     assert packing.give("a", 1)
     assert not packing.give("b", 2)
     assert packing.counts == {"a": 1}
@@ -162,7 +162,7 @@ def test_changes_to_a_packing_that_find_no_place_leave_it_as_it_is() -> None:
 
 
 def test_a_packing_is_arranged_anew_where_that_makes_room() -> None:
-    packing = NodeRoom([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}).packing()
+    packing = NodeCapacity([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}).packing()
     assert packing.give("a", 4)
     assert set(packing.places["a"].values()) == {"m"}
     assert packing.give("b", 4)
@@ -281,7 +281,7 @@ def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
     counts = only_of(demands, counts)
-    packing = NodeRoom(nodes, demands).pack(counts)
+    packing = NodeCapacity(nodes, demands).pack(counts)
     if packing is not None:
         check(nodes, demands, counts, packing.places)
 
@@ -292,7 +292,7 @@ def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
 def test_a_packing_is_right_after_every_change(
     nodes: Sequence[Node], demands: Mapping[str, Demand], changes: Sequence[tuple[str, int]]
 ) -> None:
-    packing = NodeRoom(nodes, demands).packing()
+    packing = NodeCapacity(nodes, demands).packing()
     for job, count in changes:
         if job not in demands:
             continue
@@ -309,7 +309,7 @@ def test_a_packing_is_right_after_every_change(
 def test_one_job_alone_fits_wherever_there_is_a_packing(
     nodes: Sequence[Node], demands: Mapping[str, Demand], count: int
 ) -> None:
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     assert room.fits({"a": count}) == possible(nodes, demands, {"a": count}) == (count <= room.most("a"))
     assert room.number(["a"]) == room.most("a")
 
@@ -327,7 +327,7 @@ def test_replicas_that_are_alike_fit_wherever_there_is_a_packing(
 ) -> None:
     nodes = [Node(node.name, {GPU: node.free[GPU], "pods": 100}) for node in nodes]
     counts = only_of(demands, counts)
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     assert room.fits(counts) == possible(nodes, demands, counts)
     number = room.number(demands)
     if number is not None:
@@ -339,7 +339,7 @@ def test_where_replicas_are_alike_fewer_fit_if_more_do(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], data: st.DataObject
 ) -> None:
     counts = only_of(demands, counts)
-    room = NodeRoom(nodes, demands)
+    room = NodeCapacity(nodes, demands)
     fewer = {job: data.draw(st.integers(0, count)) for job, count in counts.items()}
     assert room.fits(fewer) or not room.fits(counts)
 
@@ -350,7 +350,7 @@ def test_what_stands_fits(nodes: Sequence[Node], demands: Mapping[str, Demand]) 
     for job, demand in demands.items():
         there = standing(nodes, demand)
         counts[job] = next(rank for rank in range(9) if rank not in there)
-    assert NodeRoom(nodes, demands).fits(counts)
+    assert NodeCapacity(nodes, demands).fits(counts)
 
 
 @given(some_nodes, several_demands, some_counts)
@@ -358,7 +358,7 @@ def test_the_order_of_nodes_and_jobs_makes_no_difference(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
     counts = only_of(demands, counts)
-    one = NodeRoom(nodes, demands).pack(counts)
+    one = NodeCapacity(nodes, demands).pack(counts)
     backwards = dict(reversed(list(demands.items())))
-    other = NodeRoom(list(reversed(nodes)), backwards).pack({job: counts[job] for job in backwards})
+    other = NodeCapacity(list(reversed(nodes)), backwards).pack({job: counts[job] for job in backwards})
     assert (one and one.places) == (other and other.places)

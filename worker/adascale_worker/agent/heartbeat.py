@@ -17,10 +17,10 @@ from adascale_worker.service import ServiceClient
 
 WAIT = 20.0
 """Seconds that one question for the generations stays open."""
-LONGEST_PAUSE = 2.0
+MAX_BACKOFF = 2.0
 
 
-class ServiceLink:
+class Heartbeat:
     """Tells the service what the agent does, and the agent what the service says.
 
     Args:
@@ -88,7 +88,7 @@ class ServiceLink:
                 with self._changed:
                     if self._registration == registration:
                         self._changed.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, MAX_BACKOFF)
                 continue
             pause = 0.1
             with self._changed:

@@ -7,7 +7,7 @@ from typing import Self
 
 
 @dataclass
-class Position:
+class TrainingProgress:
     """How far training has come.
 
     Args:

@@ -16,13 +16,13 @@ from adascale_controller.service_client import (
     ServiceUnreachableError,
 )
 
-LEAST_WAIT = 0.02
+MIN_WAIT = 0.02
 """Seconds between two looks, at least."""
-MOST_RESTARTS = 5
+MAX_RESTARTS = 5
 """Restarts within a minute; after more of them it won't be up again."""
 
 
-class ServiceKeeper:
+class ServiceSupervisor:
     """Looks after the metrics service of a run.
 
     Args:
@@ -41,7 +41,7 @@ class ServiceKeeper:
         self._job_id = job_id
         self._display = display
         self._signals = signals
-        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
+        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._unanswered = 0
         self._version: int | None = None
 
@@ -54,9 +54,9 @@ class ServiceKeeper:
         code = self._process.exit_code
         if code is None:
             return
-        if len(self._restarts) == MOST_RESTARTS and now - self._restarts[0] < 60:
+        if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < 60:
             raise ServiceProcessError(
-                f"the metrics service ended {MOST_RESTARTS + 1} times within a minute "
+                f"the metrics service ended {MAX_RESTARTS + 1} times within a minute "
                 f"({describe_exit(code)}): see {self._process.log}"
             )
         self._restarts.append(now)
@@ -88,7 +88,7 @@ class ServiceKeeper:
         """Wait for the job's generations to change since the last look, but no longer than some seconds."""
         give_up = time.monotonic() + seconds
         # Changes come in flocks: let them gather for a moment.
-        time.sleep(LEAST_WAIT)
+        time.sleep(MIN_WAIT)
         try:
             if self._version is not None:
                 self._client.wait_for_change(self._job_id, self._version, seconds)

@@ -80,7 +80,7 @@ def test_leaving_with_a_full_disk_is_an_error(small_disk: Path) -> None:
 
 LEAVES = """
 import atexit
-from adascale_worker.endings import QuickExit
+from adascale_worker.shutdown import QuickExit
 
 quick = QuickExit()
 atexit.register(print, "an exit function of the program")
@@ -100,7 +100,7 @@ def test_leaving_quickly_leaves_out_nothing_of_the_program() -> None:
 
 
 LOSES_A_PEER = """
-from adascale_worker.endings import leave_with_lost_peers
+from adascale_worker.shutdown import leave_with_lost_peers
 
 leave_with_lost_peers(3)
 try:

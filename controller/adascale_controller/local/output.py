@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from adascale_controller.formatting import count, duration, plural
 from adascale_controller.job import Job
 from adascale_controller.local.checkpoints import Saved
 from adascale_controller.local.display import Display
@@ -14,7 +15,6 @@ from adascale_controller.local.program import Program
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.summary import generations_table, repeated_steps, result_text
 from adascale_controller.local.training import Ending
-from adascale_controller.words import count, duration, plural
 
 
 def already_done(job: Job, until: int | None, saved: Saved | None) -> str | None:

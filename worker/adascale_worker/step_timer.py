@@ -14,7 +14,7 @@ KEPT_PLANS = 16
 """Newest plans whose times are kept."""
 
 
-class Stopwatch:
+class StepTimer:
     """Measures steps that follow each other without a break.
 
     The first step of a program warms everything up, and the step after a break (an evaluation, a
