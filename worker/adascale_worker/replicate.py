@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.environment import RankAssignment
 from adascale_worker.patching import StandIn
+from adascale_worker.torch_private import rebuild_buckets
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 
@@ -114,7 +115,7 @@ def replicate(
     )
 
     if not find_unused_parameters:
-        _keep_buckets(ddp)
+        rebuild_buckets(ddp)
     model.forward = _Forward(shell, ddp)
     return ddp
 
@@ -131,19 +132,6 @@ class _Forward(StandIn):
         if torch.is_grad_enabled() and self._shell.model.training:
             return self._ddp(*args, **kwargs)
         return self.own(*args, **kwargs)
-
-
-def _keep_buckets(ddp: DistributedDataParallel) -> None:
-    """Let gradients be exchanged in the same buckets from the first step on.
-
-    DDP begins with a guess and fills its buckets anew after one step. The order in which the gradients of
-    three or more replicas are added up depends on their places in the buckets, so a program that is
-    started again would round its first step differently from one that goes on. Here the buckets are filled
-    "anew" before there is a step, with the parameters in the order of `_Shell`, as DDP's own joining ranks
-    do it.
-    """
-    ddp.reducer._push_all_rebuilt_params()
-    ddp.reducer._rebuild_buckets()
 
 
 class _Shell(torch.nn.Module):

@@ -1,0 +1,331 @@
+"""Everything the worker uses of torch that torch does not document.
+
+Each function names the private part that it uses and why the public interface is not enough. The tests of
+the worker pass with these versions:
+
+- torch 2.6.0, the lowest that `pyproject.toml` allows, except for `fully_shard` (FSDP2);
+- torch 2.9.0, the lowest for `fully_shard`, the first with `FSDPModule.set_custom_reduce_scatter`;
+- torch 2.15.0, the version in `requirements.lock`.
+
+A part that the installed torch does not have raises `UnsupportedTorchError`, with its name and the version.
+FSDP2 and DTensor take a third of a second to import, so they are imported only where a model uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from adascale_worker.errors import WorkerError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+TESTED_VERSIONS = ("2.6.0", "2.9.0", "2.15.0")
+LOWEST_VERSION_FOR_FSDP = "2.9"
+
+
+class UnsupportedTorchError(WorkerError, RuntimeError):
+    """The installed torch does not have something that the worker needs."""
+
+    exit_code = 2
+
+
+def _private(owner: Any, name: str, purpose: str) -> Any:
+    """Return `owner.name`.
+
+    Raises:
+        UnsupportedTorchError: `owner` has no such attribute.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no `{owner_name}.{name}`, which AdaScale needs {purpose}; "
+            f"install a version that AdaScale is tested with: {', '.join(TESTED_VERSIONS)}"
+        ) from None
+
+
+# -- autograd ------------------------------------------------------------------------------------------------
+
+backward_pass_id: Callable[[], int] = _private(
+    torch._C, "_current_graph_task_id", "to count the backward passes of a step"
+)
+"""Return the number of the backward pass that runs on this thread; -1 outside of one.
+
+A function of torch itself and not wrapped, because hooks call it for every gradient.
+"""
+
+call_at_end_of_backward: Callable[[Callable[[], None]], None] = _private(
+    torch.autograd.Variable._execution_engine, "queue_callback", "to read gradients after a backward pass"
+)
+"""Call a function when the current backward pass ends, after the functions that were queued before it.
+
+DistributedDataParallel queues its own in the same way, so the order of the two is defined. A hook on the last
+gradient would not do: which gradient is the last is not known.
+"""
+
+current_autograd_node: Callable[[], Any] = _private(
+    torch._C, "_current_autograd_node", "to tell a backward pass inside another one from the outer one"
+)
+"""Return the node of the graph that autograd evaluates now; None outside of a node.
+
+At the end of a backward pass that a node of another pass started (re-entrant checkpointing), it is that node.
+"""
+
+
+def accumulates_gradient(parameter: Tensor) -> bool:
+    """Whether the current backward pass adds to `parameter.grad`.
+
+    It does not in `torch.autograd.grad`, which calls the same hooks. The engine is asked whether it evaluates
+    the node that accumulates the gradient. That node is found behind a view of the parameter.
+    """
+    with torch.enable_grad():
+        view_node = parameter.view_as(parameter).grad_fn
+    accumulation_node = None if view_node is None else view_node.next_functions[0][0]
+    will_execute = _private(torch._C, "_will_engine_execute_node", "to ignore torch.autograd.grad")
+    try:
+        return accumulation_node is not None and bool(will_execute(accumulation_node))
+    except RuntimeError:  # the engine refuses to answer for a leaf in torch.autograd.grad
+        return False
+
+
+def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:
+    """Remove a hook on the gradient of `tensor`, and the empty collection that its removal leaves behind.
+
+    Autograd enters Python for each tensor with a collection of hooks, even an empty one.
+    """
+    handle.remove()
+    if not _private(tensor, "_backward_hooks", "to remove its hooks without a trace"):
+        tensor._backward_hooks = None
+
+
+# -- arithmetic on many tensors ------------------------------------------------------------------------------
+
+
+def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the L2 norm of each tensor, with one kernel for many of them.
+
+    `torch.nn.utils.get_total_norm` uses the same kernel and returns only the norm of all.
+
+    Args:
+        tensors: of any shape.
+        dtype: to compute in; that of the tensors if None.
+    """
+    if not tensors:
+        return []
+    norm = _private(torch, "_foreach_norm", "to read the norms of gradients")
+    return list(norm(tensors, 2) if dtype is None else norm(tensors, 2, dtype=dtype))
+
+
+def divide_in_place(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide each tensor by `divisor`, with one kernel for many of them."""
+    if tensors:
+        _private(torch, "_foreach_div_", "to divide gradients")(tensors, divisor)
+
+
+def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all elements of `tensors` in one dimension.
+
+    One call; `torch.cat` needs a view of each tensor first.
+    """
+    flatten: Callable[[Sequence[Tensor]], Tensor] = _private(
+        torch._C._nn, "flatten_dense_tensors", "to read the norms of small gradients"
+    )
+    return flatten(tensors)
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------
+
+
+def is_optimizer_hook_table(attribute: str) -> bool:
+    """Whether `attribute` of a `torch.optim.Optimizer` holds hooks of its step or its state.
+
+    `Optimizer.__getstate__` leaves them out too, and `Optimizer.__setstate__` makes new ones.
+    """
+    return attribute.startswith("_optimizer_")
+
+
+# -- DistributedDataParallel ---------------------------------------------------------------------------------
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Fill the buckets of DDP in the order of its parameters, before the first step.
+
+    DDP starts with a guess and fills its buckets again after one step. The order in which the gradients of
+    three or more replicas are added up depends on their place in the buckets, so a restarted program would
+    round its first step differently from a program that continues. A rank without data rebuilds its buckets
+    with the same two functions, in `DistributedDataParallel.join`.
+    """
+    purpose = "to make the first step of a restarted program equal to the bit"
+    _private(ddp.reducer, "_push_all_rebuilt_params", purpose)()
+    _private(ddp.reducer, "_rebuild_buckets", purpose)()
+
+
+def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:
+    """Return the functions that were registered by `ddp.register_comm_hook`."""
+    hooks = _private(ddp, "_comm_hooks", "to tell whether gradients are compressed before they are averaged")
+    return [hook for hook, _ in hooks]
+
+
+def is_in_join(joinable: Joinable) -> bool:
+    """Whether `joinable` takes part in a `torch.distributed.algorithms.join.Join` context now."""
+    config = _private(joinable, "_join_config", "to tell whether peers may have run out of data")
+    return bool(config.enable)
+
+
+# -- fully_shard (FSDP2) -------------------------------------------------------------------------------------
+
+
+def is_fully_sharded(model: torch.nn.Module | None) -> bool:
+    """Whether `fully_shard` was applied to `model` itself. Does not import FSDP2."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+class ShardedParameterGroup:
+    """The parameters of a module that FSDP2 reduces the gradients of together.
+
+    Public interfaces show neither the gradients of this rank nor which backward passes were synchronised.
+
+    Args:
+        module: that `fully_shard` was applied to.
+        group: FSDP2's own object for the parameters.
+    """
+
+    def __init__(self, module: FSDPModule, group: Any) -> None:
+        self._module = module
+        self._group = group
+        self._parameters = _private(group, "fsdp_params", "to measure a model with fully_shard")
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Shards that the module has as parameters."""
+        return [parameter.sharded_param for parameter in self._parameters]
+
+    @property
+    def sharded_by_fsdp_alone(self) -> list[Tensor]:
+        """The `parameters` that were ordinary tensors before `fully_shard`, and not DTensors."""
+        return [parameter.sharded_param for parameter in self._parameters if not parameter.is_dtensor]
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """For each parameter, the elements that a rank has of it, with padding."""
+        return [parameter.padded_sharded_param_size.numel() for parameter in self._parameters]
+
+    @property
+    def shard_count(self) -> int:
+        """Ranks that one copy of the parameters is spread over."""
+        return int(self._parameters[0].sharded_param.device_mesh.size(-1))
+
+    @property
+    def has_trainable_parameter(self) -> bool:
+        """Whether not all parameters are frozen."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def awaits_all_reduce(self) -> bool:
+        """Whether gradients were reduce-scattered and not yet averaged over replicas (HSDP)."""
+        purpose = "to measure a model with fully_shard over replicas of shards"
+        return _private(self._group, "_partial_reduce_output", purpose) is not None
+
+    def on_post_backward(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> None:
+        """Call functions around the end of the group's part in each backward pass.
+
+        FSDP2 calls its method `post_backward` there, on passes with and without a reduce-scatter. An
+        exception of that method leaves out `after`.
+
+        Args:
+            before, after: given whether gradients are synchronised on this pass.
+        """
+        group = self._group
+        post_backward = _private(group, "post_backward", "to count the backward passes of fully_shard")
+
+        def observed_post_backward(*arguments: Any) -> None:
+            before(group.reduce_grads)
+            post_backward(*arguments)
+            after(group.reduce_grads)
+
+        group.post_backward = observed_post_backward
+
+    def on_reduce_scatter(self, observe: Callable[[Tensor], None]) -> None:
+        """Call `observe` with the input of each reduce-scatter of the group, before it starts.
+
+        The input has the gradients of this rank: for each rank in turn, its piece of each parameter with a
+        gradient, padded to `shard_sizes`.
+        """
+        from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+        class ObservedReduceScatter(ReduceScatter):
+            def __init__(self, inner: ReduceScatter) -> None:
+                self._inner = inner
+
+            def allocate(
+                self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+            ) -> Tensor:
+                return self._inner.allocate(size, dtype=dtype, device=device)
+
+            def __call__(
+                self,
+                output_tensor: Tensor,
+                input_tensor: Tensor,
+                group: dist.ProcessGroup,
+                op: Any,
+                async_op: bool = False,
+            ) -> dist.Work | None:
+                observe(input_tensor)
+                return self._inner(output_tensor, input_tensor, group, op, async_op)
+
+        inner = _private(self._group, "_reduce_scatter_comm", "to read gradients of fully_shard")
+        self._module.set_custom_reduce_scatter(ObservedReduceScatter(inner))
+
+
+def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGroup]:
+    """Return the parameter groups of all modules in `model` that `fully_shard` was applied to.
+
+    Raises:
+        UnsupportedTorchError: torch is too old.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no `FSDPModule.set_custom_reduce_scatter`, which AdaScale needs "
+            f"to measure a model with fully_shard; install torch>={LOWEST_VERSION_FOR_FSDP}, or use "
+            "DistributedDataParallel"
+        )
+    return [
+        ShardedParameterGroup(module, group)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in _parameter_groups_of(module)
+    ]
+
+
+def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
+    """FSDP2's own objects. Older versions have at most one for each module, under another name."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    group = _private(state, "_fsdp_param_group", "to measure a model with fully_shard")
+    return [] if group is None else [group]
+
+
+def reduce_scatter_predivisor(ranks: int, dtype: torch.dtype) -> int:
+    """Return what FSDP2 has divided gradients by before the reduce-scatter.
+
+    About the square root of `ranks` for float16, to avoid an overflow; 1 for types with a wide range.
+    """
+    divisor = 1
+    if dtype not in (torch.float32, torch.bfloat16):
+        while ranks % divisor == 0 and ranks / divisor > divisor:
+            divisor *= 2
+    return divisor
