@@ -14,14 +14,14 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from adascale_controller.gain_view import gain_view, service_urls
+from adascale_controller.gain_summary import render_gain, service_urls
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
 from adascale_controller.local.machine import MIN_ON_CPU
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_controller.local.state_dir import DEFAULT_ROOT
 from adascale_controller.service_client import MetricsService, ServiceUnreachableError
-from adascale_controller.validity import validity_view
+from adascale_controller.valid_replicas import render_valid_replicas
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
@@ -138,7 +138,7 @@ def validate(file: JobFile) -> None:
     job = load_job(file)
     console = Console(highlight=False)
     console.print(f"{file}: {job.id} is valid\n", markup=False, soft_wrap=True)
-    console.print(validity_view(job))
+    console.print(render_valid_replicas(job))
 
 
 @app.command()
@@ -180,7 +180,7 @@ def gain(
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        Console(highlight=False).print(gain_view(answer, time.time()))
+        Console(highlight=False).print(render_gain(answer, time.time()))
 
 
 @app.command()

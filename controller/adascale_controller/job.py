@@ -1,29 +1,32 @@
-"""An AdaScaleJob as the rest of the controller sees it: checked, and free of YAML."""
+"""An AdaScaleJob as the rest of the controller uses it: validated, with its defaults, independent of YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from adascale_controller.schema import (
+    DEFAULT_ACCESS_MODE,
+    DEFAULT_STORAGE,
+    AdaScaleJobDocument,
+    Container,
+)
 from adascale_core import names
 from adascale_core.messages import JobSpec
 
-DEFAULT_STORAGE = "1Gi"
-DEFAULT_ACCESS_MODE = "ReadWriteOnce"
-
 
 @dataclass(frozen=True)
-class Checkpointing:
+class CheckpointSettings:
     """Where a job's state is saved, and how often.
 
     Args:
-        claim_name: a volume claim of the job's namespace; a local run uses its state folder instead.
-        path: a folder that every replica sees at this place.
-        storage: where neither is given, the size of the claim that the operator makes, as Kubernetes has it.
-        storage_class_name: of that claim; none: the cluster's default.
+        claim_name: a PersistentVolumeClaim of the job's namespace; a local run uses its state folder instead.
+        path: a folder that every replica sees at this path.
+        storage: the size of the claim that the operator creates if neither is given, a Kubernetes quantity.
+        storage_class_name: of that claim; None for the cluster's default.
         access_mode: of that claim.
-        interval_seconds: seconds between two checkpoints while training goes on undisturbed.
+        interval_seconds: seconds between two periodic checkpoints.
     """
 
     claim_name: str | None = None
@@ -36,21 +39,21 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for.
+    """A job.
 
     Args:
         id: `<namespace>.<name>`.
-        spec: what the metrics service is told of it.
-        command: the program and its arguments; empty where the image's own is meant.
-        env: the environment variables that the file gives a value.
-        working_dir: where the program runs, if the file says so.
-        replicas: how many replicas a person or an autoscaler wants at most for now, if any does.
-        suspend: whether it is not to run for now.
-        backoff_limit: how many times the program may fail before the job does.
-        active_deadline_seconds: how long it may run, if bounded.
-        ttl_seconds_after_finished: how long a cluster keeps it when it has ended, if bounded.
+        spec: the part of it that the metrics service and the decision use.
+        command: the program and its arguments; empty for the image's own.
+        env: the environment variables with a literal value.
+        working_dir: the program's working directory; None if not set.
+        replicas: the most replicas at once, as `kubectl scale` sets it; None if not capped.
+        suspend: whether the job must not run.
+        backoff_limit: how many failures of the program are retried.
+        active_deadline_seconds: seconds that the job may run for; None if unbounded.
+        ttl_seconds_after_finished: seconds until a cluster deletes a finished job; None for never.
         checkpoint: where its state is saved.
-        left_out: what the file asks for that only a cluster can give, in words.
+        cluster_only_env: descriptions of the environment variables that only a cluster can resolve.
     """
 
     id: str
@@ -63,16 +66,69 @@ class Job:
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
-    checkpoint: Checkpointing = Checkpointing()
-    left_out: tuple[str, ...] = ()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    cluster_only_env: tuple[str, ...] = ()
 
     @property
     def short_id(self) -> str:
-        """The id as one would type it: without the namespace `default`."""
+        """The id without the namespace `default`."""
         return self.id.removeprefix(f"{names.DEFAULT_NAMESPACE}.")
 
 
+def to_job(document: AdaScaleJobDocument) -> Job:
+    """Return the job that a valid document specifies."""
+    spec, checkpoint = document.spec, document.spec.checkpoint
+    container = worker_container(spec.template.spec.containers)
+    bounds = spec.local_bsz_bounds
+    return Job(
+        id=names.job_id(document.metadata.name, document.metadata.namespace),
+        spec=JobSpec(
+            batch_size=spec.batch_size,
+            max_batch_size=spec.max_batch_size,
+            local_bsz_bounds=(bounds.lower, bounds.upper) if bounds else None,
+            min_replicas=spec.min_replicas,
+            max_replicas=spec.max_replicas,
+            scale_invariant_steps=spec.scale_invariant_steps,
+            efficiency_target=spec.efficiency_target,
+        ),
+        command=(*container.command, *container.args) if container.command else (),
+        env=MappingProxyType(
+            {variable.name: variable.value or "" for variable in container.env if variable.value_from is None}
+        ),
+        working_dir=container.working_dir,
+        replicas=spec.replicas,
+        suspend=spec.suspend,
+        backoff_limit=spec.backoff_limit,
+        active_deadline_seconds=spec.active_deadline_seconds,
+        ttl_seconds_after_finished=spec.ttl_seconds_after_finished,
+        checkpoint=CheckpointSettings(
+            claim_name=checkpoint.claim_name,
+            path=checkpoint.path,
+            storage=DEFAULT_STORAGE if checkpoint.storage is None else str(checkpoint.storage),
+            storage_class_name=checkpoint.storage_class_name,
+            access_mode=checkpoint.access_mode or DEFAULT_ACCESS_MODE,
+            interval_seconds=checkpoint.interval_seconds,
+        ),
+        cluster_only_env=tuple(_cluster_only_env(container)),
+    )
+
+
+def worker_container(containers: Sequence[Container]) -> Container:
+    """Return the container that trains: `worker`, or the first if none has that name."""
+    return next(
+        (container for container in containers if container.name == names.WORKER_CONTAINER), containers[0]
+    )
+
+
 def trainer_environment(job: Job) -> dict[str, str]:
-    """What a trainer of `job` is told by environment variables, besides where its checkpoints are."""
-    told = {name: value for name, value in job.spec.environment().items() if value is not None}
-    return {**told, names.ENV_CHECKPOINT_INTERVAL: repr(job.checkpoint.interval_seconds)}
+    """Return the environment variables that configure a trainer of `job`, without its checkpoint folder."""
+    variables = {name: value for name, value in job.spec.environment().items() if value is not None}
+    return {**variables, names.ENV_CHECKPOINT_INTERVAL: repr(job.checkpoint.interval_seconds)}
+
+
+def _cluster_only_env(container: Container) -> Iterator[str]:
+    for variable in container.env:
+        if variable.value_from is not None:
+            yield f"environment variable {variable.name} (valueFrom {', '.join(variable.value_from)})"
+    if container.env_from:
+        yield "the environment variables of envFrom"

@@ -1,11 +1,9 @@
-"""What an AdaScaleJob may contain, as pydantic models of its YAML.
+"""The fields of an AdaScaleJob: their types, limits, defaults and descriptions, as pydantic models.
 
-Only the shape: which fields there are, of which type, within which limits. What their values must be to
-each other is the core's to say (`jobfile` asks it). A field without a value (`suspend:`) counts as left
-out, as it does on a cluster. The pod template is Kubernetes' own and is passed through: of it only what
-a local run reads is looked at.
-
-`deploy/base/crd.yaml` says the same to the API server, field by field; tests hold the two together.
+`adascale validate`, `adascale run` and the operator read jobs with these models, and `crd` generates the
+schema of the CustomResourceDefinition from them. They check each field by itself; the core checks the values
+against each other (see `validation`). A field that is null counts as unset, as on a cluster. Of the pod
+template only the fields that a local run reads are listed; all others are accepted.
 """
 
 from __future__ import annotations
@@ -30,33 +28,40 @@ from adascale_core.names import (
     job_id,
 )
 
-MAX_INTEGER = 2**31 - 1
-"""Integers up to here are exact in any JSON reader."""
+MAX_INT32 = 2**31 - 1
+DEFAULT_STORAGE = "1Gi"
+DEFAULT_ACCESS_MODE = "ReadWriteOnce"
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
-"""What the names of most Kubernetes objects must be: a DNS subdomain."""
-OBJECT_NAME_OR_EMPTY = rf"^({OBJECT_NAME[1:-1]})?$"
+DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+"""The names of most Kubernetes objects."""
+DNS_SUBDOMAIN_OR_EMPTY = rf"^({DNS_SUBDOMAIN[1:-1]})?$"
+QUANTITY = r"^[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?$"
 
 Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
 Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
-Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Int32 = Annotated[int, Field(ge=0, le=MAX_INT32)]
 
-_NAME = re.compile(rf"(?=.{{1,{MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
-_SIZE = re.compile(r"[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?\Z", re.ASCII)
+INVALID_VALUE = "invalid_value"
+"""The type of an error whose message lacks the value found."""
+INVALID_VALUE_WITHOUT_INPUT = "invalid_value_without_input"
+"""The type of an error whose message is complete."""
 
-
-def told(message: str) -> PydanticCustomError:
-    """An error whose message is ready for the user; in braces pydantic would look for values."""
-    return PydanticCustomError("told", "{message}", {"message": message})
-
-
-def expected(what: str) -> PydanticCustomError:
-    """An error that says what a value must be; what was got is still to be told."""
-    return PydanticCustomError("expected", "{message}", {"message": what})
+_JOB_NAME = re.compile(rf"(?=.{{1,{MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
+_QUANTITY = re.compile(rf"{QUANTITY[1:-1]}\Z", re.ASCII)
 
 
-class _Section(BaseModel):
-    """A part of the file in which each field is known."""
+def _invalid_value(requirement: str) -> PydanticCustomError:
+    """Return an error that says what the value must be; the value found is appended to it."""
+    return PydanticCustomError(INVALID_VALUE, "{message}", {"message": requirement})
+
+
+def _invalid(message: str) -> PydanticCustomError:
+    """Return an error with a complete message."""
+    return PydanticCustomError(INVALID_VALUE_WITHOUT_INPUT, "{message}", {"message": message})
+
+
+class _ClosedModel(BaseModel):
+    """An object that may have only the fields listed here."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, alias_generator=to_camel, allow_inf_nan=False
@@ -64,156 +69,249 @@ class _Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_nulls(cls, value: Any) -> Any:
-        # A field that there isn't is wrong without a value, too.
+    def _drop_nulls(cls, value: Any) -> Any:
+        # Not those of unknown fields, which are errors also when they are null.
         if isinstance(value, dict):
-            known = {field.alias for field in cls.model_fields.values()}
-            return {key: member for key, member in value.items() if member is not None or key not in known}
+            fields = {field.alias for field in cls.model_fields.values()}
+            return {key: member for key, member in value.items() if member is not None or key not in fields}
         return value
 
 
-class _Kubernetes(_Section):
-    """A part whose fields are Kubernetes' own; those that are not named here pass through."""
+class _OpenModel(_ClosedModel):
+    """An object of the Kubernetes API, which may have fields that are not listed here."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class LocalBszBounds(_Section):
+class LocalBszBounds(_ClosedModel):
     """Bounds of the batch on one replica, in samples."""
 
-    lower: Samples
-    upper: Samples
+    lower: Samples = Field(description="The smallest batch on one replica.")
+    upper: Samples = Field(description="The largest batch on one replica.")
 
 
-class Checkpoint(_Section):
-    """Where state is saved, and how often.
+class Checkpoint(_ClosedModel):
+    """Where state is saved, and how often."""
 
-    A volume claim, a folder that every replica sees, or, where neither is given, a claim that the operator
-    makes: only then is there anything to say of its size, class and access mode.
-    """
-
-    claim_name: str | None = Field(default=None, max_length=253, pattern=OBJECT_NAME)
-    path: str | None = Field(default=None, max_length=4096)
-    storage: StrictInt | Annotated[StrictStr, Field(max_length=32)] | None = None
-    storage_class_name: str | None = Field(default=None, max_length=253, pattern=OBJECT_NAME_OR_EMPTY)
-    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = None
-    interval_seconds: float = Field(default=DEFAULT_CHECKPOINT_INTERVAL, gt=0)
+    claim_name: str | None = Field(
+        default=None,
+        max_length=253,
+        pattern=DNS_SUBDOMAIN,
+        description="A PersistentVolumeClaim in the job's namespace. Every replica mounts it.",
+    )
+    path: str | None = Field(
+        default=None,
+        max_length=4096,
+        description="An absolute path at which every replica sees the same folder, through a volume of the "
+        "pod template.",
+    )
+    storage: StrictInt | Annotated[StrictStr, Field(max_length=32)] | None = Field(
+        default=None,
+        description="The size of the PersistentVolumeClaim that the operator creates, such as 10Gi. "
+        f"Defaults to {DEFAULT_STORAGE}.",
+    )
+    storage_class_name: str | None = Field(
+        default=None,
+        max_length=253,
+        pattern=DNS_SUBDOMAIN_OR_EMPTY,
+        description="The storage class of the PersistentVolumeClaim that the operator creates. Defaults to "
+        "the cluster's default class; an empty string selects no class.",
+    )
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = Field(
+        default=None,
+        description="The access mode of the PersistentVolumeClaim that the operator creates. Defaults to "
+        f"{DEFAULT_ACCESS_MODE}, with which all replicas run on one node.",
+    )
+    interval_seconds: float = Field(
+        default=DEFAULT_CHECKPOINT_INTERVAL,
+        gt=0,
+        description="Seconds between two periodic checkpoints; greater than 0.",
+    )
 
     @field_validator("path")
     @classmethod
-    def _from_the_root(cls, path: str) -> str:
+    def _absolute(cls, path: str) -> str:
         if not path.startswith("/"):
-            raise expected("must be a path from the root, as in /state")
+            raise _invalid_value("must be an absolute path such as /state")
         return path
 
     @field_validator("storage", mode="before")
     @classmethod
-    def _a_size(cls, storage: Any) -> Any:
+    def _positive_quantity(cls, storage: Any) -> Any:
         if isinstance(storage, str):
-            right = bool(_SIZE.match(storage) and re.search("[1-9]", storage))
+            valid = bool(_QUANTITY.match(storage) and re.search("[1-9]", storage))
         else:
-            right = isinstance(storage, int) and not isinstance(storage, bool) and 0 < storage < 2**63
-        if not right:
-            raise expected("must be a size, as in 10Gi, and more than 0")
+            valid = isinstance(storage, int) and not isinstance(storage, bool) and 0 < storage < 2**63
+        if not valid:
+            raise _invalid_value("must be a positive quantity such as 10Gi")
         return storage
 
     @model_validator(mode="after")
-    def _one_place(self) -> Checkpoint:
+    def _one_location(self) -> Checkpoint:
         if self.claim_name is not None and self.path is not None:
-            raise told("has both claimName and path; state is saved at one place: give one of them")
-        place = "claimName" if self.claim_name is not None else "path" if self.path is not None else None
-        of_a_claim = {
+            raise _invalid("claimName and path are both set; set at most one of them")
+        location = "claimName" if self.claim_name is not None else "path" if self.path is not None else None
+        claim_settings = {
             "storage": self.storage,
             "accessMode": self.access_mode,
             "storageClassName": self.storage_class_name,
         }
-        useless = next((field for field, value in of_a_claim.items() if value is not None), None)
-        if place and useless:
-            raise told(
-                f"has {place}, so no claim is made; that is what {useless} is for: leave it out, "
-                f"or leave out {place}"
+        unused = next((field for field, value in claim_settings.items() if value is not None), None)
+        if location and unused:
+            raise _invalid(
+                f"{unused} applies only to a PersistentVolumeClaim that the operator creates, but "
+                f"{location} is set: remove {unused} or {location}"
             )
         return self
 
 
-class EnvVar(_Kubernetes):
-    """An environment variable of a container."""
+class EnvVar(_OpenModel):
+    """An environment variable. All fields of a Kubernetes EnvVar are allowed."""
 
-    name: str = Field(pattern=r"^[ -<>-~]+$")
-    value: str | None = None
-    value_from: dict[str, Any] | None = None
-
-
-class Container(_Kubernetes):
-    """A container of the pod template. On a cluster it also needs an image."""
-
-    name: str = Field(max_length=63, pattern=DNS_LABEL)
-    image: str | None = Field(default=None, min_length=1)
-    command: list[str] = Field(default_factory=list)
-    args: list[str] = Field(default_factory=list)
-    env: list[EnvVar] = Field(default_factory=list)
-    env_from: list[dict[str, Any]] = Field(default_factory=list)
-    working_dir: str | None = None
+    name: str = Field(pattern=r"^[ -<>-~]+$", description="The variable's name.")
+    value: str | None = Field(default=None, description="The variable's value.")
+    value_from: dict[str, Any] | None = Field(
+        default=None, description="The source of the variable's value, on a cluster only."
+    )
 
 
-class PodSpec(_Kubernetes):
-    """The specification of a pod."""
+class Container(_OpenModel):
+    """A container. All fields of a Kubernetes Container are allowed."""
 
-    containers: list[Container] = Field(min_length=1)
+    name: str = Field(max_length=63, pattern=DNS_LABEL, description="The container's name.")
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The container's image, required on a cluster. A run on one machine does not use it.",
+    )
+    command: list[str] = Field(
+        default_factory=list, description="The training program. Defaults to the image's entry point."
+    )
+    args: list[str] = Field(default_factory=list, description="Arguments of the training program.")
+    env: list[EnvVar] = Field(default_factory=list, description="Environment variables.")
+    env_from: list[dict[str, Any]] = Field(
+        default_factory=list, description="Sources of more environment variables, on a cluster only."
+    )
+    working_dir: str | None = Field(default=None, description="The working directory of the program.")
+
+
+class PodSpec(_OpenModel):
+    """The specification of the pods. All fields of a Kubernetes PodSpec are allowed."""
+
+    containers: list[Container] = Field(
+        min_length=1,
+        description="The containers. The one named worker trains, or the first if none has this name.",
+    )
 
     @field_validator("containers")
     @classmethod
-    def _one_of_each_name(cls, containers: list[Container]) -> list[Container]:
-        seen: set[str] = set()
+    def _unique_names(cls, containers: list[Container]) -> list[Container]:
+        names: set[str] = set()
         for container in containers:
-            if container.name in seen:
-                raise told(f"has two containers named {container.name}: each needs its own name")
-            seen.add(container.name)
+            if container.name in names:
+                raise _invalid(f"container names must be unique; {container.name} is used twice")
+            names.add(container.name)
         return containers
 
 
-class PodMetadata(_Kubernetes):
-    """`metadata` of the pods."""
+class PodMetadata(_OpenModel):
+    """Labels and annotations of the pods."""
 
-    labels: dict[str, str] = Field(default_factory=dict)
-    annotations: dict[str, str] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels of the pods.")
+    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations of the pods.")
 
     @field_validator("labels", "annotations", mode="before")
     @classmethod
-    def _leave_out_nulls_in(cls, value: Any) -> Any:
+    def _drop_null_entries(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: member for key, member in value.items() if member is not None}
         return value
 
 
-class PodTemplate(_Section):
-    """A PodTemplateSpec."""
+class PodTemplateSpec(_ClosedModel):
+    """A template of the pods that train."""
 
-    metadata: PodMetadata = Field(default_factory=PodMetadata)
-    spec: PodSpec
-
-
-class JobSection(_Section):
-    """`spec` of an AdaScaleJob."""
-
-    batch_size: Samples
-    max_batch_size: Samples | None = None
-    local_bsz_bounds: LocalBszBounds | None = None
-    min_replicas: Replicas = 1
-    max_replicas: Replicas
-    replicas: int | None = Field(default=None, ge=0, le=MAX_REPLICAS)
-    scale_invariant_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    efficiency_target: float = Field(default=DEFAULT_EFFICIENCY_TARGET, gt=0, le=1)
-    suspend: bool = False
-    backoff_limit: Count = DEFAULT_BACKOFF_LIMIT
-    active_deadline_seconds: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
-    ttl_seconds_after_finished: Count | None = None
-    checkpoint: Checkpoint = Checkpoint()
-    template: PodTemplate
+    metadata: PodMetadata = Field(
+        default_factory=PodMetadata, description="Labels and annotations of the pods."
+    )
+    spec: PodSpec = Field(
+        description="The specification of the pods. All fields of a Kubernetes PodSpec are allowed."
+    )
 
 
-class Metadata(_Kubernetes):
-    """`metadata` of any Kubernetes object."""
+class AdaScaleJobSpec(_ClosedModel):
+    """The specification of the job."""
+
+    batch_size: Samples = Field(
+        description="The global batch size, in samples, that the learning rate and its schedule were tuned "
+        "for. Immutable."
+    )
+    max_batch_size: Samples | None = Field(
+        default=None,
+        description="The largest global batch size, in samples. If neither maxBatchSize nor localBszBounds "
+        "is set, the global batch size stays batchSize.",
+    )
+    local_bsz_bounds: LocalBszBounds | None = Field(
+        default=None, description="Bounds of the batch on one replica, in samples."
+    )
+    min_replicas: Replicas = Field(default=1, description="The fewest replicas that the job may run on.")
+    max_replicas: Replicas = Field(description="The most replicas that the job may run on.")
+    replicas: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_REPLICAS,
+        description="An upper limit on the replicas that a person or an autoscaler sets with the scale "
+        "subresource, as `kubectl scale` does. The job may run on fewer; with 0 it does not run. Not "
+        "limited if unset; an autoscaler that reads the current value needs it set.",
+    )
+    scale_invariant_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_STEPS,
+        description="The progress at which training ends, in steps at batchSize. A step of a larger batch "
+        "adds its gain to the progress. If unset, the program decides when training ends.",
+    )
+    efficiency_target: float = Field(
+        default=DEFAULT_EFFICIENCY_TARGET,
+        gt=0,
+        le=1,
+        description="The efficiency (gain divided by scale) that a batch size needs while step times have "
+        "not been measured; greater than 0, at most 1.",
+    )
+    suspend: bool = Field(
+        default=False,
+        description="Whether the job is suspended. Its state is saved before its pods are deleted.",
+    )
+    backoff_limit: Int32 = Field(
+        default=DEFAULT_BACKOFF_LIMIT,
+        description="The number of failures of the program that are retried before the job fails. "
+        "Disruptions, such as the loss of a node, and changes of the replica count are not failures.",
+    )
+    active_deadline_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT32,
+        description="Seconds after its start at which an unfinished job fails. Not limited if unset.",
+    )
+    ttl_seconds_after_finished: Int32 | None = Field(
+        default=None,
+        description="Seconds after its end at which the job is deleted, with all objects that belong to "
+        "it. If unset, the job is not deleted.",
+    )
+    checkpoint: Checkpoint = Field(
+        default=Checkpoint(),
+        description="Where state is saved: in the PersistentVolumeClaim claimName, in the folder path, or, "
+        "if neither is set, in a PersistentVolumeClaim named <job>-checkpoints that the operator creates. "
+        "Immutable.",
+    )
+    template: PodTemplateSpec = Field(
+        description="A template of the pods that train, as in a Deployment. The operator adds what it "
+        "needs and overwrites none of these fields."
+    )
+
+
+class Metadata(_OpenModel):
+    """`metadata` of a Kubernetes object."""
 
     name: str
     namespace: str = DEFAULT_NAMESPACE
@@ -221,10 +319,10 @@ class Metadata(_Kubernetes):
     @field_validator("name")
     @classmethod
     def _valid_name(cls, name: str) -> str:
-        if not _NAME.match(name):
-            raise told(
-                f"'{name}' is not valid: use lower case letters, digits and '-', beginning and ending with a "
-                f"letter or digit, at most {MAX_NAME_LENGTH} of them"
+        if not _JOB_NAME.match(name):
+            raise _invalid_value(
+                "must consist of lower case letters, digits and '-', start and end with a letter or digit, "
+                f"and have at most {MAX_NAME_LENGTH} characters"
             )
         return name
 
@@ -234,15 +332,15 @@ class Metadata(_Kubernetes):
         try:
             job_id("any", namespace)
         except InvalidJobIdError as error:
-            raise told(str(error)) from None
+            raise _invalid(str(error)) from None
         return namespace
 
 
-class Document(_Section):
-    """An AdaScaleJob. `status` is there in what `kubectl get -o yaml` prints, and of no interest here."""
+class AdaScaleJobDocument(_ClosedModel):
+    """An AdaScaleJob. `status` is accepted, since `kubectl get -o yaml` prints it, and not used."""
 
     api_version: str
     kind: str
     metadata: Metadata
-    spec: JobSection
+    spec: AdaScaleJobSpec
     status: Any = None

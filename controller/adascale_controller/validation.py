@@ -1,7 +1,7 @@
-"""What is wrong with an AdaScaleJob, in words, at its fields.
+"""Validates an AdaScaleJob and reports every error at its field.
 
-The shape is checked by `schema`; what the values must be to each other is asked of the core, whose
-words are kept, with its names turned into those of the YAML.
+`schema` checks the shape: fields, types and limits. The core checks the values against each other; its
+messages are kept, with its names spelled as in the YAML.
 """
 
 from __future__ import annotations
@@ -16,152 +16,160 @@ from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
-from adascale_controller.schema import Document, JobSection
-from adascale_controller.yamltext import Place, dotted
+from adascale_controller.field_error import FieldError, FieldPath, format_path
+from adascale_controller.schema import (
+    INVALID_VALUE,
+    INVALID_VALUE_WITHOUT_INPUT,
+    AdaScaleJobDocument,
+    AdaScaleJobSpec,
+)
 from adascale_core import names
 from adascale_core.batch import BatchBounds, InvalidBoundsError, require_valid_replicas
 from adascale_core.errors import InvalidJobError
 
-Finding = tuple[Place, str]
-"""Where, and what is wrong there."""
-
-_RULED = frozenset({"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas"})
-"""The fields of `spec` that the core has rules for."""
+_SIZE_FIELDS = frozenset({"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas"})
+"""The fields of `spec` that the core checks against each other."""
 
 
-def examine(content: Any) -> Document | list[Finding]:
-    """The document, or all that is wrong with it."""
-    header = _header_findings(content)
-    if header:
-        return header
+def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
+    """Return the document in `content`, or all errors in it."""
+    errors = _header_errors(content)
+    if errors:
+        return errors
     try:
-        document = Document.model_validate(content)
+        document = AdaScaleJobDocument.model_validate(content)
     except ValidationError as invalid:
-        shape = [_shape_finding(error) for error in invalid.errors(include_url=False)]
-        return shape + _rule_findings(_Sizes.among(content, shape))
-    return _rule_findings(_Sizes.of(document.spec)) or document
+        shape_errors = [_shape_error(error) for error in invalid.errors(include_url=False)]
+        return shape_errors + _size_errors(_Sizes.valid_in(content, shape_errors))
+    return _size_errors(_Sizes.of(document.spec)) or document
 
 
 # -- shape ---------------------------------------------------------------------------------------------
 
 
-def _header_findings(content: Any) -> list[Finding]:
-    """Whether this is an AdaScaleJob at all: if not, its other fields needn't be looked at."""
+def _header_errors(content: Any) -> list[FieldError]:
+    """Return the errors that show that this is no AdaScaleJob; its other fields are not checked then."""
     if not isinstance(content, dict):
-        return [((), f"is {_show(content)}; it must hold apiVersion, kind, metadata and spec")]
-    findings: list[Finding] = []
-    for field, expected in (("apiVersion", names.GROUP_VERSION), ("kind", names.KIND)):
+        message = f"must be an object with apiVersion, kind, metadata and spec, got {_describe(content)}"
+        return [FieldError((), message)]
+    errors: list[FieldError] = []
+    for field, required in (("apiVersion", names.GROUP_VERSION), ("kind", names.KIND)):
         if field not in content:
-            near = _near(field, [key for key in content if isinstance(key, str)])
-            hint = f"; {near!r} is there instead" if near else ""
-            findings.append(((), f"{field} is missing: it must be {expected}{hint}"))
-        elif content[field] != expected:
-            findings.append(((field,), f"must be {expected}, got {_show(content[field])}"))
-    return findings
+            similar = _most_similar(field, [key for key in content if isinstance(key, str)])
+            hint = f"; found {similar!r}, which is not the same" if similar else ""
+            errors.append(FieldError((field,), f"is required and must be {required}{hint}"))
+        elif content[field] != required:
+            errors.append(FieldError((field,), f"must be {required}, got {_describe(content[field])}"))
+    return errors
 
 
-def _shape_finding(error: ErrorDetails) -> Finding:
+def _shape_error(error: ErrorDetails) -> FieldError:
     path = tuple(error["loc"])
-    got = error["input"]
+    if error["type"] == "extra_forbidden":
+        return FieldError(path, _unknown_field(path))
+    return FieldError(path, _shape_message(error))
+
+
+def _shape_message(error: ErrorDetails) -> str:
+    value, context = error["input"], error.get("ctx", {})
+    got = f"got {_describe(value)}"
     match error["type"]:
         case "missing":
-            return path[:-1], f"{path[-1]} is missing"
-        case "extra_forbidden":
-            return path, _unknown_field(path)
+            return "is required"
         case "int_type" | "int_from_float":
-            return path, f"must be a whole number, got {_show(got)}"
+            return f"must be an integer, {got}"
         case "float_type":
-            return path, f"must be a number, got {_show(got)}"
+            return f"must be a number, {got}"
         case "finite_number":
-            return path, f"must be a finite number, got {_show(got)}"
+            return f"must be a finite number, {got}"
         case "bool_type":
-            return path, f"must be true or false, got {_show(got)}"
+            return f"must be true or false, {got}"
         case "string_type":
-            quoted = f': write "{got}"' if isinstance(got, int | float) and not isinstance(got, bool) else ""
-            return path, f"must be a text, got {_show(got)}{quoted}"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return f'must be a string, {got}: write "{value}"' if is_number else f"must be a string, {got}"
         case "list_type":
-            return path, f"must be a list, got {_show(got)}"
+            return f"must be a list, {got}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return path, f"must hold fields, got {_show(got)}"
+            return f"must be an object, {got}"
         case "greater_than_equal":
-            return path, f"must be at least {error['ctx']['ge']:.17g}, got {_show(got)}"
+            return f"must be at least {context['ge']:.17g}, {got}"
         case "greater_than":
-            return path, f"must be more than {error['ctx']['gt']:.17g}, got {_show(got)}"
+            return f"must be greater than {context['gt']:.17g}, {got}"
         case "less_than_equal":
-            return path, f"must be at most {error['ctx']['le']:.17g}, got {_show(got)}"
+            return f"must be at most {context['le']:.17g}, {got}"
         case "too_short" | "string_too_short":
-            return path, "must not be empty"
+            return "must not be empty"
         case "string_too_long":
-            return path, f"must have at most {error['ctx']['max_length']} characters, got {len(got)}"
+            return f"must have at most {context['max_length']} characters, got {len(value)}"
         case "string_pattern_mismatch":
-            return path, f"must match {error['ctx']['pattern']}, got {_show(got)}"
+            return f"must match {context['pattern']}, {got}"
         case "literal_error":
-            return path, f"must be {error['ctx']['expected'].replace(chr(39), '')}, got {_show(got)}"
-        case "expected":
-            return path, f"{error['msg']}, got {_show(got)}"
-        case "told":
-            return path, error["msg"]
+            return f"must be {context['expected'].replace(chr(39), '')}, {got}"
+        case kind if kind == INVALID_VALUE:
+            return f"{error['msg']}, {got}"
+        case kind if kind == INVALID_VALUE_WITHOUT_INPUT:
+            return error["msg"]
         case _:
-            return path, f"{error['msg'].lower()}, got {_show(got)}"
+            return f"{error['msg'].lower()}, {got}"
 
 
-def _show(value: Any) -> str:
-    """A value as one would call it, short."""
+def _describe(value: Any) -> str:
+    """Return a short description of a YAML value."""
     if value is None:
-        return "nothing"
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return f"fields ({', '.join(str(key) for key in list(value)[:3])}{', ...' if len(value) > 3 else ''})"
+        keys = ", ".join(str(key) for key in list(value)[:3])
+        return f"an object ({keys}{', ...' if len(value) > 3 else ''})" if value else "an empty object"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     text = str(value)
-    shown = text if len(text) <= 40 else f"{text[:37]}..."
-    return f"the text {shown!r}" if isinstance(value, str) else shown
+    shortened = text if len(text) <= 40 else f"{text[:37]}..."
+    return f"the string {shortened!r}" if isinstance(value, str) else shortened
 
 
-def _unknown_field(path: Place) -> str:
-    section = _section(path[:-1])
-    known = [field.alias or name for name, field in section.model_fields.items()]
-    near = _near(str(path[-1]), known)
-    if near:
-        return f"there is no such field; did you mean {near}?"
-    return (
-        f"there is no such field; those of {dotted(path[:-1]) or 'an ' + names.KIND} are {', '.join(known)}"
-    )
+def _unknown_field(path: FieldPath) -> str:
+    model = _model_at(path[:-1])
+    fields = [field.alias or name for name, field in model.model_fields.items()]
+    similar = _most_similar(str(path[-1]), fields)
+    if similar:
+        return f"unknown field; did you mean {similar}?"
+    return f"unknown field; the fields of {format_path(path[:-1]) or names.KIND} are {', '.join(fields)}"
 
 
-def _section(path: Place) -> type[BaseModel]:
-    """The model of the section at `path`."""
-    section: type[BaseModel] = Document
+def _model_at(path: FieldPath) -> type[BaseModel]:
+    """Return the model of the object at `path`."""
+    model: type[BaseModel] = AdaScaleJobDocument
     for part in path:
-        field = next((f for name, f in section.model_fields.items() if (f.alias or name) == part), None)
+        field = next((f for name, f in model.model_fields.items() if (f.alias or name) == part), None)
         if field is not None:
-            section = next(_models(field.annotation), section)
-    return section
+            model = next(_models_in(field.annotation), model)
+    return model
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             yield candidate
 
 
-def _near(wrong: str, known: Sequence[str]) -> str | None:
-    """The known name that `wrong` probably means: case and underscores don't matter."""
-    plain = {name.lower(): name for name in known}
-    near = get_close_matches(wrong.replace("_", "").replace("-", "").lower(), plain, n=1, cutoff=0.7)
-    return plain[near[0]] if near else None
+def _most_similar(name: str, candidates: Sequence[str]) -> str | None:
+    """Return the candidate that `name` is probably a misspelling of; case and underscores do not count."""
+    by_lower_case = {candidate.lower(): candidate for candidate in candidates}
+    plain = name.replace("_", "").replace("-", "").lower()
+    similar = get_close_matches(plain, by_lower_case, n=1, cutoff=0.7)
+    return by_lower_case[similar[0]] if similar else None
 
 
-# -- rules ---------------------------------------------------------------------------------------------
+# -- sizes and counts ----------------------------------------------------------------------------------
 
 _CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds)\b")
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The fields of `spec` that the core has rules for; none where there is no right value."""
+    """The fields of `spec` that the core checks against each other; None where unset or invalid."""
 
     batch_size: int | None
     max_batch_size: int | None
@@ -170,8 +178,8 @@ class _Sizes:
     max_replicas: int | None
 
     @classmethod
-    def of(cls, spec: JobSection) -> Self:
-        """Those of a spec that has the right shape."""
+    def of(cls, spec: AdaScaleJobSpec) -> Self:
+        """Return the sizes of a spec of the right shape."""
         local = spec.local_bsz_bounds
         return cls(
             spec.batch_size,
@@ -182,52 +190,54 @@ class _Sizes:
         )
 
     @classmethod
-    def among(cls, content: Mapping[str, Any], wrong: Sequence[Finding]) -> Self:
-        """The right ones of a file of which some fields are wrong, perhaps of these too."""
+    def valid_in(cls, content: Mapping[str, Any], errors: Sequence[FieldError]) -> Self:
+        """Return the sizes without errors in a document with errors."""
         spec = content.get("spec")
         spec = spec if isinstance(spec, dict) else {}
-        at = {place[1] for place, _ in wrong if len(place) > 1 and place[0] == "spec"}
-        right = {field: spec[field] for field in _RULED if spec.get(field) is not None and field not in at}
-        local = right.get("localBszBounds")
+        invalid = {error.path[1] for error in errors if len(error.path) > 1 and error.path[0] == "spec"}
+        valid = {
+            field: spec[field]
+            for field in _SIZE_FIELDS
+            if spec.get(field) is not None and field not in invalid
+        }
+        local = valid.get("localBszBounds")
         return cls(
-            right.get("batchSize"),
-            right.get("maxBatchSize"),
+            valid.get("batchSize"),
+            valid.get("maxBatchSize"),
             (local["lower"], local["upper"]) if local else None,
-            right.get("minReplicas", None if "minReplicas" in at else 1),
-            right.get("maxReplicas"),
+            valid.get("minReplicas", None if "minReplicas" in invalid else 1),
+            valid.get("maxReplicas"),
         )
 
 
-def _rule_findings(sizes: _Sizes) -> list[Finding]:
-    """What the core says of the sizes and counts."""
-    findings: list[Finding] = []
-    # Each bound by itself, so that both are told of.
+def _size_errors(sizes: _Sizes) -> list[FieldError]:
+    errors: list[FieldError] = []
+    # One bound at a time, so that errors in both are reported.
     for max_batch_size, local_bsz_bounds in ((sizes.max_batch_size, None), (None, sizes.local_bsz_bounds)):
         try:
             BatchBounds(sizes.batch_size or 1, max_batch_size, local_bsz_bounds)
         except InvalidBoundsError as error:
-            findings.append(_at_its_field(error))
+            errors.append(_at_its_field(error))
     low, high = sizes.min_replicas, sizes.max_replicas
     if low is not None and high is not None and low > high:
-        findings.append(
-            (("spec", "minReplicas"), f"{low} is over maxReplicas {high}: it must be at most that")
-        )
-    if findings or sizes.batch_size is None or low is None or high is None:
-        return findings
+        message = f"{low} is greater than maxReplicas {high}: lower minReplicas, or raise maxReplicas"
+        errors.append(FieldError(("spec", "minReplicas"), message))
+    if errors or sizes.batch_size is None or low is None or high is None:
+        return errors
     try:
         bounds = BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds)
         require_valid_replicas(bounds, low, high)
     except InvalidJobError as error:
-        return [(("spec",), _spelled_as_in_yaml(str(error)))]
+        return [FieldError(("spec",), _spelled_as_in_yaml(str(error)))]
     return []
 
 
-def _at_its_field(error: InvalidBoundsError) -> Finding:
-    """The core's message, at the field that it names first."""
+def _at_its_field(error: InvalidBoundsError) -> FieldError:
+    """Return the core's error at the field that its message names first."""
     message = _spelled_as_in_yaml(str(error))
     field = message.split()[0]
-    return ("spec", field), message.removeprefix(f"{field} ")
+    return FieldError(("spec", field), message.removeprefix(f"{field} "))
 
 
 def _spelled_as_in_yaml(message: str) -> str:
-    return _CORE_NAME.sub(lambda found: to_camel(found[0]), message)
+    return _CORE_NAME.sub(lambda match: to_camel(match[0]), message)

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kubernetes import client
 
-from adascale_controller.jobfile import job_of
-from adascale_controller.validation import examine
-from adascale_controller.yamltext import dotted
+from adascale_controller.job import to_job
+from adascale_controller.validation import validate_document
 from adascale_core import names
 from cluster.conftest import Kubectl, fresh_namespace
 
@@ -214,7 +213,7 @@ def shaped(draw: st.DrawFn) -> dict[str, Any]:
 
 def agree(jobs: Jobs, sent: dict[str, Any]) -> bool:
     """Whether both take a job: the same one, if so."""
-    examined = examine(sent)
+    examined = validate_document(sent)
     stored, refused = None, None
     try:
         stored = jobs.create(sent)
@@ -226,9 +225,9 @@ def agree(jobs: Jobs, sent: dict[str, Any]) -> bool:
         assert isinstance(examined, list), f"only the API server refuses it: {refused.message}"
         return False
     assert not isinstance(examined, list), f"only the job file refuses it: {examined}"
-    again = examine({**sent, "spec": stored["spec"]})
+    again = validate_document({**sent, "spec": stored["spec"]})
     assert not isinstance(again, list), f"what the API server makes of it is refused: {again}"
-    assert job_of(again) == job_of(examined)
+    assert to_job(again) == to_job(examined)
     return True
 
 
@@ -299,7 +298,7 @@ def test_the_job_that_we_ship_is_taken(shared: Jobs) -> None:
 
 def test_an_image_is_only_needed_on_a_cluster(shared: Jobs) -> None:
     spec = right(template={"spec": {"containers": [{"name": "worker", "command": ["python"]}]}})
-    assert not isinstance(examine(document(spec)), list)
+    assert not isinstance(validate_document(document(spec)), list)
     with pytest.raises(RefusedError, match=r"spec\.template\.spec\.containers\[0]\.image: Required value"):
         shared.create(document(spec))
 
@@ -407,12 +406,12 @@ def test_a_broken_rule_is_told_at_its_field_in_the_words_of_the_job_file(
     # Kubernetes says before it what type the value is of.
     assert told.startswith("Invalid value: ")
     assert told.endswith(f": {message}")
-    examined = examine(sent)
+    examined = validate_document(sent)
     assert isinstance(examined, list)
-    ((place, said),) = examined
-    assert dotted(place) == field
+    (error,) = examined
+    assert error.field == field
     # The core also counts up what is valid.
-    assert said.partition(";")[0] == message.partition(";")[0]
+    assert error.message.partition(";")[0] == message.partition(";")[0]
 
 
 def test_all_broken_rules_are_told_at_once(shared: Jobs) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from adascale_controller.job import Checkpointing, Job
+from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.operator.objects import (
     Manifest,
     PodSettings,
@@ -38,7 +38,7 @@ def restricted(api_client: client.ApiClient, namespace: str) -> str:
     return namespace
 
 
-def workload(namespace: str, checkpoint: Checkpointing | None = None, **worker: Any) -> Workload:
+def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **worker: Any) -> Workload:
     template = {
         "spec": {
             "containers": [{"name": "worker", "image": "trainer:1", "command": ["python", "t.py"], **worker}],
@@ -53,7 +53,7 @@ def workload(namespace: str, checkpoint: Checkpointing | None = None, **worker: 
         job=Job(
             f"{namespace}.digits",
             JobSpec(4, 256, (4, 64), 1, 4, 1000),
-            checkpoint=checkpoint or Checkpointing(path="/data"),
+            checkpoint=checkpoint or CheckpointSettings(path="/data"),
             active_deadline_seconds=3600,
         ),
         template=template,
@@ -122,14 +122,18 @@ def test_the_api_server_takes_the_job_with_all_that_is_in_it(
 ) -> None:
     path = f"/apis/batch/v1/namespaces/{restricted}/jobs"
     for one_node in (False, True):
-        for checkpoint in (Checkpointing(), Checkpointing(claim_name="shared"), Checkpointing(path="/data")):
+        for checkpoint in (
+            CheckpointSettings(),
+            CheckpointSettings(claim_name="shared"),
+            CheckpointSettings(path="/data"),
+        ):
             manifest = job_manifest(workload(restricted, checkpoint), 3, suspend=False, one_node=one_node)
             made = ask(api_client, "POST", path, manifest, dryRun="All")
             assert made["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [69, 75, 137, 143]
 
 
 def test_the_api_server_takes_the_claim(api_client: client.ApiClient, restricted: str) -> None:
-    manifest = claim_manifest(workload(restricted, Checkpointing(storage_class_name="none")))
+    manifest = claim_manifest(workload(restricted, CheckpointSettings(storage_class_name="none")))
     path = f"/api/v1/namespaces/{restricted}/persistentvolumeclaims"
     ask(api_client, "POST", path, manifest, dryRun="All")
 

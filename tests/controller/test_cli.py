@@ -100,14 +100,14 @@ def test_a_wrong_job_is_told_without_a_traceback(tmp_path: Path) -> None:
         assert refused.stderr.splitlines() == [
             f"adascale: {job}:8: spec.maxBatchSize: 2 is below batchSize 4: "
             "raise maxBatchSize, or lower batchSize",
-            f"          {job}:9: spec.bakoffLimit: there is no such field; did you mean backoffLimit?",
+            f"          {job}:9: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
         ]
 
 
 def test_a_file_that_is_not_there_is_told() -> None:
     refused = adascale("validate", "absent.yaml")
     assert refused.returncode == 2
-    assert refused.stderr == "adascale: absent.yaml: there is no such file\n"
+    assert refused.stderr == "adascale: absent.yaml: no such file\n"
 
 
 # -- run, refused ----------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adascale_controller.job import DEFAULT_ACCESS_MODE, DEFAULT_STORAGE
-from adascale_controller.schema import DNS_LABEL, Document
+from adascale_controller.schema import DEFAULT_ACCESS_MODE, DEFAULT_STORAGE, DNS_LABEL, AdaScaleJobDocument
 from adascale_core import names
 
 FILE = Path(__file__).parents[2] / "deploy" / "base" / "crd.yaml"
@@ -77,7 +76,7 @@ def _resolved(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def file_fields() -> dict[str, Leaf]:
-    whole = Document.model_json_schema(by_alias=True)
+    whole = AdaScaleJobDocument.model_json_schema(by_alias=True)
     return dict(of_the_file(whole["properties"]["spec"], "spec", whole["$defs"]))
 
 

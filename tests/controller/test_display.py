@@ -12,7 +12,7 @@ from adascale_controller.formatting import clock, count, duration, plural, signi
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, Status, open_display
 from adascale_controller.local.generations import GenerationSummary, Span
-from adascale_controller.local.summary import generations_table, repeated_steps, result_text
+from adascale_controller.local.generations_table import generations_table, repeated_steps, result_text
 from adascale_core.messages import GainReport
 
 REPORT = GainReport(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adascale_controller.operator.conditions import Reason
-from adascale_controller.schema import Checkpoint, JobSection
+from adascale_controller.schema import AdaScaleJobSpec, Checkpoint
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -34,7 +34,7 @@ def test_each_reason_that_is_explained_exists() -> None:
     assert explained == set(Reason)
 
 
-@pytest.mark.parametrize("field", [field.alias for field in JobSection.model_fields.values()])
+@pytest.mark.parametrize("field", [field.alias for field in AdaScaleJobSpec.model_fields.values()])
 def test_each_field_of_a_job_is_in_the_readme(field: str) -> None:
     section = README.split("## The fields of a job")[1].split("\n## ")[0]
     assert f"`{field}`" in section

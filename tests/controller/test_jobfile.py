@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.job import Checkpointing
+from adascale_controller.job import CheckpointSettings
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
 from adascale_core.messages import JobSpec
 
@@ -46,7 +46,7 @@ def complaints(text: str) -> list[str]:
     with pytest.raises(JobFileError) as raised:
         parse_job(text, "job.yaml")
     assert raised.value.exit_code == 2
-    return [f"{one.field}: {one.message}" if one.field else one.message for one in raised.value.problems]
+    return [str(error) for error in raised.value.errors]
 
 
 def test_a_small_job_gets_the_defaults() -> None:
@@ -58,7 +58,7 @@ def test_a_small_job_gets_the_defaults() -> None:
     assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
     assert parsed.active_deadline_seconds is None
     assert parsed.replicas is None
-    assert parsed.checkpoint == Checkpointing(
+    assert parsed.checkpoint == CheckpointSettings(
         claim_name=None,
         path=None,
         storage="1Gi",
@@ -111,24 +111,24 @@ def test_every_field_is_taken_over() -> None:
     assert parsed.working_dir == "/app"
     assert (parsed.suspend, parsed.backoff_limit, parsed.active_deadline_seconds) == (True, 0, 60)
     assert parsed.ttl_seconds_after_finished == 0
-    assert parsed.checkpoint == Checkpointing("state", interval_seconds=5.0)
+    assert parsed.checkpoint == CheckpointSettings("state", interval_seconds=5.0)
     assert parsed.replicas == 4
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "parsed"),
     [
-        ({"path": "/state"}, Checkpointing(path="/state")),
-        ({"storage": "10Gi"}, Checkpointing(storage="10Gi")),
-        ({"storage": 10**9}, Checkpointing(storage="1000000000")),
-        ({"storageClassName": "", "storage": None}, Checkpointing(storage_class_name="")),
+        ({"path": "/state"}, CheckpointSettings(path="/state")),
+        ({"storage": "10Gi"}, CheckpointSettings(storage="10Gi")),
+        ({"storage": 10**9}, CheckpointSettings(storage="1000000000")),
+        ({"storageClassName": "", "storage": None}, CheckpointSettings(storage_class_name="")),
         (
             {"storageClassName": "nfs", "accessMode": "ReadWriteMany"},
-            Checkpointing(storage_class_name="nfs", access_mode="ReadWriteMany"),
+            CheckpointSettings(storage_class_name="nfs", access_mode="ReadWriteMany"),
         ),
     ],
 )
-def test_where_state_is_saved_is_taken_over(checkpoint: dict[str, Any], parsed: Checkpointing) -> None:
+def test_where_state_is_saved_is_taken_over(checkpoint: dict[str, Any], parsed: CheckpointSettings) -> None:
     assert parse_job(job(checkpoint=checkpoint)).checkpoint == parsed
 
 
@@ -159,34 +159,35 @@ def test_what_only_a_cluster_can_give_is_told() -> None:
         )
     )
     assert dict(parsed.env) == {"A": "x"}
-    assert parsed.left_out == (
-        "environment variable PASSWORD: its valueFrom (secretKeyRef)",
+    assert parsed.cluster_only_env == (
+        "environment variable PASSWORD (valueFrom secretKeyRef)",
         "the environment variables of envFrom",
     )
 
 
 NOT_A_JOB = [
-    ("", "holds nothing; it must hold one"),
-    ("# only a comment\n---\n", "holds nothing; it must hold one"),
-    (job() + "---\n" + job(), "holds 2 documents; it must hold one"),
+    ("", "is empty; it must contain one YAML document"),
+    ("# only a comment\n---\n", "is empty; it must contain one YAML document"),
+    (job() + "---\n" + job(), "contains 2 YAML documents; it must contain one"),
     ("a: [1, 2", "is not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("a: b: c", "is not valid YAML: mapping values are not allowed here"),
     ("\tkey: 1", "is not valid YAML: found character '\\t' that cannot start any token"),
-    ("a: 1\na: 2", "is not valid YAML: the field 'a' is there twice"),
+    ("a: 1\na: 2", "is not valid YAML: duplicate field 'a'"),
     ("a: !!python/object:os.system 1", "is not valid YAML: could not determine a constructor for the tag"),
     ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
     ("a: \x07", "is not valid YAML: unacceptable character #x0007: special characters are not allowed"),
     ("[" * 5000, "is not valid YAML: it is nested too deeply"),
-    ("just words", "is the text 'just words'; it must hold apiVersion, kind, metadata and spec"),
-    ("- a\n- b", "is a list of 2; it must hold apiVersion, kind, metadata and spec"),
-    (job().replace("AdaScaleJob", "Job"), "kind: must be AdaScaleJob, got the text 'Job'"),
+    ("just words", "must be an object with apiVersion, kind, metadata and spec, got the string 'just words'"),
+    ("- a\n- b", "must be an object with apiVersion, kind, metadata and spec, got a list of 2"),
+    (job().replace("AdaScaleJob", "Job"), "kind: must be AdaScaleJob, got the string 'Job'"),
     (
         job().replace("adascale.dev/v1alpha1", "batch/v1"),
-        "apiVersion: must be adascale.dev/v1alpha1, got the text 'batch/v1'",
+        "apiVersion: must be adascale.dev/v1alpha1, got the string 'batch/v1'",
     ),
     (
         job().replace("apiVersion:", "apiversion:"),
-        "apiVersion is missing: it must be adascale.dev/v1alpha1; 'apiversion' is there instead",
+        "apiVersion: is required and must be adascale.dev/v1alpha1; found 'apiversion', which is not the "
+        "same",
     ),
 ]
 
@@ -198,55 +199,55 @@ def test_what_is_not_a_job_is_refused(text: str, complaint: str) -> None:
 
 
 WRONG_FIELDS = [
-    (job(max_batch_size=64), "spec.max_batch_size: there is no such field; did you mean maxBatchSize?"),
-    (job(maxBatchsize=64), "spec.maxBatchsize: there is no such field; did you mean maxBatchSize?"),
-    (job(batchsize=None), "spec.batchsize: there is no such field; did you mean batchSize?"),
-    (job(batchsize=64), "spec.batchsize: there is no such field; did you mean batchSize?"),
-    (job(replica=4), "spec.replica: there is no such field; did you mean replicas?"),
+    (job(max_batch_size=64), "spec.max_batch_size: unknown field; did you mean maxBatchSize?"),
+    (job(maxBatchsize=64), "spec.maxBatchsize: unknown field; did you mean maxBatchSize?"),
+    (job(batchsize=None), "spec.batchsize: unknown field; did you mean batchSize?"),
+    (job(batchsize=64), "spec.batchsize: unknown field; did you mean batchSize?"),
+    (job(replica=4), "spec.replica: unknown field; did you mean replicas?"),
     (job(replicas=-1), "spec.replicas: must be at least 0, got -1"),
     (job(replicas=1025), "spec.replicas: must be at most 1024, got 1025"),
     (
         job(localBszBounds={"lower": 1, "uper": 2, "upper": 2}),
-        "spec.localBszBounds.uper: there is no such field; did you mean upper?",
+        "spec.localBszBounds.uper: unknown field; did you mean upper?",
     ),
     (
         job(checkpoint={"zebra": 1}),
-        "spec.checkpoint.zebra: there is no such field; those of spec.checkpoint are "
+        "spec.checkpoint.zebra: unknown field; the fields of spec.checkpoint are "
         "claimName, path, storage, storageClassName, accessMode, intervalSeconds",
     ),
-    (job(without="batchSize"), "spec: batchSize is missing"),
-    (job(without="maxReplicas"), "spec: maxReplicas is missing"),
-    (job(without="template"), "spec: template is missing"),
+    (job(without="batchSize"), "spec.batchSize: is required"),
+    (job(without="maxReplicas"), "spec.maxReplicas: is required"),
+    (job(without="template"), "spec.template: is required"),
     (job(batchSize=2**20 + 1), "spec.batchSize: must be at most 1048576, got 1048577"),
     (job(batchSize=0), "spec.batchSize: must be at least 1, got 0"),
-    (job(batchSize="32"), "spec.batchSize: must be a whole number, got the text '32'"),
-    (job(batchSize=32.0), "spec.batchSize: must be a whole number, got 32.0"),
-    (job(batchSize=True), "spec.batchSize: must be a whole number, got true"),
-    (job(batchSize=[32]), "spec.batchSize: must be a whole number, got a list of 1"),
+    (job(batchSize="32"), "spec.batchSize: must be an integer, got the string '32'"),
+    (job(batchSize=32.0), "spec.batchSize: must be an integer, got 32.0"),
+    (job(batchSize=True), "spec.batchSize: must be an integer, got true"),
+    (job(batchSize=[32]), "spec.batchSize: must be an integer, got a list of 1"),
     (job(maxReplicas=10**9), "spec.maxReplicas: must be at most 1024, got 1000000000"),
-    (job(suspend="yes"), "spec.suspend: must be true or false, got the text 'yes'"),
-    (job(efficiencyTarget=0), "spec.efficiencyTarget: must be more than 0, got 0"),
+    (job(suspend="yes"), "spec.suspend: must be true or false, got the string 'yes'"),
+    (job(efficiencyTarget=0), "spec.efficiencyTarget: must be greater than 0, got 0"),
     (job(efficiencyTarget=1.5), "spec.efficiencyTarget: must be at most 1, got 1.5"),
     (job(efficiencyTarget=float("nan")), "spec.efficiencyTarget: must be a finite number, got nan"),
-    (job(localBszBounds=[16, 128]), "spec.localBszBounds: must hold fields, got a list of 2"),
+    (job(localBszBounds=[16, 128]), "spec.localBszBounds: must be an object, got a list of 2"),
     (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
     (
         job(checkpoint={"claimName": "a", "path": "/b"}),
-        "spec.checkpoint: has both claimName and path; state is saved at one place: give one of them",
+        "spec.checkpoint: claimName and path are both set; set at most one of them",
     ),
     (
         job(checkpoint={"path": "/b", "storage": "1Gi"}),
-        "spec.checkpoint: has path, so no claim is made; that is what storage is for: leave it out, "
-        "or leave out path",
+        "spec.checkpoint: storage applies only to a PersistentVolumeClaim that the operator creates, but "
+        "path is set: remove storage or path",
     ),
     (
         job(checkpoint={"claimName": "a", "accessMode": "ReadWriteMany"}),
-        "spec.checkpoint: has claimName, so no claim is made; that is what accessMode is for: leave it out, "
-        "or leave out claimName",
+        "spec.checkpoint: accessMode applies only to a PersistentVolumeClaim that the operator creates, but "
+        "claimName is set: remove accessMode or claimName",
     ),
     (
         job(checkpoint={"path": "b"}),
-        "spec.checkpoint.path: must be a path from the root, as in /state, got the text 'b'",
+        "spec.checkpoint.path: must be an absolute path such as /state, got the string 'b'",
     ),
     (
         job(checkpoint={"claimName": "State"}),
@@ -259,54 +260,54 @@ WRONG_FIELDS = [
     *(
         (
             job(checkpoint={"storage": storage}),
-            f"spec.checkpoint.storage: must be a size, as in 10Gi, and more than 0, got {got}",
+            f"spec.checkpoint.storage: must be a positive quantity such as 10Gi, got {got}",
         )
         for storage, got in [
             (0, "0"),
-            ("0.0Gi", "the text '0.0Gi'"),
-            ("1 Gi", "the text '1 Gi'"),
+            ("0.0Gi", "the string '0.0Gi'"),
+            ("1 Gi", "the string '1 Gi'"),
             (1.5, "1.5"),
         ]
     ),
     (
         job(checkpoint={"accessMode": "ReadOnly"}),
-        "spec.checkpoint.accessMode: must be ReadWriteOnce or ReadWriteMany, got the text 'ReadOnly'",
+        "spec.checkpoint.accessMode: must be ReadWriteOnce or ReadWriteMany, got the string 'ReadOnly'",
     ),
     (job(template={"spec": {"containers": []}}), "spec.template.spec.containers: must not be empty"),
-    (job(template={"spec": {"containers": [{}]}}), "spec.template.spec.containers[0]: name is missing"),
+    (job(template={"spec": {"containers": [{}]}}), "spec.template.spec.containers[0].name: is required"),
     (
         job(template={"spec": {"containers": [{"name": "a"}, {"name": "a"}]}}),
-        "spec.template.spec.containers: has two containers named a: each needs its own name",
+        "spec.template.spec.containers: container names must be unique; a is used twice",
     ),
     (
         job(template={"metadata": {"labels": {"a": 1}}, "spec": {"containers": [{"name": "a"}]}}),
-        'spec.template.metadata.labels.a: must be a text, got 1: write "1"',
+        'spec.template.metadata.labels.a: must be a string, got 1: write "1"',
     ),
     (
         job(template={"metadata": {"labels": [1]}, "spec": {"containers": [{"name": "a"}]}}),
-        "spec.template.metadata.labels: must hold fields, got a list of 1",
+        "spec.template.metadata.labels: must be an object, got a list of 1",
     ),
     (
         job(template={"specs": {}, "spec": {"containers": [{"name": "a"}]}}),
-        "spec.template.specs: there is no such field; did you mean spec?",
+        "spec.template.specs: unknown field; did you mean spec?",
     ),
     (
         container(command="python train.py"),
-        "spec.template.spec.containers[0].command: must be a list, got the text 'python train.py'",
+        "spec.template.spec.containers[0].command: must be a list, got the string 'python train.py'",
     ),
     (
         container(args=["--lr", 0.1]),
-        'spec.template.spec.containers[0].args[1]: must be a text, got 0.1: write "0.1"',
+        'spec.template.spec.containers[0].args[1]: must be a string, got 0.1: write "0.1"',
     ),
     (
         container(env=[{"name": "A", "value": 1}]),
-        'spec.template.spec.containers[0].env[0].value: must be a text, got 1: write "1"',
+        'spec.template.spec.containers[0].env[0].value: must be a string, got 1: write "1"',
     ),
-    (job().replace("name: digits", "name: Digits"), "metadata.name: 'Digits' is not valid: use lower"),
+    (job().replace("name: digits", "name: Digits"), "metadata.name: must consist of lower case letters"),
     (
         job().replace("name: digits", f"name: {'a' * 59}"),
-        f"metadata.name: '{'a' * 59}' is not valid: use lower case letters, digits and '-', beginning and "
-        "ending with a letter or digit, at most 58 of them",
+        "metadata.name: must consist of lower case letters, digits and '-', start and end with a letter or "
+        f"digit, and have at most 58 characters, got the string '{'a' * 37}...'",
     ),
     (
         job().replace("name: digits", "name: digits\n  namespace: a.b"),
@@ -321,7 +322,10 @@ WRONG_FIELDS = [
         job(localBszBounds={"lower": 128, "upper": 16}),
         "spec.localBszBounds: lower 128 is over upper 16: lower must be at most upper",
     ),
-    (job(minReplicas=9), "spec.minReplicas: 9 is over maxReplicas 8: it must be at most that"),
+    (
+        job(minReplicas=9),
+        "spec.minReplicas: 9 is greater than maxReplicas 8: lower minReplicas, or raise maxReplicas",
+    ),
     (
         job(minReplicas=6, maxReplicas=7),
         "spec: no replica count between 6 and 7 is valid with batchSize 32: widen the bounds, or change "
@@ -367,9 +371,10 @@ spec:
         "jobs/digits.yaml:7: spec.maxBatchSize: 16 is below batchSize 32: "
         "raise maxBatchSize, or lower batchSize",
         "jobs/digits.yaml:8: spec.localBszBounds: lower 9 is over upper 8: lower must be at most upper",
-        "jobs/digits.yaml:11: spec.maxReplicas: must be a whole number, got the text '8'",
-        "jobs/digits.yaml:12: spec.bakoffLimit: there is no such field; did you mean backoffLimit?",
-        'jobs/digits.yaml:17: spec.template.spec.containers[0].command[0]: must be a text, got 1: write "1"',
+        "jobs/digits.yaml:11: spec.maxReplicas: must be an integer, got the string '8'",
+        "jobs/digits.yaml:12: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
+        "jobs/digits.yaml:17: spec.template.spec.containers[0].command[0]: must be a string, got 1: "
+        'write "1"',
     ]
 
 
@@ -383,13 +388,13 @@ def test_the_line_of_broken_yaml_is_told() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match=r"absent\.yaml: there is no such file"):
+    with pytest.raises(JobFileError, match=r"absent\.yaml: no such file"):
         load_job(tmp_path / "absent.yaml")
-    with pytest.raises(JobFileError, match=r"can't be read: Is a directory"):
+    with pytest.raises(JobFileError, match=r"cannot be read: Is a directory"):
         load_job(tmp_path)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\x89PNG\xff")
-    with pytest.raises(JobFileError, match=r"is not a text in UTF-8"):
+    with pytest.raises(JobFileError, match=r"is not valid UTF-8"):
         load_job(binary)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.job import Checkpointing, Job
+from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.local import checkpoints, machine
 from adascale_controller.local.failures import Failures
 from adascale_controller.local.generations import Span, summarize
+from adascale_controller.local.local_command import LocalCommandError, resolve_command
 from adascale_controller.local.processes import describe_exit, tail
-from adascale_controller.local.program import ProgramError, local_program
 from adascale_controller.local.service_process import PortTakenError, choose_port
-from adascale_controller.observation import FIRST_GUESS, FIRST_PREPARATION, Observation
+from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
 from adascale_controller.service_client import JobView
 from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
 
@@ -40,59 +40,59 @@ def view(generation: int, latest: GainReport | None, desired: int | None = None)
 
 
 def test_a_count_is_settled_once_its_generation_reports() -> None:
-    observed = Observation(JOB)
-    assert observed.see(view(1, None), 5.0) is None
-    assert observed.state(view(1, None), 1000).stable_since is None
-    assert observed.see(view(1, REPORT), 6.0) == REPORT
-    assert observed.see(view(1, replace(REPORT, step=11)), 7.0) is None
-    state = observed.state(view(1, REPORT), 1000)
+    observed = JobMeasurements()
+    assert observed.update(view(1, None), 5.0) is None
+    assert observed.job_state(JOB, view(1, None), 1000).stable_since is None
+    assert observed.update(view(1, REPORT), 6.0) == REPORT
+    assert observed.update(view(1, replace(REPORT, step=11)), 7.0) is None
+    state = observed.job_state(JOB, view(1, REPORT), 1000)
     assert (state.stable_since, state.remaining, state.largest) == (6.0, 990.0, 2)
-    assert state.restart_seconds == FIRST_GUESS
+    assert state.restart_seconds == DEFAULT_DOWNTIME
 
 
 def test_a_count_is_not_settled_while_another_is_wanted() -> None:
-    observed = Observation(JOB)
-    observed.see(view(1, REPORT), 6.0)
-    assert observed.state(view(1, REPORT, desired=2), 1000).stable_since is None
-    assert observed.state(replace(view(1, REPORT), broken=True), 1000).stable_since is None
+    observed = JobMeasurements()
+    observed.update(view(1, REPORT), 6.0)
+    assert observed.job_state(JOB, view(1, REPORT, desired=2), 1000).stable_since is None
+    assert observed.job_state(JOB, replace(view(1, REPORT), broken=True), 1000).stable_since is None
 
 
 def test_a_restart_costs_what_restarts_have_cost() -> None:
-    observed = Observation(JOB)
-    observed.see(view(1, REPORT), 6.0)
-    observed.see(view(1, replace(REPORT, step=15, time=105.0)), 7.0)
-    observed.see(view(2, replace(REPORT, step=20, time=110.0)), 7.1)
-    observed.see(view(2, replace(REPORT, generation=2, step=31, time=112.1)), 8.0)
+    observed = JobMeasurements()
+    observed.update(view(1, REPORT), 6.0)
+    observed.update(view(1, replace(REPORT, step=15, time=105.0)), 7.0)
+    observed.update(view(2, replace(REPORT, step=20, time=110.0)), 7.1)
+    observed.update(view(2, replace(REPORT, generation=2, step=31, time=112.1)), 8.0)
     assert observed.last_downtime == pytest.approx(2.0)
-    observed.see(view(3, replace(REPORT, generation=3, step=32, time=116.1)), 9.0)
-    assert observed.state(view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
+    observed.update(view(3, replace(REPORT, generation=3, step=32, time=116.1)), 9.0)
+    assert observed.job_state(JOB, view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
 
 
 def test_a_preparation_lasts_from_the_decision_to_the_standstill() -> None:
-    observed = Observation(JOB)
-    observed.see(view(1, REPORT), 6.0)
-    assert observed.state(view(1, REPORT), None).prepare_seconds == FIRST_PREPARATION
-    observed.see(view(1, REPORT, desired=2), 10.0)
-    observed.see(view(1, replace(REPORT, time=114.0), desired=2), 15.0)
-    observed.see(view(2, replace(REPORT, generation=2, step=11, time=115.0)), 16.0)
+    observed = JobMeasurements()
+    observed.update(view(1, REPORT), 6.0)
+    assert observed.job_state(JOB, view(1, REPORT), None).prepare_seconds == DEFAULT_PREPARATION
+    observed.update(view(1, REPORT, desired=2), 10.0)
+    observed.update(view(1, replace(REPORT, time=114.0), desired=2), 15.0)
+    observed.update(view(2, replace(REPORT, generation=2, step=11, time=115.0)), 16.0)
     assert observed.last_downtime == pytest.approx(1.0)
-    assert observed.state(view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
+    assert observed.job_state(JOB, view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
 
 
 def test_what_a_loss_costs_is_no_measure_of_a_restart() -> None:
-    observed = Observation(JOB)
-    observed.see(view(1, REPORT), 6.0)
-    observed.see(replace(view(2, replace(REPORT, generation=2, time=190.0)), disruptions=1), 8.0)
+    observed = JobMeasurements()
+    observed.update(view(1, REPORT), 6.0)
+    observed.update(replace(view(2, replace(REPORT, generation=2, time=190.0)), disruptions=1), 8.0)
     assert observed.last_downtime == 90.0
-    assert observed.state(view(2, REPORT), None).restart_seconds == FIRST_GUESS
+    assert observed.job_state(JOB, view(2, REPORT), None).restart_seconds == DEFAULT_DOWNTIME
 
 
 def test_what_former_runs_reported_is_no_sign_of_life() -> None:
-    observed = Observation(JOB)
-    observed.begin(2)
-    assert observed.see(view(1, REPORT), 6.0) is None
-    assert observed.state(view(1, REPORT), 1000).stable_since is None
-    assert observed.see(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
+    observed = JobMeasurements()
+    observed.ignore_before(2)
+    assert observed.update(view(1, REPORT), 6.0) is None
+    assert observed.job_state(JOB, view(1, REPORT), 1000).stable_since is None
+    assert observed.update(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
     assert observed.last_downtime is None
 
 
@@ -160,13 +160,13 @@ def test_nothing_reported_is_nothing_to_sum_up() -> None:
 
 
 def test_python_is_the_interpreter_that_runs_us(tmp_path: Path) -> None:
-    program = local_program(JOB, tmp_path, {"PATH": "/bin"}, threads=2)
+    program = resolve_command(JOB, tmp_path, {"PATH": "/bin"}, threads=2)
     assert program.command == (sys.executable, "-c", "pass")
     assert program.environ["PATH"] == f"{Path(sys.executable).parent}:/bin"
 
 
 def test_the_trainer_is_told_of_the_job_by_its_environment(tmp_path: Path) -> None:
-    told = local_program(JOB, tmp_path, {}, threads=2).environ
+    told = resolve_command(JOB, tmp_path, {}, threads=2).environ
     assert {name: value for name, value in told.items() if name.startswith("ADASCALE_")} == {
         "ADASCALE_BATCH_SIZE": "4",
         "ADASCALE_MAX_BATCH_SIZE": "64",
@@ -179,8 +179,8 @@ def test_the_trainer_is_told_of_the_job_by_its_environment(tmp_path: Path) -> No
 
 
 def test_threads_are_shared_out_unless_the_user_has(tmp_path: Path) -> None:
-    assert local_program(JOB, tmp_path, {}, threads=2).environ["OMP_NUM_THREADS"] == "2"
-    assert local_program(JOB, tmp_path, {"OMP_NUM_THREADS": "7"}, 2).environ["OMP_NUM_THREADS"] == "7"
+    assert resolve_command(JOB, tmp_path, {}, threads=2).environ["OMP_NUM_THREADS"] == "2"
+    assert resolve_command(JOB, tmp_path, {"OMP_NUM_THREADS": "7"}, 2).environ["OMP_NUM_THREADS"] == "7"
 
 
 def test_references_are_resolved_as_a_cluster_does(tmp_path: Path) -> None:
@@ -189,17 +189,17 @@ def test_references_are_resolved_as_a_cluster_does(tmp_path: Path) -> None:
         command=("python", "-c", "$(WHO) $(ADASCALE_BATCH_SIZE) $(UNKNOWN) $$(WHO) $WHO"),
         env={"WHO": "me", "PATH_TO": "$(WHO)/x"},
     )
-    program = local_program(job, tmp_path, {}, 1)
+    program = resolve_command(job, tmp_path, {}, 1)
     assert program.command[2] == "me 4 $(UNKNOWN) $(WHO) $WHO"
     assert program.environ["PATH_TO"] == "me/x"
 
 
 def test_a_working_directory_of_the_image_is_told_to_be_left_out(tmp_path: Path) -> None:
-    here = local_program(replace(JOB, working_dir=str(tmp_path)), tmp_path, {}, 1)
-    assert (here.cwd, here.left_out) == (tmp_path, ())
-    absent = local_program(replace(JOB, working_dir="/no/such/app"), tmp_path, {}, 1)
+    here = resolve_command(replace(JOB, working_dir=str(tmp_path)), tmp_path, {}, 1)
+    assert (here.cwd, here.ignored) == (tmp_path, ())
+    absent = resolve_command(replace(JOB, working_dir="/no/such/app"), tmp_path, {}, 1)
     assert absent.cwd == Path.cwd()
-    assert absent.left_out[0].startswith("the working directory /no/such/app, which is not on this machine")
+    assert absent.ignored[0].startswith("the working directory /no/such/app, which is not on this machine")
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_a_working_directory_of_the_image_is_told_to_be_left_out(tmp_path: Path)
 def test_a_program_that_is_not_there_is_told_before_anything_starts(
     tmp_path: Path, command: tuple[str, ...], complaint: str
 ) -> None:
-    with pytest.raises(ProgramError) as raised:
-        local_program(replace(JOB, command=command), tmp_path, {}, 1)
+    with pytest.raises(LocalCommandError) as raised:
+        resolve_command(replace(JOB, command=command), tmp_path, {}, 1)
     assert str(raised.value).startswith(complaint)
     assert raised.value.exit_code == 2
 
@@ -254,7 +254,7 @@ def test_the_newest_checkpoint_tells_where_a_job_stands(tmp_path: Path) -> None:
     (folder / "checkpoint-00000009.json").write_text(manifest % 9)
     (folder / "checkpoint-00000010.json").write_text(manifest % 10)
     (folder / "checkpoint-00000011.pt").touch()
-    assert checkpoints.newest(folder) == checkpoints.Saved(10, 12.5, True, {"accuracy": 0.9})
+    assert checkpoints.newest(folder) == checkpoints.CheckpointInfo(10, 12.5, True, {"accuracy": 0.9})
     (folder / "checkpoint-00000012.json").write_text("{")
     newest = checkpoints.newest(folder)
     assert newest is not None
@@ -291,5 +291,5 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
 
 
 def test_checkpoints_go_where_the_job_says(tmp_path: Path) -> None:
-    job = replace(JOB, checkpoint=Checkpointing(interval_seconds=2.5))
-    assert local_program(job, tmp_path, {}, 1).environ["ADASCALE_CHECKPOINT_INTERVAL"] == "2.5"
+    job = replace(JOB, checkpoint=CheckpointSettings(interval_seconds=2.5))
+    assert resolve_command(job, tmp_path, {}, 1).environ["ADASCALE_CHECKPOINT_INTERVAL"] == "2.5"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.job import Checkpointing, Job
+from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.operator.capacity import eligible_nodes, pod_request
 from adascale_controller.operator.objects import (
     PodSettings,
@@ -242,7 +242,7 @@ def test_a_variable_of_the_protocol_is_replaced_with_a_warning() -> None:
 
 def test_a_path_is_taken_by_the_letter() -> None:
     """The kubelet would expand `$(A)`; `adascale run` does not."""
-    made = workload(checkpoint=Checkpointing(path="/data/$(A)"))
+    made = workload(checkpoint=CheckpointSettings(path="/data/$(A)"))
     assert env(made)[names.ENV_CHECKPOINT_DIR] == "/data/$$(A)"
 
 
@@ -266,13 +266,13 @@ def test_the_token_names_the_job_and_can_only_be_read() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "claim", "folder", "own"),
     [
-        (Checkpointing(), "digits-checkpoints", f"{CHECKPOINT_FOLDER}/team.digits", True),
-        (Checkpointing(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
-        (Checkpointing(path="/data/run"), None, "/data/run", False),
+        (CheckpointSettings(), "digits-checkpoints", f"{CHECKPOINT_FOLDER}/team.digits", True),
+        (CheckpointSettings(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
+        (CheckpointSettings(path="/data/run"), None, "/data/run", False),
     ],
 )
 def test_state_is_saved_where_the_job_says(
-    checkpoint: Checkpointing, claim: str | None, folder: str, own: bool
+    checkpoint: CheckpointSettings, claim: str | None, folder: str, own: bool
 ) -> None:
     made = workload(checkpoint=checkpoint)
     mounted = mounts(made).get(CHECKPOINT_FOLDER)
@@ -290,7 +290,7 @@ def test_the_claim_of_the_jobs_own_asks_for_what_the_job_says() -> None:
         "accessModes": ["ReadWriteOnce"],
         "resources": {"requests": {"storage": "1Gi"}},
     }
-    asked = Checkpointing(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
+    asked = CheckpointSettings(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
     made = claim_manifest(workload(checkpoint=asked))
     assert made is not None
     assert made["spec"] == {
@@ -512,7 +512,7 @@ def test_the_label_by_which_pods_are_found_is_ours() -> None:
         {"spec": replace(SPEC, batch_size=8)},
         {"spec": replace(SPEC, max_replicas=8, efficiency_target=0.7, scale_invariant_steps=5)},
         {"suspend": True, "backoff_limit": 9, "active_deadline_seconds": 5, "ttl_seconds_after_finished": 5},
-        {"checkpoint": Checkpointing(storage="9Gi")},
+        {"checkpoint": CheckpointSettings(storage="9Gi")},
     ],
 )
 def test_what_needs_no_new_pods_leaves_the_digest(of_job: dict[str, Any]) -> None:
@@ -523,9 +523,9 @@ def test_what_needs_no_new_pods_leaves_the_digest(of_job: dict[str, Any]) -> Non
     "made",
     [
         workload(template(container(image="trainer:2", command=["python", "train.py"]))),
-        workload(checkpoint=Checkpointing(claim_name="shared")),
-        workload(checkpoint=Checkpointing(path="/data")),
-        workload(checkpoint=Checkpointing(interval_seconds=5.0)),
+        workload(checkpoint=CheckpointSettings(claim_name="shared")),
+        workload(checkpoint=CheckpointSettings(path="/data")),
+        workload(checkpoint=CheckpointSettings(interval_seconds=5.0)),
         replace(workload(), settings=PodSettings("http://elsewhere")),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from adascale_controller.job import Checkpointing, Job
+from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.operator.conditions import Condition, ConditionType, Reason, condition_of
 from adascale_controller.operator.failures import Failures
 from adascale_controller.operator.pods import Ended, Pod, Problem
@@ -40,7 +40,9 @@ def job(
     if recorded is not None:
         told["allocation"] = {"generation": recorded[0], "replicas": recorded[1]}
         told.setdefault("startTime", "2027-01-15T08:00:00Z")
-    asked = Job("team.digits", spec.pop("spec", SPEC), **{"checkpoint": Checkpointing(path="/data"), **spec})
+    asked = Job(
+        "team.digits", spec.pop("spec", SPEC), **{"checkpoint": CheckpointSettings(path="/data"), **spec}
+    )
     return ElasticJob("team", "digits", "job-uid", 1, int(NOW) - 100, False, asked, status=told)
 
 

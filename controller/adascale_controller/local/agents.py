@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.processes import Process, tail
-from adascale_controller.local.program import Program
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
 
@@ -18,7 +18,7 @@ LEAVE_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentExit:
     """An agent that has ended.
 
     Args:
@@ -45,7 +45,7 @@ class Agents:
 
     def __init__(
         self,
-        program: Program,
+        program: LocalCommand,
         environ: Mapping[str, str],
         devices: Sequence[str],
         folder: StateDir,
@@ -80,13 +80,13 @@ class Agents:
             self._dismissed.add(rank)
             self._processes[rank].terminate()
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[AgentExit]:
         """The agents that have ended since the last time."""
         gone = []
         for rank, process in sorted(self._processes.items()):
             code = process.exit_code
             if code is not None:
-                gone.append(Ended(rank, code, rank in self._dismissed))
+                gone.append(AgentExit(rank, code, rank in self._dismissed))
                 del self._processes[rank]
                 self._dismissed.discard(rank)
         return gone
@@ -95,7 +95,7 @@ class Agents:
         """What the replica of `rank` wrote last."""
         return tail(self._folder.replica_log(rank), lines)
 
-    def leave(self, hurry: Callable[[], bool], while_waiting: Callable[[], None]) -> list[Ended]:
+    def leave(self, hurry: Callable[[], bool], while_waiting: Callable[[], None]) -> list[AgentExit]:
         """Ask all to save and leave, and wait for it.
 
         Args:
@@ -117,7 +117,7 @@ class Agents:
             while_waiting()
             time.sleep(0.05)
 
-    def kill(self) -> list[Ended]:
+    def kill(self) -> list[AgentExit]:
         """End all at once; those that it hit."""
         for process in self._processes.values():
             process.kill()

@@ -12,7 +12,7 @@ _MANIFEST = re.compile(r"checkpoint-(\d+)\.json\Z")
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointInfo:
     """A saved state of a job.
 
     Args:
@@ -28,7 +28,7 @@ class Saved:
     result: Mapping[str, float | str]
 
 
-def newest(folder: Path) -> Saved | None:
+def newest(folder: Path) -> CheckpointInfo | None:
     """The newest saved state in a folder of checkpoints, if there is one.
 
     A manifest that can't be read is passed over: whether its state is whole is the trainer's to say.
@@ -39,7 +39,7 @@ def newest(folder: Path) -> Saved | None:
     for number in sorted(numbers, reverse=True):
         try:
             told = json.loads(numbers[number].read_bytes())
-            return Saved(told["step"], told["progress"], told["finished"], told.get("result") or {})
+            return CheckpointInfo(told["step"], told["progress"], told["finished"], told.get("result") or {})
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adascale_controller.formatting import plural
-from adascale_controller.local.agents import Agents, Ended
+from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
 from adascale_controller.local.failures import Failures
 from adascale_controller.local.processes import describe_exit
@@ -21,7 +21,7 @@ RESTART_PAUSE = 0.5
 
 
 @dataclass(frozen=True)
-class Failed:
+class JobFailure:
     """The program has failed more often than the job puts up with.
 
     Args:
@@ -46,7 +46,7 @@ class Replicas:
         self.agents = agents
         self._failures = Failures(backoff_limit)
         self._display = display
-        self._ended: list[Ended] = []
+        self._ended: list[AgentExit] = []
         self._finished: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
         self._false_starts: dict[int, int] = {}
@@ -65,7 +65,7 @@ class Replicas:
         """Note which agents have ended. To be called before the view is asked for that `mind` gets."""
         self._ended += self.agents.ended()
 
-    def mind(self, view: JobView, now: float) -> Failed | None:
+    def mind(self, view: JobView, now: float) -> JobFailure | None:
         """Take in what the agents that have ended mean; something only if the job has failed."""
         ended, self._ended = self._ended, []
         for one in ended:
@@ -107,13 +107,13 @@ class Replicas:
             if rank >= from_rank and (told is None or told.state is not ReplicaState.RUNNING):
                 self.agents.dismiss(rank)
 
-    def _replace(self, ended: Ended, now: float) -> None:
+    def _replace(self, ended: AgentExit, now: float) -> None:
         left = ended.code == EXIT_REENTRY
         why = "has left" if left else f"is gone ({describe_exit(ended.code)})"
         self._display.note(f"The agent of replica {ended.rank} {why}; starting it again", "yellow")
         self._not_before[ended.rank] = now + RESTART_PAUSE
 
-    def _fail(self, ended: Ended, view: JobView, now: float) -> Failed | None:
+    def _fail(self, ended: AgentExit, view: JobView, now: float) -> JobFailure | None:
         """Count a failure of the program: once for a generation, whichever replicas tell of it."""
         told = view.replica(ended.rank)
         failed = told if told is not None and told.state is ReplicaState.FAILED else None
@@ -133,7 +133,9 @@ class Replicas:
         limit = self._failures.limit
         if self._failures.too_many:
             log = (failed and failed.log) or self.agents.last_lines(ended.rank)
-            return Failed(f"{what}: {plural(self._failures.count, 'failure')}, backoffLimit is {limit}", log)
+            return JobFailure(
+                f"{what}: {plural(self._failures.count, 'failure')}, backoffLimit is {limit}", log
+            )
         self._display.note(
             f"{what}: failure {self._failures.count}, backoffLimit is {limit}; "
             f"trying again in {self._failures.pause:.0f} s",

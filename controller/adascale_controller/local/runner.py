@@ -15,16 +15,16 @@ from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_controller.local import checkpoints, machine
 from adascale_controller.local.agents import LEAVE_TIMEOUT, Agents
+from adascale_controller.local.control_loop import RunResult, Training
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize
-from adascale_controller.local.output import already_done, conclude, introduce
-from adascale_controller.local.program import Program, local_program
+from adascale_controller.local.local_command import LocalCommand, resolve_command
 from adascale_controller.local.replicas import Replicas
+from adascale_controller.local.run_report import already_done, conclude, introduce
 from adascale_controller.local.service_process import ServiceProcess, choose_port
 from adascale_controller.local.service_supervisor import ServiceSupervisor
-from adascale_controller.local.signals import Signals
 from adascale_controller.local.state_dir import DEFAULT_ROOT, Lock, StateDir
-from adascale_controller.local.training import Ending, Training
+from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.service_client import MetricsService
 from adascale_core import names
 from adascale_core.batch import require_valid_replicas
@@ -78,9 +78,9 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     saved_at = Path(job.checkpoint.path) if job.checkpoint.path else folder.checkpoints
     environ = _inherited(os.environ)
     devices = machine.gpus(environ)
-    capacity = replicas_at_once(job, options, devices)
-    program = local_program(job, saved_at, environ, max(1, machine.cores() // capacity))
-    with Signals() as signals:
+    capacity = max_concurrent_replicas(job, options, devices)
+    program = resolve_command(job, saved_at, environ, max(1, machine.cores() // capacity))
+    with StopSignals() as signals:
         folder.create()
         lock = Lock(folder, display.note, lambda: signals.asked)
         try:
@@ -101,7 +101,7 @@ def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("ADASCALE_")}
 
 
-def replicas_at_once(job: Job, options: RunOptions, devices: list[str]) -> int:
+def max_concurrent_replicas(job: Job, options: RunOptions, devices: list[str]) -> int:
     """How many replicas run at once at most.
 
     Raises:
@@ -138,7 +138,7 @@ class _Run:
         job: Job,
         options: RunOptions,
         display: Display,
-        signals: Signals,
+        signals: StopSignals,
         folder: StateDir,
         saved_at: Path,
         lock: Lock,
@@ -153,7 +153,7 @@ class _Run:
         self._began = time.monotonic()
         self._runs = folder.begin_run(job.id, time.time())
 
-    def go(self, program: Program, environ: Mapping[str, str], devices: list[str], capacity: int) -> int:
+    def go(self, program: LocalCommand, environ: Mapping[str, str], devices: list[str], capacity: int) -> int:
         """Start everything, train, and end everything; the exit code."""
         asked = self._options.port
         port = choose_port(names.DEFAULT_API_PORT if asked is None else asked, insist=asked is not None)
@@ -169,7 +169,9 @@ class _Run:
             process.stop()
             self._folder.withdraw()
 
-    def _train(self, program: Program, devices: list[str], capacity: int, process: ServiceProcess) -> int:
+    def _train(
+        self, program: LocalCommand, devices: list[str], capacity: int, process: ServiceProcess
+    ) -> int:
         job, display, signals = self._job, self._display, self._signals
         client = MetricsService(process.url, process.token)
         environ = {
@@ -200,7 +202,7 @@ class _Run:
                 agents.leave(lambda: signals.hurry, lambda: None)
             client.close()
 
-    def _leave(self, ending: Ending, training: Training, agents: Agents) -> None:
+    def _leave(self, ending: RunResult, training: Training, agents: Agents) -> None:
         """Have the agents save and leave, unless they have."""
         if not ending.finished:
             self._display.note(ending.words, "red" if ending.log else "")
@@ -220,7 +222,7 @@ class _Run:
         self._display.note("Asked to leave before anything had begun")
         return 128 + number
 
-    def _conclude(self, ending: Ending, client: MetricsService) -> None:
+    def _conclude(self, ending: RunResult, client: MetricsService) -> None:
         self._display.close()
         try:
             reports = client.history(self._job.id, HISTORY_POINTS)

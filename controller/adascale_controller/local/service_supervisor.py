@@ -8,7 +8,7 @@ from collections import deque
 from adascale_controller.local.display import Display
 from adascale_controller.local.processes import describe_exit
 from adascale_controller.local.service_process import ServiceProcess, ServiceProcessError
-from adascale_controller.local.signals import Signals
+from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.service_client import (
     JobView,
     MetricsService,
@@ -34,7 +34,12 @@ class ServiceSupervisor:
     """
 
     def __init__(
-        self, process: ServiceProcess, client: MetricsService, job_id: str, display: Display, signals: Signals
+        self,
+        process: ServiceProcess,
+        client: MetricsService,
+        job_id: str,
+        display: Display,
+        signals: StopSignals,
     ) -> None:
         self._process = process
         self._client = client

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from adascale_controller.observation import Observation
 from adascale_controller.operator.apart import Apart
 from adascale_controller.operator.capacity import free_nodes
 from adascale_controller.operator.looking import Look
@@ -58,11 +57,8 @@ def _state(look: Look, room: Capacity) -> JobState:
     """A job as the decision has to know it."""
     seen, memory = look.seen, look.memory
     job, view = seen.job.valid, seen.service or JobView()
-    if memory.observation is None:
-        memory.observation = Observation(job)
-    memory.observation.job = job
-    memory.observation.see(view, time.monotonic())
-    state = memory.observation.state(view, job.spec.scale_invariant_steps)
+    memory.measurements.update(view, time.monotonic())
+    state = memory.measurements.job_state(job, view, job.spec.scale_invariant_steps)
     standing = seen.standing
     at_work = view.desired == standing and seen.training > 0
     most = room.most(job.id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adascale_controller.observation import Observation
+from adascale_controller.measurements import JobMeasurements
 from adascale_controller.operator.apart import Apart
 from adascale_controller.operator.capacity import eligible_nodes, lost_nodes, pod_request
 from adascale_controller.operator.cluster import Cluster, ClusterError
@@ -42,7 +42,7 @@ they often are not there yet."""
 class Memory:
     """What is remembered of a job from one cycle to the next; all of it can be learned again."""
 
-    observation: Observation | None = None
+    measurements: JobMeasurements = field(default_factory=JobMeasurements)
     trials: Trials = field(default_factory=Trials)
     claim: Claim | None = None
     claim_seen_at: float = float("-inf")

@@ -8,11 +8,9 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Self
 
-from adascale_controller.job import Job
-from adascale_controller.jobfile import job_of
+from adascale_controller.job import Job, to_job
 from adascale_controller.operator.places import why_not_shared
-from adascale_controller.validation import examine
-from adascale_controller.yamltext import dotted
+from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages import Allocation
 
@@ -122,11 +120,10 @@ def _parse(raw: Mapping[str, Any]) -> tuple[Job | None, str | None]:
         "metadata": {"name": raw["metadata"]["name"], "namespace": raw["metadata"]["namespace"]},
         "spec": raw.get("spec"),
     }
-    examined = examine(content)
+    examined = validate_document(content)
     if isinstance(examined, list):
-        told = (f"{dotted(place)}: {message}" if place else message for place, message in examined)
-        return None, "; ".join(told)
-    job = job_of(examined)
+        return None, "; ".join(map(str, examined))
+    job = to_job(examined)
     path = job.checkpoint.path
     if path is not None and job.spec.max_replicas > 1:
         reason = why_not_shared(raw["spec"]["template"], path)

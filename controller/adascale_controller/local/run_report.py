@@ -8,16 +8,16 @@ from rich.text import Text
 
 from adascale_controller.formatting import count, duration, plural
 from adascale_controller.job import Job
-from adascale_controller.local.checkpoints import Saved
+from adascale_controller.local.checkpoints import CheckpointInfo
+from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import GenerationSummary
-from adascale_controller.local.program import Program
+from adascale_controller.local.generations_table import generations_table, repeated_steps, result_text
+from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.summary import generations_table, repeated_steps, result_text
-from adascale_controller.local.training import Ending
 
 
-def already_done(job: Job, until: int | None, saved: Saved | None) -> str | None:
+def already_done(job: Job, until: int | None, saved: CheckpointInfo | None) -> str | None:
     """That there is nothing to do, in words; none if there is."""
     if saved is None:
         return None
@@ -39,8 +39,8 @@ def introduce(
     url: str,
     folder: StateDir,
     capacity: int,
-    program: Program,
-    saved: Saved | None,
+    program: LocalCommand,
+    saved: CheckpointInfo | None,
 ) -> None:
     """Tell what runs, where it is found, and from where it goes on."""
     spec = job.spec
@@ -51,17 +51,17 @@ def introduce(
     display.note(f"service  curl {url}/jobs/{job.short_id}/gain")
     display.note(f"state    {folder.path}")
     display.note(f"output   {folder.replica_log(0)}")
-    for left_out in program.left_out:
-        display.note(f"Left out on this machine: {left_out}", "yellow")
+    for setting in program.ignored:
+        display.note(f"Ignored on this machine: {setting}", "yellow")
     if saved is not None:
         display.note(f"Going on from step {count(saved.step)}, progress {count(saved.progress)}")
 
 
 def conclude(
     display: Display,
-    ending: Ending,
+    ending: RunResult,
     generations: Sequence[GenerationSummary],
-    saved: Saved | None,
+    saved: CheckpointInfo | None,
     seconds: float,
 ) -> None:
     """Tell what each generation came to, and what the job has come to.

@@ -28,7 +28,7 @@ def service_urls(root: Path, job_id: str) -> list[str]:
     return found
 
 
-def gain_view(gain: Mapping[str, Any], now: float) -> RenderableType:
+def render_gain(gain: Mapping[str, Any], now: float) -> RenderableType:
     """The answer of `GET /jobs/{id}/gain`, as a person would want to read it.
 
     Args:

@@ -18,30 +18,30 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?\Z")
 _REFERENCE = re.compile(r"\$\$|\$\(([-._A-Za-z][-._A-Za-z0-9]*)\)")
 
 
-class ProgramError(AdaScaleError):
+class LocalCommandError(AdaScaleError):
     """A job whose program can't run on this machine."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
-class Program:
+class LocalCommand:
     """What the agents run.
 
     Args:
         command: the program and its arguments.
         environ: its environment, besides what each replica is told of its place.
         cwd: the folder that it runs in.
-        left_out: what of the job doesn't hold on this machine, in words.
+        ignored: the settings of the job that this machine ignores.
     """
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
     cwd: Path
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
-def local_program(job: Job, checkpoints: Path, environ: Mapping[str, str], threads: int) -> Program:
+def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], threads: int) -> LocalCommand:
     """The program of `job` on this machine.
 
     `python` is the interpreter that runs us, for that one has what a trainer needs. References to
@@ -54,14 +54,14 @@ def local_program(job: Job, checkpoints: Path, environ: Mapping[str, str], threa
         threads: threads that a replica may use for its computations.
 
     Raises:
-        ProgramError: there is no such program.
+        LocalCommandError: there is no such program.
     """
     if not job.command:
-        raise ProgramError(
+        raise LocalCommandError(
             f"job {job.short_id} names no program: give the container {names.WORKER_CONTAINER!r} of "
             "spec.template a command, as in [python, train.py]; its image is not used on this machine"
         )
-    cwd, left_out = _folder(job)
+    cwd, ignored = _folder(job)
     own = {**job.env, **trainer_environment(job)}
     env = {name: _resolve(value, own) for name, value in own.items()}
     path = os.pathsep.join((str(Path(sys.executable).parent), environ.get("PATH", os.defpath)))
@@ -69,7 +69,7 @@ def local_program(job: Job, checkpoints: Path, environ: Mapping[str, str], threa
     if _PYTHON.match(command[0]):
         command[0] = sys.executable
     _require_program(command, cwd, path)
-    return Program(
+    return LocalCommand(
         command=tuple(command),
         environ={
             "OMP_NUM_THREADS": str(threads),
@@ -79,7 +79,7 @@ def local_program(job: Job, checkpoints: Path, environ: Mapping[str, str], threa
             names.ENV_CHECKPOINT_DIR: str(checkpoints.absolute()),
         },
         cwd=cwd,
-        left_out=(*job.left_out, *left_out),
+        ignored=(*job.cluster_only_env, *ignored),
     )
 
 
@@ -103,10 +103,12 @@ def _require_program(command: Sequence[str], cwd: Path, path: str) -> None:
     """What would fail on each replica, told before anything starts."""
     program = command[0]
     if shutil.which(cwd / program if os.sep in program else program, path=path) is None:
-        raise ProgramError(f"the program {program!r} of the job's command is not there, or may not be run")
+        raise LocalCommandError(
+            f"the program {program!r} of the job's command is not there, or may not be run"
+        )
     script = command[1] if program == sys.executable and len(command) > 1 else "-"
     if not script.startswith("-") and not (cwd / script).exists():
-        raise ProgramError(
+        raise LocalCommandError(
             f"the script {script!r} of the job's command is not in {cwd}: "
             "run the same command from the folder that its path starts in"
         )

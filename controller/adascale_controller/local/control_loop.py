@@ -12,8 +12,8 @@ from adascale_controller.local.display import Display, Status
 from adascale_controller.local.processes import describe_exit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.service_supervisor import ServiceSupervisor
-from adascale_controller.local.signals import Signals
-from adascale_controller.observation import Observation
+from adascale_controller.local.stop_signals import StopSignals
+from adascale_controller.measurements import JobMeasurements
 from adascale_controller.service_client import (
     JobView,
     MetricsService,
@@ -37,7 +37,7 @@ LOSS_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunResult:
     """Why the loop has ended.
 
     Args:
@@ -79,7 +79,7 @@ class Training:
         capacity: int,
         until: float | None,
         display: Display,
-        signals: Signals,
+        signals: StopSignals,
     ) -> None:
         self._job = job
         self._service = service
@@ -89,7 +89,7 @@ class Training:
         self._until = until
         self._display = display
         self._signals = signals
-        self._observation = Observation(job)
+        self._measurements = JobMeasurements()
         self._began = time.monotonic()
         self._decided_at = self._began
         self._finished_at: float | None = None
@@ -116,14 +116,14 @@ class Training:
             # It has finished once and is to go on, for more steps; to the service, what is complete stays so.
             self._client.remove_job(self._job.id)
             self._client.put_job(self._job.id, self._job.spec)
-        state = self._observation.state(view, self.total)
+        state = self._measurements.job_state(self._job, view, self.total)
         decision = decide([state], self._capacity, time.monotonic())[self._job.id]
         first = Allocation(view.generation + 1, decision.replicas)
         self._client.allocate(self._job.id, first)
-        self._observation.begin(first.generation)
+        self._measurements.ignore_before(first.generation)
         self._display.update(Status(f"starting {plural(decision.replicas, 'replica')}", total=self.total))
 
-    def run(self) -> Ending:
+    def run(self) -> RunResult:
         """Go on until the end.
 
         Raises:
@@ -141,7 +141,7 @@ class Training:
         if view is not None:
             self._display.update(self._status(view, doing))
 
-    def _round(self, now: float) -> Ending | None:
+    def _round(self, now: float) -> RunResult | None:
         if self._signals.asked:
             return self._asked()
         self._replicas.collect()
@@ -151,7 +151,7 @@ class Training:
             return None
         failed = self._replicas.mind(view, now)
         if failed is not None:
-            return Ending(failed.words, 1, log=failed.log)
+            return RunResult(failed.words, 1, log=failed.log)
         self._tell(view, now)
         self._move(view, now)
         self._replicas.staff(view, now)
@@ -162,7 +162,7 @@ class Training:
 
     def _tell(self, view: JobView, now: float) -> None:
         self._tell_of_losses(view, now)
-        first = self._observation.see(view, now)
+        first = self._measurements.update(view, now)
         if first is not None:
             self._tell_of_generation(first)
         self._tell_of_silence(view, now)
@@ -190,7 +190,7 @@ class Training:
         batch = f"local batch {first.local_bsz}"
         if first.accumulation > 1:
             batch += f" x {first.accumulation}"
-        downtime = self._observation.last_downtime
+        downtime = self._measurements.last_downtime
         after = "" if downtime is None else f", {duration(downtime)} after the last step"
         self._display.note(
             f"Generation {first.generation} trains on {plural(first.replicas, 'replica')}, {batch}, "
@@ -213,7 +213,7 @@ class Training:
         """Want another count if that is decided."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
-        state = self._observation.state(view, self.total)
+        state = self._measurements.job_state(self._job, view, self.total)
         if state.stable_since is None:
             return
         self._decided_at = now
@@ -230,23 +230,23 @@ class Training:
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def _asked(self) -> Ending:
+    def _asked(self) -> RunResult:
         number = self._signals.first or SignalNumber.SIGTERM
         what = "Interrupted" if number is SignalNumber.SIGINT else f"Asked to leave ({number.name})"
-        return Ending(f"{what}: saving. Once more leaves at once", 128 + number)
+        return RunResult(f"{what}: saving. Once more leaves at once", 128 + number)
 
-    def _end(self, view: JobView, now: float) -> Ending | None:
+    def _end(self, view: JobView, now: float) -> RunResult | None:
         progress = view.latest.progress if view.latest else 0.0
         if self._replicas.finished:
             self._finished_at = self._finished_at or now
             if self._replicas.all_gone or now - self._finished_at > FINISH_TIMEOUT:
-                return Ending("The program has finished", 0, finished=True)
+                return RunResult("The program has finished", 0, finished=True)
             return None
         if self._until is not None and progress >= self._until:
-            return Ending(f"Progress {count(progress)} has reached {count(self._until)}: saving", 0)
+            return RunResult(f"Progress {count(progress)} has reached {count(self._until)}: saving", 0)
         deadline = self._job.active_deadline_seconds
         if deadline is not None and now - self._began > deadline:
-            return Ending(f"activeDeadlineSeconds {deadline} are over: saving", 1)
+            return RunResult(f"activeDeadlineSeconds {deadline} are over: saving", 1)
         return None
 
     # -- the status ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from adascale_core.batch import BatchChoice, batch_choice, require_valid_replica
 MAX_ROWS = 64
 
 
-def validity_view(job: Job) -> RenderableType:
+def render_valid_replicas(job: Job) -> RenderableType:
     """The valid replica counts of a job, with the batches that each may use."""
     spec = job.spec
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)

@@ -9,7 +9,7 @@ from typing import Any, Self
 _ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Signals:
+class StopSignals:
     """Notes signals instead of dying of them, while it is entered; the old handlers come back after."""
 
     def __init__(self) -> None:

@@ -1,0 +1,103 @@
+"""What the controller measures of a job from successive views of it: downtime, preparation and stability."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from adascale_controller.job import Job
+from adascale_controller.service_client import JobView
+from adascale_core.decision import JobState
+from adascale_core.gain import GradientEstimate
+from adascale_core.messages import GainReport
+
+DEFAULT_DOWNTIME = 1.0
+"""Seconds that training stands still for a change of replicas, until one has been measured."""
+DEFAULT_PREPARATION = 5.0
+"""Seconds that a change of replicas is prepared while training continues, until one has been measured."""
+
+
+class JobMeasurements:
+    """Measures a job: call `update` with each view of it, then `job_state` for the decision's input."""
+
+    def __init__(self) -> None:
+        self._first_generation = 0
+        self._last_report: GainReport | None = None
+        self._downtimes: list[float] = []
+        self._preparations: list[float] = []
+        self._desired: tuple[int, float] | None = None
+        self._stable: tuple[int, float] | None = None
+        self._losses = 0
+        self.last_downtime: float | None = None
+        """Seconds from the last step before the newest generation to its first step; None if not measured."""
+
+    def ignore_before(self, generation: int) -> None:
+        """Ignore reports of generations before this one, the first of a run."""
+        self._first_generation = generation
+
+    def update(self, view: JobView, now: float) -> GainReport | None:
+        """Measure the change since the previous view.
+
+        Args:
+            view: the newest view of the job.
+            now: seconds on a monotonic clock.
+
+        Returns:
+            the first report of the active generation, the first time that a view has it; else None.
+        """
+        if view.desired is not None and (self._desired is None or self._desired[0] != view.generation):
+            self._desired = (view.generation, now)
+        report = view.latest
+        if report is None or report.generation < self._first_generation:
+            return None
+        previous, self._last_report = self._last_report, report
+        active = view.active.generation if view.active is not None else None
+        stable = self._stable[0] if self._stable is not None else None
+        if report.generation != active or report.generation == stable:
+            return None
+        self._stable = (report.generation, now)
+        losses, self._losses = self._losses, view.failures + view.disruptions
+        self.last_downtime = None if previous is None else _downtime(previous, report)
+        # The downtime of a loss includes its detection, which a planned change does not need.
+        if self.last_downtime is not None and losses == self._losses:
+            self._downtimes.append(self.last_downtime)
+            if self._desired is not None and self._desired[0] == report.generation:
+                self._preparations.append(max(now - self._desired[1] - self.last_downtime, 0.0))
+        return report
+
+    def job_state(self, job: Job, view: JobView, total: float | None) -> JobState:
+        """Return the decision's input.
+
+        Args:
+            job: the job as it is specified now.
+            view: the newest view of it.
+            total: the progress at which it ends; None if unbounded.
+        """
+        spec, report = job.spec, view.latest
+        stable_since = None
+        if self._stable is not None and self._stable[0] == view.generation and not view.broken:
+            stable_since = self._stable[1]
+        return JobState(
+            id=job.id,
+            arrival=0.0,
+            bounds=spec.bounds,
+            min_replicas=spec.min_replicas,
+            max_replicas=spec.max_replicas,
+            replicas=view.desired.replicas if view.desired else 0,
+            stable_since=stable_since,
+            largest=max((step_time.replicas for step_time in view.step_times), default=0),
+            estimate=GradientEstimate(report.grad_sqr, report.grad_var) if report else None,
+            step_times=view.step_times,
+            efficiency_target=spec.efficiency_target,
+            remaining=None if total is None else max(total - (report.progress if report else 0.0), 0.0),
+            restart_seconds=fmean(self._downtimes) if self._downtimes else DEFAULT_DOWNTIME,
+            prepare_seconds=fmean(self._preparations) if self._preparations else DEFAULT_PREPARATION,
+        )
+
+
+def _downtime(before: GainReport, after: GainReport) -> float:
+    """Return the seconds from the last step of a generation to the first step of the next.
+
+    `after` may be some steps into its generation; the time of those steps is subtracted.
+    """
+    steps_since_start = max(after.step - before.step - 1, 0)
+    return max(after.time - steps_since_start * after.step_time - before.time, 0.0)
