@@ -58,6 +58,7 @@ FROM tools AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY core core
+COPY client client
 COPY worker worker
 COPY api api
 COPY controller controller

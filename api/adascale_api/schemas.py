@@ -9,18 +9,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from adascale_core.decision import Prediction
-from adascale_core.messages import (
-    ActiveAllocation,
-    Allocation,
-    AllocationView,
-    GainReport,
-    JobSpec,
-    Registration,
-    ReplicaState,
-    StepTime,
-)
+from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.names import MAX_BATCH_SIZE, MAX_REPLICAS, MAX_STEPS
+from adascale_core.views import GainView, PredictionView
 
 MAX_REPORTS = 1000
 """Reports in one request."""
@@ -178,58 +169,7 @@ class RegistrationBody(Input):
         return Registration(**self.__dict__)
 
 
-@dataclass(frozen=True)
-class Posted:
-    """What became of posted reports.
-
-    Args:
-        stored: reports that are new.
-        repeated: reports whose generation and step were known already; the first ones stay.
-        allocation: the job's generations.
-    """
-
-    stored: int
-    repeated: int
-    allocation: AllocationView
-
-
-@dataclass(frozen=True)
-class PredictionView:
-    """What a replica count is predicted to be worth, with the batch that it would use.
-
-    Args:
-        replicas, local_bsz, accumulation: the batch plan (K, b, a).
-        scale, gain, efficiency: of that plan.
-        step_time: seconds per step.
-        goodput: steps at `batch_size` per second.
-    """
-
-    replicas: int
-    local_bsz: int
-    accumulation: int
-    scale: float
-    gain: float
-    efficiency: float
-    step_time: float
-    goodput: float
-
-    @classmethod
-    def of(cls, prediction: Prediction) -> Self:
-        """The view of the core's prediction."""
-        plan = prediction.plan
-        return cls(
-            plan.replicas,
-            plan.local_bsz,
-            plan.accumulation,
-            prediction.scale,
-            prediction.gain,
-            prediction.efficiency,
-            prediction.step_time,
-            prediction.goodput,
-        )
-
-
-class GainView(GainReportBody):
+class GainResponse(GainReportBody):
     """The latest report of a job, and what it predicts for other replica counts."""
 
     job: str = Field(description="The job's full id.")
@@ -238,74 +178,11 @@ class GainView(GainReportBody):
         description="For the valid replica counts; null while the job is not declared or nothing is measured."
     )
 
-
-@dataclass(frozen=True)
-class HistoryView:
-    """A job's reports by generation and step, thinned.
-
-    Args:
-        job: the job's full id.
-        total: reports that are kept.
-        points: some of them, the first and the last among them.
-    """
-
-    job: str
-    total: int
-    points: list[GainReport]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaView(Registration):
-    """The last registration of a replica.
-
-    Args:
-        seconds_since_seen: since it was last told; none: it is not known any more.
-    """
-
-    seconds_since_seen: float | None
-
-
-@dataclass(frozen=True)
-class JobView:
-    """What is known of a job.
-
-    Args:
-        id: the full id, `<namespace>.<name>`.
-        spec: what it was declared to be, if it was.
-        desired, active, broken, complete, version: as in `AllocationView`.
-        failures: generations that the user's program has failed in.
-        disruptions: generations that were lost for another reason.
-        replicas: the registered replicas, by rank.
-        latest: the latest report, if there is one.
-        step_times: the median step time of each batch plan, over its latest reports.
-        created_at: when it was first heard of, in seconds since 1970.
-    """
-
-    id: str
-    spec: JobSpec | None
-    desired: Allocation | None
-    active: ActiveAllocation | None
-    broken: bool
-    complete: bool
-    version: int
-    failures: int
-    disruptions: int
-    replicas: list[ReplicaView]
-    latest: GainReport | None
-    step_times: list[StepTime]
-    created_at: float
-
-
-@dataclass(frozen=True)
-class JobList:
-    """Some of the jobs, by id.
-
-    Args:
-        next: pass it as `after` for the jobs that follow; none: these are the last.
-    """
-
-    jobs: list[JobView]
-    next: str | None
+    @classmethod
+    def of(cls, view: GainView) -> Self:
+        """The response for the core's view."""
+        predictions = None if view.predictions is None else list(view.predictions)
+        return cls(**vars(view.report), job=view.job, efficiency=view.efficiency, predictions=predictions)
 
 
 @dataclass(frozen=True)

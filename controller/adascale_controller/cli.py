@@ -14,13 +14,13 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.gain_summary import render_gain, service_urls
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
 from adascale_controller.local.machine import MIN_ON_CPU
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_controller.local.state_dir import DEFAULT_ROOT
-from adascale_controller.service_client import MetricsService, ServiceUnreachableError
 from adascale_controller.valid_replicas import render_valid_replicas
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
@@ -175,12 +175,12 @@ def gain(
             f"no run of {job} is under way in {state_dir}: start one with `adascale run`, or say where the "
             "metrics service is with --url"
         )
-    service = MetricsService(urls[0], os.environ.get(names.ENV_TOKEN))
-    answer = service.gain(job_id)
+    service = MetricsServiceClient(urls[0], os.environ.get(names.ENV_TOKEN))
+    gain = service.get_gain(job_id)
     if as_json:
-        print(json.dumps(answer, indent=2))
+        print(json.dumps(gain.to_json(), indent=2))
     else:
-        Console(highlight=False).print(render_gain(answer, time.time()))
+        Console(highlight=False).print(render_gain(gain, time.time()))
 
 
 @app.command()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
+from adascale_core.views import GainView, PredictionView
 
 
 def service_urls(root: Path, job_id: str) -> list[str]:
@@ -28,11 +28,11 @@ def service_urls(root: Path, job_id: str) -> list[str]:
     return found
 
 
-def render_gain(gain: Mapping[str, Any], now: float) -> RenderableType:
+def render_gain(gain: GainView, now: float) -> RenderableType:
     """The answer of `GET /jobs/{id}/gain`, as a person would want to read it.
 
     Args:
-        gain: the answer's members.
+        gain: the answer of the metrics service.
         now: the time, in seconds since 1970.
     """
     facts = Table.grid(padding=(0, 3, 0, 0))
@@ -40,45 +40,46 @@ def render_gain(gain: Mapping[str, Any], now: float) -> RenderableType:
     facts.add_column()
     for name, text in _facts(gain, now):
         facts.add_row(name, text)
-    parts: list[RenderableType] = [Text(gain["job"], "bold"), facts]
-    if gain["predictions"]:
-        parts += [Text(), _predictions(gain)]
+    parts: list[RenderableType] = [Text(gain.job, "bold"), facts]
+    if gain.predictions:
+        parts += [Text(), _predictions(gain.predictions, gain.report.replicas)]
     return Group(*parts)
 
 
-def _facts(gain: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
-    batch = f"{plural(gain['replicas'], 'replica')} x batch {gain['local_bsz']}"
-    if gain["accumulation"] > 1:
-        batch += f" x {gain['accumulation']} micro-batches"
+def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
+    report = gain.report
+    batch = f"{plural(report.replicas, 'replica')} x batch {report.local_bsz}"
+    if report.accumulation > 1:
+        batch += f" x {report.accumulation} micro-batches"
     facts = [
-        ("gain", f"{significant(gain['gain'])} at scale {trimmed(gain['scale'])}"),
-        ("efficiency", percent(gain["efficiency"])),
-        ("trains on", f"{batch}, generation {gain['generation']}"),
-        ("progress", f"{count(gain['progress'])} steps, in {plural(gain['step'], 'optimizer step')}"),
+        ("gain", f"{significant(report.gain)} at scale {trimmed(report.scale)}"),
+        ("efficiency", percent(gain.efficiency)),
+        ("trains on", f"{batch}, generation {report.generation}"),
+        ("progress", f"{count(report.progress)} steps, in {plural(report.step, 'optimizer step')}"),
     ]
-    if gain["loss"] is not None:
-        facts.append(("loss", significant(gain["loss"])))
-    age = now - gain["time"]
+    if report.loss is not None:
+        facts.append(("loss", significant(report.loss)))
+    age = now - report.time
     if age > 10:
-        facts.append(("told", f"{clock(age)} ago"))
+        facts.append(("reported", f"{clock(age)} ago"))
     return facts
 
 
-def _predictions(gain: Mapping[str, Any]) -> Table:
+def _predictions(predictions: Sequence[PredictionView], replicas: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
     for header in ("replicas", "local batch", "scale", "gain", "efficiency", "progress per second"):
         table.add_column(header, justify="right")
-    for one in gain["predictions"]:
-        batch = str(one["local_bsz"])
-        if one["accumulation"] > 1:
-            batch += f" x {one['accumulation']}"
+    for predicted in predictions:
+        batch = str(predicted.local_bsz)
+        if predicted.accumulation > 1:
+            batch += f" x {predicted.accumulation}"
         table.add_row(
-            str(one["replicas"]),
+            str(predicted.replicas),
             batch,
-            trimmed(one["scale"]),
-            significant(one["gain"]),
-            percent(one["efficiency"]),
-            significant(one["goodput"]),
-            style="bold" if one["replicas"] == gain["replicas"] else "",
+            trimmed(predicted.scale),
+            significant(predicted.gain),
+            percent(predicted.efficiency),
+            significant(predicted.goodput),
+            style="bold" if predicted.replicas == replicas else "",
         )
     return table

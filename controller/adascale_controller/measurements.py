@@ -5,10 +5,10 @@ from __future__ import annotations
 from statistics import fmean
 
 from adascale_controller.job import Job
-from adascale_controller.service_client import JobView
 from adascale_core.decision import JobState
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport
+from adascale_core.views import JobView
 
 DEFAULT_DOWNTIME = 1.0
 """Seconds that training stands still for a change of replicas, until one has been measured."""

@@ -14,7 +14,7 @@ from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
 from adascale_api.limits import MAX_BODY
 from adascale_api.reviews import REFUSED_FOR, TRUSTED_FOR
-from adascale_api.schemas import MAX_BATCH, MAX_REPORTS, GainReportBody, Posted
+from adascale_api.schemas import MAX_BATCH, MAX_REPORTS, GainReportBody
 from adascale_api.token_review import DEFAULT_CONTROLLER
 from adascale_core.names import (
     API_AUDIENCE,
@@ -23,6 +23,7 @@ from adascale_core.names import (
     MAX_REPLICAS,
     job_audience,
 )
+from adascale_core.views import StoredReports
 from api.client import TOKEN, Client, a_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -74,7 +75,10 @@ def test_the_report_that_is_shown_is_accepted_and_answered_as_shown(client: Clie
     GainReportBody.model_validate_json(shown[1])
     answer = client.call("POST", f"/jobs/{job}/gain", json.loads(shown[1]))
     posted, refused = re.findall(r"```json\n(.*?)\n```", PAGE)
-    assert TypeAdapter(Posted).dump_json(TypeAdapter(Posted).validate_json(posted)).decode() == posted
+    assert (
+        TypeAdapter(StoredReports).dump_json(TypeAdapter(StoredReports).validate_json(posted)).decode()
+        == posted
+    )
     expected = json.loads(posted)
     expected["allocation"]["version"] = answer.body["allocation"]["version"]  # from the clock
     assert expected == answer.body

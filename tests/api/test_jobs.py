@@ -38,7 +38,7 @@ def test_a_job_tells_all_that_is_known_of_it(client: Client, job: str) -> None:
     assert [StepTime.from_json(one) for one in told["step_times"]] == [StepTime(2, 8, 1, 0.02, 3)]
     assert told["latest"]["step"] == 3
     replica = told["replicas"][0]
-    assert 0 <= replica.pop("seconds_since_seen") < 60
+    assert 0 <= replica.pop("seconds_since_heartbeat") < 60
     assert replica == running.to_json()
 
 

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.service_client import (
-    MetricsService,
-    ServiceRefusedError,
-    ServiceUnreachableError,
-)
-from adascale_core.messages import Allocation, GainReport, JobSpec
+from adascale_client import MetricsServiceClient
+from adascale_core.messages import Allocation, JobSpec
 from e2e.local_run import adascale, write_job
 from support.service import TOKEN, Service
 
@@ -29,9 +25,9 @@ REPORT = {
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A metrics service that knows of a job with a report, and of one without."""
     started = Service(tmp_path_factory.mktemp("service"), job="default.digits")
-    client = MetricsService(started.url, TOKEN)
-    client.put_job("default.digits", JobSpec(4, 256, (4, 64), 1, 4, 12_000))
-    client.put_job("default.silent", JobSpec(4))
+    client = MetricsServiceClient(started.url, TOKEN)
+    client.declare_job("default.digits", JobSpec(4, 256, (4, 64), 1, 4, 12_000))
+    client.declare_job("default.silent", JobSpec(4))
     client.allocate("default.digits", Allocation(1, 2))
     started.call("POST", "/gain", {**REPORT, "time": time.time()})
     client.close()
@@ -178,51 +174,18 @@ def test_the_service_is_found_where_the_run_announced_it(tmp_path: Path, service
 def test_a_job_without_a_gain_is_told_in_the_services_words(service: Service, job: str) -> None:
     refused = adascale("gain", job, "--url", service.url)
     assert refused.returncode == 1
-    assert refused.stderr.startswith(f"adascale: job default.{job} ")
+    assert refused.stderr.startswith(f"adascale: the metrics service answers 404: job default.{job} ")
 
 
 def test_an_address_that_nobody_answers_at_is_told() -> None:
     refused = adascale("gain", "digits", "--url", "http://127.0.0.1:9")
     assert refused.returncode == 69
-    assert refused.stderr == "adascale: nobody answers at http://127.0.0.1:9: connection refused\n"
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1", "nonsense://x", "http://", "http://[::1"])
-def test_what_is_no_address_is_told(url: str) -> None:
-    with pytest.raises(ServiceUnreachableError):
-        MetricsService(url).gain("default.digits")
+    assert refused.stderr == (
+        "adascale: the metrics service at http://127.0.0.1:9 does not answer: connection refused\n"
+    )
 
 
 def test_a_name_that_is_none_is_told() -> None:
     refused = adascale("gain", "No_Name", "--url", "http://127.0.0.1:9")
     assert refused.returncode == 2
     assert "job name 'No_Name' is not valid" in refused.stderr
-
-
-# -- the client ------------------------------------------------------------------------------------------
-
-
-def test_the_client_reads_all_that_the_service_knows(service: Service) -> None:
-    client = MetricsService(service.url, TOKEN)
-    view = client.job("default.digits")
-    assert view.desired == Allocation(1, 2)
-    assert (view.generation, view.active, view.complete, view.failures) == (1, None, False, 0)
-    assert view.latest is not None
-    assert (view.latest.step, view.latest.efficiency) == (1200, 0.78125)
-    assert view.step_times[0].step_time == 0.004
-    assert client.history("default.digits", 10) == [GainReport.from_json(view.latest.to_json())]
-
-
-def test_a_stale_allocation_is_refused(service: Service) -> None:
-    client = MetricsService(service.url, TOKEN)
-    with pytest.raises(
-        ServiceRefusedError, match=r"generation 1 \(2 replicas\) is desired already"
-    ) as raised:
-        client.allocate("default.digits", Allocation(1, 4))
-    assert raised.value.status == 409
-
-
-def test_without_the_token_nothing_is_changed(service: Service) -> None:
-    with pytest.raises(ServiceRefusedError) as raised:
-        MetricsService(service.url, "wrong").allocate("default.digits", Allocation(9, 4))
-    assert raised.value.status in (401, 403)

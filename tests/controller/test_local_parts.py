@@ -17,8 +17,8 @@ from adascale_controller.local.local_command import LocalCommandError, resolve_c
 from adascale_controller.local.processes import describe_exit, tail
 from adascale_controller.local.service_process import PortTakenError, choose_port
 from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
-from adascale_controller.service_client import JobView
 from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
+from adascale_core.views import JobView
 
 REPORT = GainReport(
     generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,
@@ -28,7 +28,8 @@ JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("pytho
 
 
 def view(generation: int, latest: GainReport | None, desired: int | None = None) -> JobView:
-    return JobView(
+    return replace(
+        JobView.empty(JOB.id),
         desired=Allocation(desired or generation, 1),
         active=ActiveAllocation(generation, 1, "127.0.0.1", 1),
         latest=latest,

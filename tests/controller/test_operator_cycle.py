@@ -64,17 +64,17 @@ def test_a_report_that_comes_when_its_job_is_forgotten_already_leaves_nothing_be
     world.settle()
     world.delete(Kind.ADASCALEJOBS, "digits")
     world.settle()
-    assert world.service.jobs() == []
+    assert world.service.list_jobs() == []
     world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
     world.settle()
-    assert world.service.jobs() == []
+    assert world.service.list_jobs() == []
 
 
 def test_what_was_only_posted_by_hand_stays() -> None:
     world = World()
     world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
     world.settle()
-    assert world.service.jobs()
+    assert world.service.list_jobs()
 
 
 @pytest.mark.parametrize("error", [ClusterError("nobody answers"), ClusterError("out of order", 500)])

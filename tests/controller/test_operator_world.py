@@ -148,7 +148,7 @@ class Life(RuleBasedStateMachine):
         assert self.world.writes == [], "a write is repeated for ever"
         if self.world.job is None:
             assert self.world.batch is None
-            left = self.world.service.jobs()
+            left = self.world.service.list_jobs()
             assert not any(one.spec or one.desired or one.replicas for one in left)
             return
         spec, status = self.world.job["spec"], self.world.job["status"]

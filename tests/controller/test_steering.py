@@ -11,8 +11,8 @@ from adascale_controller.operator.sighting import Claim, Sighting
 from adascale_controller.operator.status import worth_writing
 from adascale_controller.operator.steering import OVERDUE, Course
 from adascale_controller.operator.trials import Refused
-from adascale_controller.service_client import JobView
 from adascale_core.messages import Allocation, JobSpec, ReplicaState
+from adascale_core.views import JobView
 from support.sightings import (
     NOW,
     SPEC,

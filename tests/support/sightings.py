@@ -15,7 +15,6 @@ from adascale_controller.operator.sighting import BatchJob, Claim, Sighting
 from adascale_controller.operator.stage import stage_of
 from adascale_controller.operator.steering import Course, steer
 from adascale_controller.operator.trials import Refused
-from adascale_controller.service_client import JobView
 from adascale_core.decision import Decision
 from adascale_core.messages import (
     ActiveAllocation,
@@ -26,6 +25,7 @@ from adascale_core.messages import (
     ReplicaState,
 )
 from adascale_core.termination_message import TerminationMessage
+from adascale_core.views import JobView, ReplicaView
 
 NOW = 1_800_000_000.0
 DIGEST = "as-is"
@@ -100,13 +100,15 @@ def view(
     at_work = ActiveAllocation(*active, "host-0", 1000) if active else None
     ranks = running if running is not None else range(active[1] if active else 0)
     return replace(
-        JobView(
-            "team.digits",
-            SPEC,
-            1,
-            Allocation(*desired) if desired else None,
-            at_work,
-            replicas=tuple(told(rank, generation=active[0] if active else 1) for rank in ranks),
+        replace(
+            JobView.empty("team.digits"),
+            spec=SPEC,
+            version=1,
+            desired=Allocation(*desired) if desired else None,
+            active=at_work,
+            replicas=tuple(
+                ReplicaView.of(told(rank, generation=active[0] if active else 1), 0.0) for rank in ranks
+            ),
         ),
         **more,
     )

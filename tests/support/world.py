@@ -13,15 +13,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from adascale_client import MetricsServiceClient, ServiceRefusedError
 from adascale_controller.operator.cluster import Cluster, ClusterError
 from adascale_controller.operator.cycle import Controller
 from adascale_controller.operator.resource import timestamp
 from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.store import Kind, Store
-from adascale_controller.service_client import JobView, MetricsService, ServiceRefusedError
 from adascale_core import names
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, forget, register
+from adascale_core.views import JobView, ReplicaView
 
 Object = dict[str, Any]
 
@@ -79,34 +80,36 @@ class Service:
         self.spec: JobSpec | None = None
         self.latest: GainReport | None = None
 
-    def jobs(self) -> list[JobView]:
-        """As `MetricsService.jobs`."""
+    def list_jobs(self) -> list[JobView]:
+        """As `MetricsServiceClient.list_jobs`."""
         state = self.state
         if state == Rendezvous() and self.spec is None and self.latest is None:
             return []
         told = state.view(1)
         found = JobView(
-            JOB_ID,
-            self.spec,
-            1,
-            told.desired,
-            told.active,
-            told.broken,
-            told.complete,
-            state.failures,
-            state.disruptions,
-            tuple(state.replicas.values()),
-            self.latest,
+            id=JOB_ID,
+            spec=self.spec,
+            version=1,
+            desired=told.desired,
+            active=told.active,
+            broken=told.broken,
+            complete=told.complete,
+            failures=state.failures,
+            disruptions=state.disruptions,
+            replicas=tuple(ReplicaView.of(replica, 0.0) for replica in state.replicas.values()),
+            latest=self.latest,
+            step_times=(),
+            created_at=0.0,
         )
         return [found]
 
-    def put_job(self, job_id: str, spec: JobSpec) -> None:
-        """As `MetricsService.put_job`."""
+    def declare_job(self, job_id: str, spec: JobSpec) -> None:
+        """As `MetricsServiceClient.declare_job`."""
         self._world.before_write(f"declare {job_id}")
         self.spec = spec
 
-    def remove_job(self, job_id: str) -> None:
-        """As `MetricsService.remove_job`."""
+    def delete_job(self, job_id: str) -> None:
+        """As `MetricsServiceClient.delete_job`."""
         self._world.before_write(f"forget {job_id}")
         self.state, self.spec, self.latest = Rendezvous(), None, None
 
@@ -115,7 +118,7 @@ class Service:
         self.state, self.spec, self.latest = Rendezvous(), None, None
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
-        """As `MetricsService.allocate`."""
+        """As `MetricsServiceClient.allocate`."""
         self._world.before_write(f"want {allocation.generation}: {allocation.replicas}")
         try:
             self.state = allocate(self.state, allocation)
@@ -124,7 +127,7 @@ class Service:
         return self.state.view(1)
 
     def close(self) -> None:
-        """As `MetricsService.close`."""
+        """As `MetricsServiceClient.close`."""
 
 
 # -- the API server -----------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class World:
         self._operator = Controller(
             self._store,
             cast(Cluster, Api(self)),
-            cast(MetricsService, self.service),
+            cast(MetricsServiceClient, self.service),
             OperatorSettings("http://api", namespace="team"),
             KINDS,
             clock=lambda: self.now,

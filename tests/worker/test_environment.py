@@ -61,18 +61,10 @@ def test_a_service_has_a_full_job_id_and_a_url_without_slash() -> None:
         {"ADASCALE_API_URL": "http://api:80/", "ADASCALE_JOB_ID": "digits", "ADASCALE_TOKEN": "t"}
     )
     assert told == ServiceAddress("http://api:80", "default.digits", token="t")
-    assert told.bearer() == "t"
-
-
-def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    address = ServiceAddress("http://api", "default.digits", token_file=file)
-    for token in ("first", "renewed"):
-        file.write_text(f"{token}\n")
-        assert address.bearer() == token
-    file.unlink()
-    with pytest.raises(EnvironmentVariableError, match=r"ADASCALE_TOKEN_FILE names .*No such file"):
-        address.bearer()
+    with_file = read_service(
+        {"ADASCALE_API_URL": "http://api", "ADASCALE_JOB_ID": "digits", "ADASCALE_TOKEN_FILE": "/run/token"}
+    )
+    assert with_file == ServiceAddress("http://api", "default.digits", token_file=Path("/run/token"))
 
 
 @pytest.mark.parametrize(

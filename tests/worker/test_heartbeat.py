@@ -22,7 +22,7 @@ class Script:
         self._registered = registered
         self.asked: list[int | None] = []
 
-    def allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
+    def get_allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
         self.asked.append(known_version)
         return self._answers.pop(0)() if self._answers else silence()
 

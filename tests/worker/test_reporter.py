@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from adascale_client import MetricsServiceClient
 from adascale_core.batch import BatchBounds
 from adascale_core.messages import GainReport
 from adascale_worker import reporter as reporter_module
-from adascale_worker.environment import ServiceAddress
 from adascale_worker.reporter import Reporter
-from adascale_worker.service import ServiceClient
 from adascale_worker.telemetry import Telemetry
 from support.launch import wait_until
 from support.service import TOKEN, Service
@@ -37,8 +36,8 @@ class Desk:
         self.reporters: list[Reporter] = []
 
     def reporter(self, generation: int = 1, token: str = TOKEN) -> Reporter:
-        client = ServiceClient(ServiceAddress(self.service.url, self.job, token=token))
-        self.reporters.append(Reporter(client, generation))
+        client = MetricsServiceClient(self.service.url, token)
+        self.reporters.append(Reporter(client.for_job(self.job), generation))
         return self.reporters[-1]
 
     def steps(self) -> list[int]:
@@ -143,7 +142,7 @@ def test_a_token_that_is_not_taken_stalls_nothing(desk: Desk, capsys: pytest.Cap
     told = ""
     for step in range(1, 4):
         reporter.report(report(step))
-    while "(401)" not in told and "(403)" not in told:
+    while "answers 401" not in told:
         told += capsys.readouterr().out
         time.sleep(0.01)
     began = time.monotonic()

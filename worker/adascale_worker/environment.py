@@ -21,30 +21,19 @@ DEFAULT_TERMINATION_GRACE = 25.0
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """Where the metrics service is, and what opens it.
+    """The address of the metrics service, and the token for it.
 
     Args:
-        url: its base URL.
+        url: the base URL of the service.
         job_id: the job that this process belongs to.
-        token: the bearer token, if it was given itself.
-        token_file: a file that holds the token and may be renewed, if it was given so.
+        token: the bearer token; None if it is not set.
+        token_file: a file with the bearer token, which may be renewed; None if it is not set.
     """
 
     url: str
     job_id: str
     token: str | None = None
     token_file: Path | None = None
-
-    def bearer(self) -> str | None:
-        """The token to send now."""
-        if self.token_file is not None:
-            try:
-                return self.token_file.read_text().strip()
-            except OSError as error:
-                raise EnvironmentVariableError(
-                    f"{names.ENV_TOKEN_FILE} names {self.token_file}, which cannot be read: {error.strerror}"
-                ) from error
-        return self.token
 
 
 @dataclass(frozen=True)

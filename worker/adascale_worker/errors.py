@@ -25,14 +25,3 @@ class DatasetError(WorkerError):
 
 class CheckpointError(WorkerError):
     """State that cannot be saved or restored."""
-
-
-class ServiceError(WorkerError):
-    """The metrics service does not answer, or refuses."""
-
-    exit_code = 69
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        """HTTP status of the answer; none if there was no answer."""

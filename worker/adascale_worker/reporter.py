@@ -10,9 +10,8 @@ import threading
 from collections import deque
 from itertools import islice
 
+from adascale_client import JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import AllocationView, GainReport
-from adascale_worker.errors import ServiceError
-from adascale_worker.service import ServiceClient
 
 MAX_WAITING = 1000
 """Reports kept while the service does not answer."""
@@ -34,7 +33,7 @@ class Reporter:
         generation: the generation that this trainer runs in.
     """
 
-    def __init__(self, client: ServiceClient, generation: int) -> None:
+    def __init__(self, client: JobClient, generation: int) -> None:
         self._client = client
         self._generation = generation
         self._waiting: deque[GainReport] = deque(maxlen=MAX_WAITING)
@@ -74,9 +73,10 @@ class Reporter:
                 if self._closing and not batch:
                     return
             try:
-                self._view = self._client.post_gain(batch) if batch else self._client.allocation()
+                self._view = self._client.post_gain(batch) if batch else self._client.get_allocation()
             except ServiceError as error:
-                if batch and error.status in UNFIT:
+                status = error.status if isinstance(error, ServiceRefusedError) else None
+                if batch and status in UNFIT:
                     # Find the one that is meant by halves.
                     at_once = len(batch) // 2
                     if at_once == 0:
@@ -84,7 +84,7 @@ class Reporter:
                         self._drop(batch)
                         at_once = MAX_WAITING
                     continue
-                if not batch and error.status == NOT_KNOWN_YET:
+                if not batch and status == NOT_KNOWN_YET:
                     continue
                 self._complain(error)
                 with self._changed:

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
+from adascale_client import MetricsServiceClient
 from adascale_core.batch import BatchPlan, batch_choice, is_valid_replicas, plan_batch, valid_replicas
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import EXIT_REENTRY
@@ -42,7 +43,6 @@ from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.program import Program, Stateful, load_model
 from adascale_worker.replicate import Peers, join, replicate
 from adascale_worker.reporter import Reporter
-from adascale_worker.service import ServiceClient
 from adascale_worker.settings import settle
 from adascale_worker.shutdown import LeaveSignal, QuickExit, leave_with_lost_peers
 from adascale_worker.stream import MicroBatches, SampleStream
@@ -296,7 +296,8 @@ class ElasticTrainer:
         service = environment.read_service(os.environ)
         if service is None or not self.is_main:
             return None
-        return Reporter(ServiceClient(service), self._generation)
+        client = MetricsServiceClient(service.url, service.token, service.token_file)
+        return Reporter(client.for_job(service.job_id), self._generation)
 
     def _mind_signals_and_peers(self) -> None:
         if self._generation > 0:

@@ -9,13 +9,14 @@ from sqlalchemy import Connection
 from adascale_api import store
 from adascale_api.bodies import ReportsBody
 from adascale_api.routes.common import READ, WORK, JobId, ServiceOf, errors
-from adascale_api.schemas import GainReportBody, GainView, HistoryView, Posted, PredictionView
+from adascale_api.schemas import GainReportBody, GainResponse
 from adascale_api.store import UnknownJobError
 from adascale_core.batch import valid_replicas
 from adascale_core.decision import predict
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime
 from adascale_core.throughput import StepTimeModel
+from adascale_core.views import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
 body = ReportsBody()
@@ -37,14 +38,14 @@ class NoReportError(UnknownJobError):
 )
 async def post_gain(
     service: ServiceOf, job: JobId, told: Annotated[list[GainReportBody], Depends(body)]
-) -> Posted:
+) -> StoredReports:
     """Stores each report once per generation and step: repeating a request does no harm. All or nothing
     of a request is stored. Answers with the job's generations, so that a worker learns whether to leave."""
     reports = [one.report() for one in told]
     done = await service.database.write(partial(store.record, job_id=job, told=reports, now=service.clock()))
     service.metrics.reports.labels("stored").inc(done.stored)
     service.metrics.reports.labels("repeated").inc(done.repeated)
-    return Posted(done.stored, done.repeated, done.allocation)
+    return StoredReports(done.stored, done.repeated, done.allocation)
 
 
 @router.get(
@@ -53,10 +54,10 @@ async def post_gain(
     dependencies=READ,
     responses=errors(401, 403, 404, 422, 503),
 )
-async def get_gain(service: ServiceOf, job: JobId) -> GainView:
+async def get_gain(service: ServiceOf, job: JobId) -> GainResponse:
     """The report of the highest generation and step. `predictions` tells what each valid replica count
     between the job's `min_replicas` and `max_replicas` would be worth, by the measured step times."""
-    return await service.database.read(partial(_gain_view, job_id=job))
+    return GainResponse.of(await service.database.read(partial(_gain_view, job_id=job)))
 
 
 @router.get(
@@ -88,7 +89,7 @@ def _gain_view(connection: Connection, job_id: str) -> GainView:
     predictions = None
     if job.spec is not None:
         predictions = _predictions(job.spec, report, store.step_times(connection, job))
-    return GainView(**vars(report), job=job_id, efficiency=report.efficiency, predictions=predictions)
+    return GainView(job_id, report, predictions)
 
 
 def _predictions(

@@ -9,9 +9,10 @@ from sqlalchemy import Connection
 from adascale_api import store
 from adascale_api.bodies import Body
 from adascale_api.routes.common import CONTROL, READ, JobId, ServiceOf, errors
-from adascale_api.schemas import JobList, JobSpecBody, JobView, ReplicaView
+from adascale_api.schemas import JobSpecBody
 from adascale_api.store import Job
 from adascale_core.batch import require_valid_replicas
+from adascale_core.views import JobList, JobView, ReplicaView
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 body = Body(JobSpecBody)
@@ -84,9 +85,8 @@ def _find_view(connection: Connection, job_id: str, now: float) -> JobView:
 def _view(connection: Connection, job: Job, now: float) -> JobView:
     state = job.state
     replicas = [
-        ReplicaView(
-            **vars(replica.registration),
-            seconds_since_seen=None if replica.seen_at is None else max(now - replica.seen_at, 0.0),
+        ReplicaView.of(
+            replica.registration, None if replica.seen_at is None else max(now - replica.seen_at, 0.0)
         )
         for replica in store.replicas(connection, job)
     ]

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from signal import Signals as SignalNumber
 
+from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import count, duration, plural, trimmed
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display, Status
@@ -14,15 +15,10 @@ from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements
-from adascale_controller.service_client import (
-    JobView,
-    MetricsService,
-    ServiceRefusedError,
-    ServiceUnreachableError,
-)
 from adascale_core.decision import decide
 from adascale_core.messages import Allocation, GainReport, ReplicaState
 from adascale_core.names import EXIT_PEER_LOST
+from adascale_core.views import JobView
 
 TICK = 0.25
 """Seconds between two rounds, unless the job's generations change before."""
@@ -74,7 +70,7 @@ class Training:
         self,
         job: Job,
         service: ServiceSupervisor,
-        client: MetricsService,
+        client: MetricsServiceClient,
         replicas: Replicas,
         capacity: int,
         until: float | None,
@@ -108,14 +104,14 @@ class Training:
         """Declare the job, and want the first allocation: the former one if it still fits.
 
         Raises:
-            ServiceUnreachableError, ServiceRefusedError: the service does not take it.
+            ServiceError: the service does not answer, or refuses.
         """
-        self._client.put_job(self._job.id, self._job.spec)
-        view = self._client.job(self._job.id)
+        self._client.declare_job(self._job.id, self._job.spec)
+        view = self._client.get_job(self._job.id)
         if view.complete:
             # It has finished once and is to go on, for more steps; to the service, what is complete stays so.
-            self._client.remove_job(self._job.id)
-            self._client.put_job(self._job.id, self._job.spec)
+            self._client.delete_job(self._job.id)
+            self._client.declare_job(self._job.id, self._job.spec)
         state = self._measurements.job_state(self._job, view, self.total)
         decision = decide([state], self._capacity, time.monotonic())[self._job.id]
         first = Allocation(view.generation + 1, decision.replicas)
@@ -222,7 +218,7 @@ class Training:
             return
         try:
             self._client.allocate(self._job.id, Allocation(view.generation + 1, decision.replicas))
-        except (ServiceUnreachableError, ServiceRefusedError):
+        except ServiceError:
             return  # The job has moved on meanwhile, or the service is away: the next round knows.
         self._display.note(
             f"Rescaling {view.desired.replicas} -> {decision.replicas}: {decision.reason}", "cyan"

@@ -12,9 +12,9 @@ from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
 from adascale_controller.local.failures import Failures
 from adascale_controller.local.processes import describe_exit
-from adascale_controller.service_client import JobView
 from adascale_core.messages import ReplicaState
 from adascale_core.names import EXIT_FINISHED, EXIT_REENTRY
+from adascale_core.views import JobView
 
 RESTART_PAUSE = 0.5
 """Seconds before an agent that was killed is started again."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adascale_client import MetricsServiceClient
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_controller.local import checkpoints, machine
@@ -25,7 +26,6 @@ from adascale_controller.local.service_process import ServiceProcess, choose_por
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.state_dir import DEFAULT_ROOT, Lock, StateDir
 from adascale_controller.local.stop_signals import StopSignals
-from adascale_controller.service_client import MetricsService
 from adascale_core import names
 from adascale_core.batch import require_valid_replicas
 from adascale_core.errors import AdaScaleError
@@ -173,7 +173,7 @@ class _Run:
         self, program: LocalCommand, devices: list[str], capacity: int, process: ServiceProcess
     ) -> int:
         job, display, signals = self._job, self._display, self._signals
-        client = MetricsService(process.url, process.token)
+        client = MetricsServiceClient(process.url, process.token)
         environ = {
             names.ENV_JOB_ID: job.id,
             names.ENV_API_URL: process.url,
@@ -222,10 +222,10 @@ class _Run:
         self._display.note("Asked to leave before anything had begun")
         return 128 + number
 
-    def _conclude(self, ending: RunResult, client: MetricsService) -> None:
+    def _conclude(self, ending: RunResult, client: MetricsServiceClient) -> None:
         self._display.close()
         try:
-            reports = client.history(self._job.id, HISTORY_POINTS)
+            reports = list(client.get_history(self._job.id, HISTORY_POINTS).points)
         except AdaScaleError as error:
             self._display.note(f"There is no table of the generations: {error}", "yellow")
             reports = []

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.local.display import Display
 from adascale_controller.local.processes import describe_exit
 from adascale_controller.local.service_process import ServiceProcess, ServiceProcessError
 from adascale_controller.local.stop_signals import StopSignals
-from adascale_controller.service_client import (
-    JobView,
-    MetricsService,
-    ServiceRefusedError,
-    ServiceUnreachableError,
-)
+from adascale_core.views import JobView
 
 MIN_WAIT = 0.02
 """Seconds between two looks, at least."""
@@ -36,7 +32,7 @@ class ServiceSupervisor:
     def __init__(
         self,
         process: ServiceProcess,
-        client: MetricsService,
+        client: MetricsServiceClient,
         job_id: str,
         display: Display,
         signals: StopSignals,
@@ -74,8 +70,8 @@ class ServiceSupervisor:
     def look(self) -> JobView | None:
         """What the service knows of the job; none if it doesn't answer, which training doesn't wait for."""
         try:
-            view = self._client.job(self._job_id)
-        except (ServiceUnreachableError, ServiceRefusedError) as error:
+            view = self._client.get_job(self._job_id)
+        except ServiceError as error:
             self._unanswered += 1
             # Once, it may just be ending: then that is what there is to tell.
             if self._unanswered == 2 and self._process.exit_code is None:
@@ -96,9 +92,9 @@ class ServiceSupervisor:
         time.sleep(MIN_WAIT)
         try:
             if self._version is not None:
-                self._client.wait_for_change(self._job_id, self._version, seconds)
+                self._client.get_allocation(self._job_id, self._version, seconds)
                 return
-        except (ServiceUnreachableError, ServiceRefusedError):
+        except ServiceError:
             # The next look will say so.
             self._version = None
         time.sleep(max(give_up - time.monotonic(), 0.0))

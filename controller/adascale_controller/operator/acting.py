@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
+from adascale_client import MetricsServiceClient, ServiceRefusedError
 from adascale_controller.operator.apart import Apart
 from adascale_controller.operator.cluster import Cluster, ClusterError
 from adascale_controller.operator.looking import Look
@@ -20,7 +21,6 @@ from adascale_controller.operator.resource import SpecReader
 from adascale_controller.operator.status import own_part, worth_writing
 from adascale_controller.operator.steering import Course, Event, steer
 from adascale_controller.operator.store import Kind, Store
-from adascale_controller.service_client import MetricsService, ServiceRefusedError
 from adascale_core.decision import Decision
 from adascale_core.messages import Allocation
 
@@ -46,7 +46,7 @@ class Actor:
         self,
         store: Store,
         cluster: Cluster,
-        service: MetricsService,
+        service: MetricsServiceClient,
         specs: SpecReader,
         apart: Apart,
         identity: str,
@@ -74,10 +74,10 @@ class Actor:
         job = seen.job
         news = await self._write_status(look, course)
         if course.forget:
-            await asyncio.to_thread(self._service.remove_job, job.id)
+            await asyncio.to_thread(self._service.delete_job, job.id)
             return
         if course.declare is not None:
-            await asyncio.to_thread(self._service.put_job, job.id, course.declare)
+            await asyncio.to_thread(self._service.declare_job, job.id, course.declare)
         # Where the job has moved on by itself, the next cycle takes that up.
         if course.want is None or await self._have_service_want(job.id, course.want):
             await self._size_batch(look, course)

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from adascale_client import ServiceError
 from adascale_controller.operator.cluster import ClusterError
-from adascale_controller.service_client import ServiceRefusedError, ServiceUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Apart:
         """Deal with one job; what it raises is told of, and goes no further."""
         try:
             yield
-        except (ClusterError, ServiceUnreachableError, ServiceRefusedError) as error:
+        except (ClusterError, ServiceError) as error:
             if self._is_new(name, str(error)):
                 logger.warning("%s: %s; trying again", name, error)
             self.stale |= isinstance(error, ClusterError) and error.status in {404, 409}

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
+from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.operator.acting import Actor
 from adascale_controller.operator.apart import Apart
 from adascale_controller.operator.cluster import Cluster, ClusterError
@@ -17,12 +18,7 @@ from adascale_controller.operator.objects import PodSettings
 from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.stage import Kind as StageKind
 from adascale_controller.operator.store import Kind, Store
-from adascale_controller.service_client import (
-    JobView,
-    MetricsService,
-    ServiceRefusedError,
-    ServiceUnreachableError,
-)
+from adascale_core.views import JobView
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ class Controller:
         self,
         store: Store,
         cluster: Cluster,
-        service: MetricsService,
+        service: MetricsServiceClient,
         settings: OperatorSettings,
         kinds: Collection[Kind],
         *,
@@ -133,8 +129,8 @@ class Controller:
 
     async def _ask_service(self) -> dict[str, JobView] | None:
         try:
-            views = await asyncio.to_thread(self._service.jobs)
-        except (ServiceUnreachableError, ServiceRefusedError) as error:
+            views = await asyncio.to_thread(self._service.list_jobs)
+        except ServiceError as error:
             if self._service_was_up:
                 logger.warning("%s; training goes on, and nothing is decided meanwhile", error)
             self._service_was_up = False
@@ -157,10 +153,10 @@ class Controller:
             if view.id in ending:
                 continue
             try:
-                await asyncio.to_thread(self._service.remove_job, view.id)
+                await asyncio.to_thread(self._service.delete_job, view.id)
                 self._forgotten.append(view.id)
                 logger.info("%s is deleted, and forgotten by the metrics service", view.id)
-            except (ServiceUnreachableError, ServiceRefusedError) as error:
+            except ServiceError as error:
                 logger.warning("%s: %s", view.id, error)
 
     def _is_to_forget(self, view: JobView) -> bool:

@@ -11,10 +11,10 @@ from adascale_controller.operator.apart import Apart
 from adascale_controller.operator.capacity import free_nodes
 from adascale_controller.operator.looking import Look
 from adascale_controller.operator.stage import Kind as StageKind
-from adascale_controller.service_client import JobView
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, JobState, decide
+from adascale_core.views import JobView
 
 Raw = Mapping[str, Any]
 """An object of the Kubernetes API, as its JSON."""
@@ -56,7 +56,7 @@ def _room(looks: Collection[Look], nodes: Sequence[Raw] | None, pods: Sequence[R
 def _state(look: Look, room: Capacity) -> JobState:
     """A job as the decision has to know it."""
     seen, memory = look.seen, look.memory
-    job, view = seen.job.valid, seen.service or JobView()
+    job, view = seen.job.valid, seen.service or JobView.empty()
     memory.measurements.update(view, time.monotonic())
     state = memory.measurements.job_state(job, view, job.spec.scale_invariant_steps)
     standing = seen.standing

@@ -21,9 +21,9 @@ from adascale_controller.operator.stage import Kind as StageKind
 from adascale_controller.operator.stage import Stage, has_ended, stage_of
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.trials import Trials
-from adascale_controller.service_client import JobView
 from adascale_core import names
 from adascale_core.capacity import Demand
+from adascale_core.views import JobView
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Looker:
                 claim = await self._claim(job, workload, memory)
                 seen = Sighting(
                     job=job,
-                    service=None if views is None else views.get(job.id, JobView(id=job.id)),
+                    service=None if views is None else views.get(job.id, JobView.empty(job.id)),
                     batch=batch,
                     pods=[self._read_pod(one) for one in mine],
                     claim=claim,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kubernetes.aio import client, config
 
+from adascale_client import MetricsServiceClient
 from adascale_controller.operator.cluster import Cluster, ClusterError
 from adascale_controller.operator.cycle import Controller
 from adascale_controller.operator.health import Health
@@ -17,7 +18,6 @@ from adascale_controller.operator.lease import LeaseElection
 from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.watching import quieten, watch
-from adascale_controller.service_client import MetricsService
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
@@ -82,7 +82,7 @@ async def _work(
 ) -> None:
     """Work until asked to end, or until one of the parts ends."""
     cluster = Cluster(api, settings.namespace)
-    service = MetricsService(settings.api_url, token_file=settings.token_file)
+    service = MetricsServiceClient(settings.api_url, token_file=settings.token_file)
     store = Store()
     kinds = await _persistently(lambda: _kinds(settings, cluster))
     controller = Controller(store, cluster, service, settings, kinds, alive=health.beat)

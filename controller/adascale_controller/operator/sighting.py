@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from adascale_controller.operator.pods import Pod, Problem
 from adascale_controller.operator.resource import ElasticJob
-from adascale_controller.service_client import JobView
 from adascale_core import names
 from adascale_core.messages import Allocation, ReplicaState
+from adascale_core.views import JobView
 
 
 @dataclass(frozen=True)

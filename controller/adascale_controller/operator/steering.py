@@ -15,9 +15,9 @@ from adascale_controller.operator.sighting import Sighting
 from adascale_controller.operator.stage import Kind, Stage, last_failure
 from adascale_controller.operator.status import Outlook, Status, status_of
 from adascale_controller.operator.trials import Refused
-from adascale_controller.service_client import JobView
 from adascale_core.decision import Decision
 from adascale_core.messages import Allocation, JobSpec
+from adascale_core.views import JobView
 
 OVERDUE = 5.0
 """Seconds after which a pod whose time to end is over is deleted by force."""
@@ -83,7 +83,7 @@ def steer(
     """
     if is_predecessors(seen):
         waiting = Stage(Kind.WAIT, Reason.CLEANING_UP, "an earlier job of this name is being forgotten")
-        unknown = replace(seen, service=JobView())
+        unknown = replace(seen, service=JobView.empty())
         # Replicas that are still ending would report once more, to what is then the new job.
         alone = all(pod.ended is not None for pod in seen.pods)
         return Course(status_of(unknown, Outlook(waiting, failures, None)), forget=alone)

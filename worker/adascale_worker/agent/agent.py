@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from types import FrameType
 
+from adascale_client import JobClient, ServiceUnreachableError
 from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
 from adascale_core.names import (
     ENV_GENERATION,
@@ -24,8 +25,7 @@ from adascale_core.termination_message import TerminationMessage
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
-from adascale_worker.errors import ServiceError, WorkerError
-from adascale_worker.service import ServiceClient
+from adascale_worker.errors import WorkerError
 
 RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to save and leave a generation whose replicas are all well."""
@@ -69,7 +69,7 @@ class Agent:
 
     def __init__(
         self,
-        client: ServiceClient,
+        client: JobClient,
         command: Sequence[str],
         environ: Mapping[str, str],
         *,
@@ -105,7 +105,7 @@ class Agent:
             0, the program's exit code (128+n for a signal), or the re-entry code.
 
         Raises:
-            ServiceError: nobody answers at the service's address.
+            ServiceUnreachableError: the metrics service does not answer.
             WorkerError: the program cannot be started.
         """
         signal.signal(signal.SIGTERM, self._terminate)
@@ -137,7 +137,7 @@ class Agent:
         deadline = time.monotonic() + self._patience
         while self._link.view is None and not self._terminating:
             if time.monotonic() > deadline:
-                raise ServiceError(
+                raise ServiceUnreachableError(
                     f"{self._link.complaint or 'the metrics service does not answer'}. Nothing was heard for "
                     f"{self._patience:.0f} s: is the address right, and the service up?"
                 )

@@ -57,11 +57,11 @@ def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
 
 def _run(command: list[str]) -> int:
     # What takes time to import waits until signals are listened for.
+    from adascale_client import MetricsServiceClient
     from adascale_worker import environment
     from adascale_worker.agent.agent import Agent
     from adascale_worker.agent.termination_log import TerminationLog
     from adascale_worker.errors import EnvironmentVariableError
-    from adascale_worker.service import ServiceClient
 
     environ = os.environ
     termination_log = TerminationLog(environment.read_termination_log(environ))
@@ -73,7 +73,7 @@ def _run(command: list[str]) -> int:
                 "Without one, run the program itself"
             )
         agent = Agent(
-            ServiceClient(service),
+            MetricsServiceClient(service.url, service.token, service.token_file).for_job(service.job_id),
             command,
             environ,
             rank=environment.read_replica(environ),

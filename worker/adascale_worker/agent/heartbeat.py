@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from adascale_client import JobClient, ServiceError
 from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
-from adascale_worker.errors import ServiceError
-from adascale_worker.service import ServiceClient
 
 WAIT = 20.0
 """Seconds that one question for the generations stays open."""
@@ -28,7 +27,7 @@ class Heartbeat:
         on_change: called, from a thread of this object's, when `view` has changed.
     """
 
-    def __init__(self, client: ServiceClient, on_change: Callable[[], None]) -> None:
+    def __init__(self, client: JobClient, on_change: Callable[[], None]) -> None:
         self._client = client
         self._on_change = on_change
         self._changed = threading.Condition()
@@ -102,9 +101,9 @@ class Heartbeat:
             known = self._view
             try:
                 if known is None:
-                    self._hear(self._client.allocation(), known)
+                    self._hear(self._client.get_allocation(), known)
                 else:
-                    self._hear(self._client.allocation(known.version, WAIT), known)
+                    self._hear(self._client.get_allocation(known.version, WAIT), known)
             except ServiceError as error:
                 self._complain(error)
                 time.sleep(0.2)

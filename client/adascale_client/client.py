@@ -1,0 +1,155 @@
+"""Calls of the metrics service: `MetricsServiceClient` for any job, `JobClient` for the workers of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from adascale_client.errors import ServiceUnreachableError
+from adascale_client.transport import Transport
+from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration
+from adascale_core.views import GainView, HistoryView, JobList, JobView, StoredReports
+
+T = TypeVar("T")
+
+PAGE_SIZE = 500
+"""Jobs in one page of the list."""
+
+
+class MetricsServiceClient:
+    """Calls the metrics service. Threads may share it.
+
+    Every call raises `ServiceUnreachableError` if the service does not answer, and `ServiceRefusedError` if
+    it answers with an error status.
+
+    Args:
+        url: the base URL of the service, as in `http://127.0.0.1:8265`; `http://` may be left out.
+        token: the bearer token; None for no token.
+        token_file: a file with the bearer token, which may be renewed; it takes precedence over `token`.
+    """
+
+    def __init__(self, url: str, token: str | None = None, token_file: Path | None = None) -> None:
+        self._transport = Transport(url, token, token_file)
+
+    # -- jobs -----------------------------------------------------------------------------------------------
+
+    def declare_job(self, job_id: str, spec: JobSpec) -> None:
+        """Create a job, or replace its declaration."""
+        self._transport.request("PUT", _path(job_id), spec.to_json())
+
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job with its reports, allocations and replicas. Status 404 if it does not exist."""
+        self._transport.request("DELETE", _path(job_id))
+
+    def get_job(self, job_id: str) -> JobView:
+        """Return all that the service stores of a job. Status 404 if it does not exist."""
+        return self._parse(JobView.from_json, self._transport.request("GET", _path(job_id)))
+
+    def list_jobs(self) -> list[JobView]:
+        """Return all jobs, by id."""
+        jobs: list[JobView] = []
+        after: str | None = ""
+        while after is not None:
+            answer = self._transport.request("GET", f"jobs?limit={PAGE_SIZE}&after={quote(after, safe='')}")
+            page = self._parse(JobList.from_json, answer)
+            jobs += page.jobs
+            after = page.next
+        return jobs
+
+    # -- allocations ----------------------------------------------------------------------------------------
+
+    def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
+        """Make `allocation` the desired one. Status 409 if a newer one is desired already."""
+        answer = self._transport.request("PUT", f"{_path(job_id)}/allocation", allocation.to_json())
+        return self._parse(AllocationView.from_json, answer)
+
+    def get_allocation(
+        self, job_id: str, known_version: int | None = None, wait: float = 0.0
+    ) -> AllocationView:
+        """Return the job's generations. Status 404 if the job does not exist.
+
+        Args:
+            job_id: the job.
+            known_version: the version that the caller has; None returns at once.
+            wait: seconds to wait while the version is still the known one.
+        """
+        query = "" if known_version is None else f"?version={known_version}&wait={wait:g}"
+        answer = self._transport.request("GET", f"{_path(job_id)}/allocation{query}", wait=wait)
+        return self._parse(AllocationView.from_json, answer)
+
+    def register(self, job_id: str, registration: Registration) -> AllocationView:
+        """Record the state of a replica, which is also its heartbeat. Returns the job's generations."""
+        path = f"{_path(job_id)}/replicas/{registration.rank}"
+        answer = self._transport.request("PUT", path, registration.to_json())
+        return self._parse(AllocationView.from_json, answer)
+
+    # -- gain -----------------------------------------------------------------------------------------------
+
+    def post_gain(self, job_id: str, reports: Sequence[GainReport]) -> StoredReports:
+        """Store reports; a report whose generation and step are stored already is left out."""
+        body = [report.to_json() for report in reports]
+        answer = self._transport.request("POST", f"{_path(job_id)}/gain", body)
+        return self._parse(StoredReports.from_json, answer)
+
+    def get_gain(self, job_id: str) -> GainView:
+        """Return the latest report, with predictions. Status 404 if the job has no report."""
+        return self._parse(GainView.from_json, self._transport.request("GET", f"{_path(job_id)}/gain"))
+
+    def get_history(self, job_id: str, points: int) -> HistoryView:
+        """Return at most `points` of the job's reports. Status 404 if the job does not exist."""
+        answer = self._transport.request("GET", f"{_path(job_id)}/gain/history?points={points}")
+        return self._parse(HistoryView.from_json, answer)
+
+    # -- the client -----------------------------------------------------------------------------------------
+
+    def for_job(self, job_id: str) -> JobClient:
+        """The calls that the workers of a job make."""
+        return JobClient(self, job_id)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._transport.close()
+
+    def _parse(self, parse: Callable[[dict[str, Any]], T], answer: Any) -> T:
+        try:
+            return parse(answer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ServiceUnreachableError(
+                f"{self._transport.url} is not the address of a metrics service, or the service has another "
+                f"version: its answer can't be parsed ({error!r})"
+            ) from error
+
+
+class JobClient:
+    """The calls that the workers of a job make; errors as for `MetricsServiceClient`.
+
+    Args:
+        client: the client.
+        job_id: the job.
+    """
+
+    def __init__(self, client: MetricsServiceClient, job_id: str) -> None:
+        self._client = client
+        self._job_id = job_id
+
+    def post_gain(self, reports: Sequence[GainReport]) -> AllocationView:
+        """Store reports, and return the job's generations."""
+        return self._client.post_gain(self._job_id, reports).allocation
+
+    def register(self, registration: Registration) -> AllocationView:
+        """As `MetricsServiceClient.register`."""
+        return self._client.register(self._job_id, registration)
+
+    def get_allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
+        """As `MetricsServiceClient.get_allocation`."""
+        return self._client.get_allocation(self._job_id, known_version, wait)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._client.close()
+
+
+def _path(job_id: str) -> str:
+    return f"jobs/{quote(job_id, safe='')}"

@@ -1,0 +1,260 @@
+"""The metrics service's answers about jobs, as frozen dataclasses.
+
+The service builds its JSON from these and the client parses the JSON into them, so both sides have the same
+fields. `AllocationView`, the answer that agents wait for, is in `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from adascale_core.decision import Prediction
+from adascale_core.messages import (
+    ActiveAllocation,
+    Allocation,
+    AllocationView,
+    GainReport,
+    JobSpec,
+    Message,
+    Registration,
+    StepTime,
+)
+
+
+@dataclass(frozen=True)
+class StoredReports(Message):
+    """The answer to posted gain reports.
+
+    Args:
+        stored: the number of reports that are new.
+        repeated: the number of reports whose generation and step are stored already; the first ones stay.
+        allocation: the job's generations.
+    """
+
+    stored: int
+    repeated: int
+    allocation: AllocationView
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The answer from a JSON object's members."""
+        return super().from_json({**members, "allocation": AllocationView.from_json(members["allocation"])})
+
+
+@dataclass(frozen=True)
+class PredictionView(Message):
+    """The predicted performance of a replica count, with the batch that it would use.
+
+    Args:
+        replicas, local_bsz, accumulation: the batch plan (K, b, a).
+        scale, gain, efficiency: of that plan.
+        step_time: seconds per step.
+        goodput: steps at `batch_size` per second.
+    """
+
+    replicas: int
+    local_bsz: int
+    accumulation: int
+    scale: float
+    gain: float
+    efficiency: float
+    step_time: float
+    goodput: float
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> Self:
+        """The view of a prediction."""
+        plan = prediction.plan
+        return cls(
+            plan.replicas,
+            plan.local_bsz,
+            plan.accumulation,
+            prediction.scale,
+            prediction.gain,
+            prediction.efficiency,
+            prediction.step_time,
+            prediction.goodput,
+        )
+
+
+@dataclass(frozen=True)
+class GainView(Message):
+    """The latest report of a job, with predictions for other replica counts.
+
+    In JSON the report's members stand beside `job`, `efficiency` and `predictions`.
+
+    Args:
+        job: the full job id.
+        report: the latest report.
+        predictions: for each valid replica count, in rising order; None while the job is not declared or no
+            step time is measured.
+    """
+
+    job: str
+    report: GainReport
+    predictions: Sequence[PredictionView] | None
+
+    @property
+    def efficiency(self) -> float:
+        """gain / scale of the report."""
+        return self.report.efficiency
+
+    def to_json(self) -> dict[str, Any]:
+        """The view as the JSON object's members."""
+        predictions = None if self.predictions is None else [asdict(each) for each in self.predictions]
+        return {
+            **self.report.to_json(),
+            "job": self.job,
+            "efficiency": self.efficiency,
+            "predictions": predictions,
+        }
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The view from a JSON object's members."""
+        predictions = members["predictions"]
+        return cls(
+            job=members["job"],
+            report=GainReport.from_json(members),
+            predictions=None
+            if predictions is None
+            else tuple(PredictionView.from_json(each) for each in predictions),
+        )
+
+
+@dataclass(frozen=True)
+class HistoryView(Message):
+    """Some of a job's reports, by generation and step.
+
+    Args:
+        job: the full job id.
+        total: the number of reports that are stored.
+        points: at most as many of them as requested, evenly spread, the first and the last among them.
+    """
+
+    job: str
+    total: int
+    points: Sequence[GainReport]
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The history from a JSON object's members."""
+        points = tuple(GainReport.from_json(each) for each in members["points"])
+        return cls(members["job"], members["total"], points)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaView(Registration):
+    """The last registration of a replica.
+
+    Args:
+        seconds_since_heartbeat: the time since the agent's last registration; None if it is not recorded.
+    """
+
+    seconds_since_heartbeat: float | None
+
+    @property
+    def registration(self) -> Registration:
+        """The registration alone."""
+        return Registration(**{field.name: getattr(self, field.name) for field in fields(Registration)})
+
+    @classmethod
+    def of(cls, registration: Registration, seconds_since_heartbeat: float | None) -> Self:
+        """The view of a registration."""
+        return cls(**vars(registration), seconds_since_heartbeat=seconds_since_heartbeat)
+
+
+@dataclass(frozen=True)
+class JobView(Message):
+    """All that the metrics service stores of a job, except earlier reports.
+
+    Args:
+        id: the full job id, `<namespace>.<name>`.
+        spec: the job's declaration; None if it is not declared.
+        version, desired, active, broken, complete: as in `AllocationView`.
+        failures: the number of generations in which the user's program failed.
+        disruptions: the number of generations that were lost for another reason.
+        replicas: the last registration of each replica, by rank.
+        latest: the latest report; None if there is none.
+        step_times: the median step time of each batch plan, over its latest reports.
+        created_at: when the service created the job, in seconds since 1970.
+    """
+
+    id: str
+    spec: JobSpec | None
+    version: int
+    desired: Allocation | None
+    active: ActiveAllocation | None
+    broken: bool
+    complete: bool
+    failures: int
+    disruptions: int
+    replicas: Sequence[ReplicaView]
+    latest: GainReport | None
+    step_times: Sequence[StepTime]
+    created_at: float
+
+    @classmethod
+    def empty(cls, job_id: str = "") -> Self:
+        """The view of a job of which the service stores nothing."""
+        return cls(
+            id=job_id,
+            spec=None,
+            version=0,
+            desired=None,
+            active=None,
+            broken=False,
+            complete=False,
+            failures=0,
+            disruptions=0,
+            replicas=(),
+            latest=None,
+            step_times=(),
+            created_at=0.0,
+        )
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The view from a JSON object's members."""
+        spec, latest = members["spec"], members["latest"]
+        desired, active = members["desired"], members["active"]
+        return super().from_json(
+            {
+                **members,
+                "spec": JobSpec.from_json(spec) if spec else None,
+                "desired": Allocation.from_json(desired) if desired else None,
+                "active": ActiveAllocation.from_json(active) if active else None,
+                "replicas": tuple(ReplicaView.from_json(each) for each in members["replicas"]),
+                "latest": GainReport.from_json(latest) if latest else None,
+                "step_times": tuple(StepTime.from_json(each) for each in members["step_times"]),
+            }
+        )
+
+    @property
+    def generation(self) -> int:
+        """The number of the desired allocation; 0 if there is none."""
+        return self.desired.generation if self.desired else 0
+
+    def replica(self, rank: int) -> ReplicaView | None:
+        """The last registration of a rank; None if there is none."""
+        return next((replica for replica in self.replicas if replica.rank == rank), None)
+
+
+@dataclass(frozen=True)
+class JobList(Message):
+    """A page of jobs, ordered by id.
+
+    Args:
+        jobs: the jobs.
+        next: the `after` of the next page; None if this page is the last.
+    """
+
+    jobs: Sequence[JobView]
+    next: str | None
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The page from a JSON object's members."""
+        return cls(tuple(JobView.from_json(each) for each in members["jobs"]), members["next"])

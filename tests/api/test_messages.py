@@ -1,0 +1,56 @@
+"""The JSON of the service has the fields of the core's messages, so that the client can parse it."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+import pytest
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_core.messages import Allocation, GainReport, JobSpec, Message, Registration
+from adascale_core.views import GainView, JobList, JobView
+from api.client import Client, a_registration, a_report
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (GainReportBody, GainReport),
+        (JobSpecBody, JobSpec),
+        (AllocationBody, Allocation),
+        (RegistrationBody, Registration),
+    ],
+)
+def test_a_request_body_has_the_fields_and_defaults_of_its_message(
+    body: type[BaseModel], message: type[Message]
+) -> None:
+    expected = {
+        field.name: PydanticUndefined if field.default is MISSING else field.default
+        for field in fields(message)  # type: ignore[arg-type]  # every message is a dataclass
+    }
+    assert {name: field.default for name, field in body.model_fields.items()} == expected
+
+
+def test_an_answer_has_exactly_the_fields_of_its_view(client: Client, job: str) -> None:
+    client.put(f"/jobs/{job}", JobSpec(8, max_replicas=2).to_json())
+    client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
+    client.register(job, a_registration())
+    client.post_gain(job, a_report(step_time=0.01))
+    gain = client.get(f"/jobs/{job}/gain")
+    assert GainView.from_json(gain).to_json() == gain
+    assert gain["predictions"]
+    answer = client.get(f"/jobs/{job}")
+    assert as_lists(JobView.from_json(answer).to_json()) == answer
+    page = client.get("/jobs?limit=1000")
+    assert as_lists(JobList.from_json(page).to_json()) == page
+
+
+def as_lists(value: object) -> object:
+    """The value with lists for tuples, as JSON has it."""
+    if isinstance(value, dict):
+        return {name: as_lists(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_lists(member) for member in value]
+    return value

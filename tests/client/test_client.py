@@ -1,0 +1,276 @@
+"""The client against servers that answer wrongly or not at all, and against the real metrics service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError, ServiceUnreachableError
+from adascale_client import client as client_module
+from adascale_client import transport as transport_module
+from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from support.launch import free_port
+from support.service import TOKEN, Service
+
+JOB = "default.digits"
+REPORT = GainReport(
+    generation=1, step=1200, progress=4512.5, epoch=3, replicas=2, local_bsz=16, accumulation=1, scale=8.0,
+    gain=6.25, grad_sqr=0.01, grad_var=0.25, step_time=0.004, time=1760000000.0, loss=0.2134,
+)  # fmt: skip
+REGISTRATION = Registration(0, "6f1c", ReplicaState.WAITING, 0, "127.0.0.1", 40123)
+CALLS: dict[str, Callable[[MetricsServiceClient], Any]] = {
+    "get_job": lambda client: client.get_job(JOB),
+    "list_jobs": lambda client: client.list_jobs(),
+    "allocate": lambda client: client.allocate(JOB, Allocation(1, 1)),
+    "get_allocation": lambda client: client.get_allocation(JOB),
+    "register": lambda client: client.register(JOB, REGISTRATION),
+    "post_gain": lambda client: client.post_gain(JOB, []),
+    "get_gain": lambda client: client.get_gain(JOB),
+    "get_history": lambda client: client.get_history(JOB, 10),
+}
+"""Every call that parses an answer."""
+
+
+class FixedAnswer(BaseHTTPRequestHandler):
+    """Answers every request with `status` and `body`, and records the token of each."""
+
+    status = 200
+    body = b""
+    tokens: list[str | None]
+
+    def do_GET(self) -> None:
+        self.tokens.append(self.headers["authorization"])
+        self.send_response(self.status)
+        self.send_header("content-length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+    do_PUT = do_POST  # noqa: N815 (the base class finds it by this name)
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        """Log nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that answers as `FixedAnswer`."""
+    monkeypatch.setattr(FixedAnswer, "tokens", [], raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FixedAnswer)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A metrics service with a job that has a report."""
+    started = Service(tmp_path_factory.mktemp("service"), job=JOB)
+    client = MetricsServiceClient(started.url, TOKEN)
+    client.declare_job(JOB, JobSpec(4, 256, (4, 64), 1, 4, 12_000))
+    client.allocate(JOB, Allocation(1, 2))
+    client.post_gain(JOB, [REPORT])
+    client.close()
+    yield started
+    started.stop()
+
+
+# -- no answer, or another program's --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>hello", b"{}", b"[]", b"3", b'{"allocation": 3}', b'{"version": 1, "desired": 5}', b"\xff", b""],
+)
+def test_an_answer_of_another_program_is_an_error(
+    server: str, call: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedAnswer, "body", body)
+    client = MetricsServiceClient(server)
+    with pytest.raises(ServiceUnreachableError, match=f"^{server} is not the address of a metrics service"):
+        CALLS[call](client)
+    client.close()
+
+
+def test_a_refused_connection_is_an_error() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ServiceUnreachableError) as raised:
+        MetricsServiceClient(url).get_allocation(JOB)
+    assert str(raised.value) == f"the metrics service at {url} does not answer: connection refused"
+    assert raised.value.exit_code == 69
+
+
+def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch, service: Service) -> None:
+    monkeypatch.setattr(transport_module, "TIMEOUT", 0.2)
+    client = MetricsServiceClient(service.url, TOKEN)
+    version = client.get_allocation(JOB).version
+    assert client.get_allocation(JOB, version, wait=0.5).version == version, (
+        "the wait is added to the timeout"
+    )
+    monkeypatch.setattr(transport_module, "TIMEOUT", -0.4)
+    with pytest.raises(ServiceUnreachableError, match="timed out"):
+        client.get_allocation(JOB, version, wait=0.5)
+    client.close()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1", "nonsense://x", "http://", "http://[::1"])
+def test_an_address_that_is_not_one_is_an_error(url: str) -> None:
+    with pytest.raises(ServiceUnreachableError):
+        MetricsServiceClient(url).get_gain(JOB)
+
+
+# -- error statuses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"error": "the database is busy"}', "the database is busy"),
+        (b"upstream connect error", "upstream connect error"),
+        (b"[]", r"\[\]"),
+        (b"", "no reason is given"),
+    ],
+)
+def test_an_error_status_has_the_services_reason(
+    server: str, body: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedAnswer, "status", 503)
+    monkeypatch.setattr(FixedAnswer, "body", body)
+    client = MetricsServiceClient(server)
+    with pytest.raises(ServiceRefusedError, match=f"^the metrics service answers 503: {reason}$") as raised:
+        client.get_job(JOB)
+    client.close()
+    assert raised.value.status == 503
+    assert isinstance(raised.value, ServiceError)
+
+
+def test_a_redirect_is_not_followed_with_the_token(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedAnswer, "status", 307)
+    client = MetricsServiceClient(server, TOKEN)
+    with pytest.raises(ServiceRefusedError, match="answers 307"):
+        client.get_job(JOB)
+    client.close()
+
+
+def test_a_stale_allocation_is_refused(service: Service) -> None:
+    client = MetricsServiceClient(service.url, TOKEN)
+    with pytest.raises(
+        ServiceRefusedError, match=r"generation 1 \(2 replicas\) is desired already"
+    ) as raised:
+        client.allocate(JOB, Allocation(1, 4))
+    client.close()
+    assert raised.value.status == 409
+
+
+def test_a_wrong_token_is_refused(service: Service) -> None:
+    client = MetricsServiceClient(service.url, "wrong")
+    with pytest.raises(ServiceRefusedError) as raised:
+        client.allocate(JOB, Allocation(9, 4))
+    client.close()
+    assert raised.value.status == 401
+
+
+# -- tokens ---------------------------------------------------------------------------------------------
+
+
+def test_the_token_file_is_read_for_each_request(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null}')
+    file = tmp_path / "token"
+    client = MetricsServiceClient(server, "unused", token_file=file)
+    for token in ("first", "renewed"):
+        file.write_text(f"{token}\n")
+        client.list_jobs()
+    client.close()
+    assert FixedAnswer.tokens == ["Bearer first", "Bearer renewed"]
+
+
+def test_no_token_sends_no_header(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null}')
+    client = MetricsServiceClient(server)
+    client.list_jobs()
+    client.close()
+    assert FixedAnswer.tokens == [None]
+
+
+def test_a_missing_token_file_counts_as_no_answer(tmp_path: Path) -> None:
+    client = MetricsServiceClient("http://127.0.0.1:1", token_file=tmp_path / "missing")
+    with pytest.raises(ServiceUnreachableError, match=r"token file .*missing .*can't be read: No such file"):
+        client.get_allocation(JOB)
+
+
+@pytest.mark.parametrize("token", [b"\xff", b"two\nlines"])
+def test_a_token_file_without_a_token_counts_as_no_answer(tmp_path: Path, token: bytes) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(token)
+    with pytest.raises(ServiceUnreachableError):
+        MetricsServiceClient("http://127.0.0.1:1", token_file=file).get_allocation(JOB)
+
+
+# -- answers of the real service ------------------------------------------------------------------------
+
+
+def test_a_job_is_read_with_all_that_the_service_stores(service: Service) -> None:
+    client = MetricsServiceClient(service.url, TOKEN)
+    job = client.get_job(JOB)
+    assert job.spec == JobSpec(4, 256, (4, 64), 1, 4, 12_000)
+    assert job.desired == Allocation(1, 2)
+    assert (job.generation, job.active, job.complete, job.failures) == (1, None, False, 0)
+    assert job.latest == REPORT
+    assert [(each.plan, each.step_time) for each in job.step_times] == [(REPORT.plan, REPORT.step_time)]
+    history = client.get_history(JOB, 10)
+    assert (history.total, list(history.points)) == (1, [REPORT])
+    gain = client.get_gain(JOB)
+    assert (gain.job, gain.report, gain.efficiency) == (JOB, REPORT, 0.78125)
+    assert gain.predictions is not None
+    assert [each.replicas for each in gain.predictions] == [1, 2, 3, 4]
+    client.close()
+
+
+def test_all_pages_of_the_job_list_are_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PAGE_SIZE", 2)
+    client = MetricsServiceClient(service.url, TOKEN)
+    names = [f"pages.job-{n}" for n in range(5)]
+    for name in names:
+        client.declare_job(name, JobSpec(4))
+    assert [job.id for job in client.list_jobs()] == [JOB, *names]
+    for name in names:
+        client.delete_job(name)
+    assert [job.id for job in client.list_jobs()] == [JOB]
+    client.close()
+
+
+def test_a_worker_reads_its_generations_from_every_answer(service: Service) -> None:
+    client = MetricsServiceClient(service.url, TOKEN)
+    worker = client.for_job("default.worker")
+    registered = worker.register(REGISTRATION)
+    assert worker.post_gain([REPORT]) == registered
+    assert worker.get_allocation() == registered
+    (replica,) = client.get_job("default.worker").replicas
+    assert replica.registration == REGISTRATION
+    assert replica.seconds_since_heartbeat is not None
+    client.delete_job("default.worker")
+    worker.close()
+
+
+def test_threads_share_a_client(service: Service) -> None:
+    client = MetricsServiceClient(service.url, TOKEN)
+    with ThreadPoolExecutor(16) as threads:
+        jobs = list(threads.map(lambda _: client.get_job(JOB), range(64)))
+    client.close()
+    assert {job.id for job in jobs} == {JOB}
