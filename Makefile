@@ -52,6 +52,11 @@ format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+.PHONY: crd
+crd: $(READY) ## generate deploy/base/crd.yaml
+	$(BIN)/python -m adascale_controller.crd > deploy/base/crd.yaml.new
+	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
+
 .PHONY: lock
 lock: $(READY) ## resolve the versions in requirements.lock anew
 	$(BIN)/uv pip compile pyproject.toml --extra local --extra examples --group dev --universal --python-version 3.11 \

@@ -336,7 +336,11 @@ IN_OUR_WORDS: list[tuple[dict[str, Any], str, str]] = [
         "spec.localBszBounds",
         "lower 128 is over upper 16: lower must be at most upper",
     ),
-    ({"minReplicas": 9}, "spec.minReplicas", "9 is over maxReplicas 8: it must be at most that"),
+    (
+        {"minReplicas": 9},
+        "spec.minReplicas",
+        "9 is greater than maxReplicas 8: lower minReplicas, or raise maxReplicas",
+    ),
     (
         {"minReplicas": 6, "maxReplicas": 7},
         "spec",
@@ -363,33 +367,34 @@ IN_OUR_WORDS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"checkpoint": {"claimName": "a", "path": "/b", "storage": "1Gi"}},
         "spec.checkpoint",
-        "has both claimName and path; state is saved at one place: give one of them",
+        "claimName and path are both set; set at most one of them",
     ),
     (
         {"checkpoint": {"claimName": "a", "accessMode": "ReadWriteMany"}},
         "spec.checkpoint",
-        "has claimName, so no claim is made; that is what accessMode is for: leave it out, or leave out "
-        "claimName",
+        "accessMode applies only to a PersistentVolumeClaim that the operator creates, but claimName is set: "
+        "remove accessMode or claimName",
     ),
     (
         {"checkpoint": {"path": "/a", "storageClassName": "fast", "storage": 1}},
         "spec.checkpoint",
-        "has path, so no claim is made; that is what storage is for: leave it out, or leave out path",
+        "storage applies only to a PersistentVolumeClaim that the operator creates, but path is set: "
+        "remove storage or path",
     ),
     (
         {"checkpoint": {"path": "state"}},
         "spec.checkpoint.path",
-        "must be a path from the root, as in /state, got the text 'state'",
+        "must be an absolute path such as /state, got the string 'state'",
     ),
     (
         {"checkpoint": {"storage": "big"}},
         "spec.checkpoint.storage",
-        "must be a size, as in 10Gi, and more than 0, got the text 'big'",
+        "must be a positive quantity such as 10Gi, got the string 'big'",
     ),
     (
         {"checkpoint": {"storage": 0}},
         "spec.checkpoint.storage",
-        "must be a size, as in 10Gi, and more than 0, got 0",
+        "must be a positive quantity such as 10Gi, got 0",
     ),
 ]
 
@@ -429,8 +434,8 @@ def test_a_wrong_name_is_told(shared: Jobs) -> None:
     ((field, message),) = refused.value.findings
     assert field == "metadata.name"
     assert message.endswith(
-        f"'{'a' * 59}' is not valid: use lower case letters, digits and '-', beginning and ending with a "
-        "letter or digit, at most 58 of them"
+        "must consist of lower case letters, digits and '-', start and end with a letter or digit, and "
+        f"have at most 58 characters, got the string '{'a' * 59}'"
     )
 
 
@@ -469,13 +474,13 @@ RESTING = right(suspend=True, minReplicas=1)
         (
             {"batchSize": 64},
             "spec.batchSize",
-            "can not be changed, from 32 to 64: the state so far was trained with it; make another job",
+            "field is immutable: cannot change from 32 to 64; create a new job instead",
         ),
         *(
             (
                 {"checkpoint": change},
                 "spec.checkpoint",
-                "can not be changed: the state so far would be left behind; make another job",
+                "field is immutable: the saved state would not be found; create a new job instead",
             )
             for change in ({"path": "/a"}, {"storage": "2Gi"}, {"intervalSeconds": 5})
         ),
