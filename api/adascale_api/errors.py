@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 
 from adascale_api.store import UnknownJobError
 from adascale_core.errors import AdaScaleError, InvalidJobError
+from adascale_core.job_id import InvalidJobIdError
 from adascale_core.messages import AllocationView
-from adascale_core.names import InvalidJobIdError
 
 MAX_EXCERPT = 80
 """Characters of a refused value that are told back."""

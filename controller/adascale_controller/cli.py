@@ -24,6 +24,7 @@ from adascale_controller.local.state_dir import DEFAULT_ROOT
 from adascale_controller.valid_replicas import render_valid_replicas
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import parse_job_id
 
 app = typer.Typer(
     name="adascale",
@@ -168,7 +169,7 @@ def gain(
     ] = False,
 ) -> None:
     """Show the gain of a job that runs, and what other replica counts would be worth."""
-    job_id = names.parse_job_id(job)
+    job_id = parse_job_id(job)
     urls = [url] if url else service_urls(state_dir, job_id)
     if not urls:
         raise ServiceUnreachableError(

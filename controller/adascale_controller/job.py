@@ -13,6 +13,7 @@ from adascale_controller.schema import (
     Container,
 )
 from adascale_core import names
+from adascale_core.job_id import job_id
 from adascale_core.messages import JobSpec
 
 
@@ -81,7 +82,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
     container = worker_container(spec.template.spec.containers)
     bounds = spec.local_bsz_bounds
     return Job(
-        id=names.job_id(document.metadata.name, document.metadata.namespace),
+        id=job_id(document.metadata.name, document.metadata.namespace),
         spec=JobSpec(
             batch_size=spec.batch_size,
             max_batch_size=spec.max_batch_size,

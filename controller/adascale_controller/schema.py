@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_v
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
     DEFAULT_BACKOFF_LIMIT,
     DEFAULT_CHECKPOINT_INTERVAL,
@@ -24,8 +25,6 @@ from adascale_core.names import (
     MAX_NAME_LENGTH,
     MAX_REPLICAS,
     MAX_STEPS,
-    InvalidJobIdError,
-    job_id,
 )
 
 MAX_INT32 = 2**31 - 1

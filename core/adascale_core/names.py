@@ -1,14 +1,9 @@
 """Names and numbers that two parts must agree on, each written once.
 
-Environment variables reach a trainer from its agent and an agent from the controller. Exit codes tell
-an agent why its trainer ended.
+Environment variables reach a trainer from its agent and an agent from the controller.
 """
 
 from __future__ import annotations
-
-import re
-
-from adascale_core.errors import AdaScaleError
 
 # -- the custom resource --------------------------------------------------------------------------------
 
@@ -78,17 +73,6 @@ ENV_CHECKPOINT_DIR = "ADASCALE_CHECKPOINT_DIR"
 ENV_CHECKPOINT_INTERVAL = "ADASCALE_CHECKPOINT_INTERVAL"
 """Seconds between two checkpoints while training goes on undisturbed."""
 
-# -- exit codes of a trainer ----------------------------------------------------------------------------
-
-EXIT_FINISHED = 0
-EXIT_REENTRY = 75
-"""The state is saved; start me again in the next generation (EX_TEMPFAIL of sysexits.h)."""
-EXIT_PEER_LOST = 76
-"""Another replica is gone; start me again, from the last checkpoint, in the next generation."""
-
-EXIT_SERVICE_UNAVAILABLE = 69
-"""The exit code of an agent that the metrics service never answered (EX_UNAVAILABLE)."""
-
 # -- numbers --------------------------------------------------------------------------------------------
 
 DEFAULT_EFFICIENCY_TARGET = 0.5
@@ -113,38 +97,3 @@ HEARTBEAT_TIMEOUT = 20.0
 """Seconds without a registration after which a replica counts as lost."""
 LEAVE_GRACE = 10.0
 """Seconds that a trainer has to leave a generation that is over, before its agent ends it."""
-
-# -- job ids --------------------------------------------------------------------------------------------
-
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
-
-
-class InvalidJobIdError(AdaScaleError):
-    """A job id that is neither `<namespace>.<name>` nor a bare name."""
-
-    exit_code = 2
-
-
-def job_id(name: str, namespace: str = DEFAULT_NAMESPACE) -> str:
-    """The id of the job `name`: `<namespace>.<name>`.
-
-    Raises:
-        InvalidJobIdError: a part is not a DNS label (lower case letters, digits and '-', at most 63).
-    """
-    for part, text in (("namespace", namespace), ("name", name)):
-        if not _LABEL.match(text):
-            raise InvalidJobIdError(
-                f"job {part} {text!r} is not valid: use lower case letters, digits and '-', "
-                "beginning and ending with a letter or digit, at most 63 of them"
-            )
-    return f"{namespace}.{name}"
-
-
-def parse_job_id(text: str) -> str:
-    """The full id for `text`, which may be a bare name of namespace `default`.
-
-    Raises:
-        InvalidJobIdError: as `job_id`.
-    """
-    namespace, dot, name = text.rpartition(".")
-    return job_id(name, namespace if dot else DEFAULT_NAMESPACE)

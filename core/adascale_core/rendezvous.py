@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from adascale_core.errors import AdaScaleError
+from adascale_core.failure_count import FailureCount
 from adascale_core.messages import ActiveAllocation, Allocation, AllocationView, Registration, ReplicaState
 
 IDLE = frozenset({ReplicaState.WAITING, ReplicaState.REENTERING, ReplicaState.LOST})
@@ -223,12 +224,14 @@ def _is_late(before: Registration, now: Registration) -> bool:
 def _count_failure(state: Rendezvous, now: Registration) -> Rendezvous:
     """Count the failure of a generation once, also where a peer that it took along was heard first."""
     surplus = state.active is not None and now.rank >= state.active.replicas
-    if surplus or state.complete or now.generation <= state.failed:
+    before = FailureCount(state.failures, state.failed)
+    after = before.with_generations([now.generation])
+    if surplus or state.complete or after == before:
         return state
     return replace(
         state,
-        failures=state.failures + 1,
-        failed=now.generation,
+        failures=after.count,
+        failed=after.generation,
         disruptions=state.disruptions - (state.disrupted == now.generation),
     )
 

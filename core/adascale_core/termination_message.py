@@ -11,15 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+from adascale_core.exit_codes import signal_name
+
 LIMIT = 4096
 """Bytes that Kubernetes keeps of a termination message."""
-
-_SIGNALS = {
-    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
-    9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM",
-    24: "SIGXCPU", 25: "SIGXFSZ", 31: "SIGSYS",
-}  # fmt: skip
-"""By their numbers on Linux, where the pods run."""
 
 _FIRST_LINE = re.compile(
     r"(?:generation (?P<generation>[1-9][0-9]{0,9})|before any generation)"
@@ -59,7 +54,7 @@ class TerminationMessage:
     @property
     def _first_line(self) -> str:
         when = f"generation {self.generation}" if self.generation > 0 else "before any generation"
-        name = _SIGNALS.get(self.exit_code - 128)
+        name = signal_name(self.exit_code)
         return f"{when}: exit code {self.exit_code}" + (f" ({name})" if name else "")
 
 

@@ -20,8 +20,8 @@ from adascale_api.auth import SharedToken
 from adascale_api.database import Database
 from adascale_api.routes.common import JOB_ID_PATTERN
 from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_core.job_id import InvalidJobIdError, parse_job_id
 from adascale_core.messages import Allocation, GainReport, JobSpec, Message, Registration
-from adascale_core.names import InvalidJobIdError, parse_job_id
 from api.client import TOKEN
 
 EXPECTED = ["2xx", "401", "403", "404", "409"]

@@ -101,8 +101,8 @@ def test_programs_that_never_come_to_train_fail_with_words(workspace: Workspace)
     told = [failed(job) for job in jobs]
     assert "exit code 4" in told[0]
     assert "there is no data\n" in told[0]
-    assert told[0].endswith("ended with exit code 4 before it had made an ElasticTrainer")
-    assert "true came to its end without making an ElasticTrainer" in told[1]
+    assert told[0].endswith("ended before it made an ElasticTrainer (exit code 4)")
+    assert "true finished without making an ElasticTrainer" in told[1]
     assert "exit code 127" in told[2]
     assert "'no-such-program' cannot be started: No such file or directory" in told[2]
     assert "adascale-agent" in told[3]

@@ -23,6 +23,7 @@ from adascale_controller.operator.objects import (
 )
 from adascale_controller.operator.pods import Pod, read_pod
 from adascale_core import names
+from adascale_core.exit_codes import IGNORED_EXIT_CODES
 from adascale_core.messages import JobSpec
 from cluster.system import wait_until
 
@@ -129,7 +130,9 @@ def test_the_api_server_takes_the_job_with_all_that_is_in_it(
         ):
             manifest = job_manifest(workload(restricted, checkpoint), 3, suspend=False, one_node=one_node)
             made = ask(api_client, "POST", path, manifest, dryRun="All")
-            assert made["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [69, 75, 137, 143]
+            assert made["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == list(
+                IGNORED_EXIT_CODES
+            )
 
 
 def test_the_api_server_takes_the_claim(api_client: client.ApiClient, restricted: str) -> None:

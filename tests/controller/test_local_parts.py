@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from dataclasses import replace
@@ -11,12 +12,12 @@ import pytest
 
 from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.local import checkpoints, machine
-from adascale_controller.local.failures import Failures
 from adascale_controller.local.generations import Span, summarize
 from adascale_controller.local.local_command import LocalCommandError, resolve_command
-from adascale_controller.local.processes import describe_exit, tail
+from adascale_controller.local.processes import tail
 from adascale_controller.local.service_process import PortTakenError, choose_port
 from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
+from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
 from adascale_core.views import JobView
 
@@ -95,27 +96,6 @@ def test_what_former_runs_reported_is_no_sign_of_life() -> None:
     assert observed.job_state(JOB, view(1, REPORT), 1000).stable_since is None
     assert observed.update(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
     assert observed.last_downtime is None
-
-
-# -- failures --------------------------------------------------------------------------------------------
-
-
-def test_a_generation_fails_once_whichever_replicas_tell_of_it() -> None:
-    failures = Failures(limit=1)
-    assert failures.add(3)
-    assert not failures.add(3)
-    assert (failures.count, failures.too_many) == (1, False)
-    assert failures.add(4)
-    assert failures.too_many
-
-
-def test_each_try_waits_longer_up_to_a_limit() -> None:
-    failures = Failures(limit=100)
-    pauses = []
-    for generation in range(8):
-        failures.add(generation)
-        pauses.append(failures.pause)
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
 # -- generations -----------------------------------------------------------------------------------------
@@ -251,15 +231,13 @@ def test_the_newest_checkpoint_tells_where_a_job_stands(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert checkpoints.newest(folder) is None
     folder.mkdir()
-    manifest = '{"step": %d, "progress": 12.5, "finished": true, "result": {"accuracy": 0.9}, "format": 1}'
-    (folder / "checkpoint-00000009.json").write_text(manifest % 9)
-    (folder / "checkpoint-00000010.json").write_text(manifest % 10)
+    manifest = Manifest(10, "00ff", 12, 70, 12.5, 0, 1, 1, finished=True, result={"accuracy": 0.9})
+    (folder / "checkpoint-00000009.json").write_text(json.dumps(replace(manifest, number=9).to_json()))
+    (folder / "checkpoint-00000010.json").write_text(json.dumps(manifest.to_json()))
     (folder / "checkpoint-00000011.pt").touch()
-    assert checkpoints.newest(folder) == checkpoints.CheckpointInfo(10, 12.5, True, {"accuracy": 0.9})
+    assert checkpoints.newest(folder) == manifest
     (folder / "checkpoint-00000012.json").write_text("{")
-    newest = checkpoints.newest(folder)
-    assert newest is not None
-    assert newest.step == 10
+    assert checkpoints.newest(folder) == manifest
 
 
 # -- the rest --------------------------------------------------------------------------------------------
@@ -274,14 +252,6 @@ def test_a_port_that_is_taken_is_given_up_only_if_nobody_asked_for_it() -> None:
         ) as raised:
             choose_port(port, insist=True)
         assert raised.value.exit_code == 2
-
-
-def test_exit_codes_are_told_in_words() -> None:
-    assert [describe_exit(code) for code in (3, -9, -250)] == [
-        "exit code 3",
-        "killed by SIGKILL",
-        "killed by signal 250",
-    ]
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:

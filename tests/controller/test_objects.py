@@ -25,6 +25,7 @@ from adascale_controller.operator.objects import (
 )
 from adascale_controller.operator.template import CHECKPOINT_FOLDER, TOKEN_FOLDER
 from adascale_core import names
+from adascale_core.exit_codes import IGNORED_EXIT_CODES
 from adascale_core.messages import JobSpec
 
 SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
@@ -119,7 +120,7 @@ def test_a_job_is_an_indexed_job_of_the_same_name_that_never_gives_up_by_count()
                     "onExitCodes": {
                         "containerName": "worker",
                         "operator": "In",
-                        "values": [69, 75, 137, 143],
+                        "values": list(IGNORED_EXIT_CODES),
                     },
                 },
             ]

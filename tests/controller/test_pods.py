@@ -250,7 +250,7 @@ def test_a_program_that_has_failed_says_in_which_generation() -> None:
 
 @pytest.mark.parametrize(
     ("code", "is_failure"),
-    [(0, False), (1, True), (2, True), (69, False), (75, False), (76, True), (127, True), (134, True),
+    [(0, False), (1, True), (2, True), (69, False), (75, False), (76, False), (127, True), (134, True),
      (137, False), (139, True), (143, False)],
 )  # fmt: skip
 def test_which_exit_codes_are_the_programs_own_failure(code: int, is_failure: bool) -> None:

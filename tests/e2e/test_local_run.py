@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from adascale_controller.jobfile import load_job
+from adascale_core.checkpoint_manifest import Manifest
 from e2e.local_run import ROOT, adascale, running, write_job, write_light_job, write_paced_job
 from support.launch import wait_until
 
@@ -150,7 +152,7 @@ def test_a_fresh_run_forgets_the_former_ones(tmp_path: Path, state: Path) -> Non
     for name in ("first", "second"):
         (state / "checkpoints").mkdir(parents=True, exist_ok=True)
         (state / "checkpoints" / "checkpoint-00000001.json").write_text(
-            '{"step": 9, "progress": 9.0, "finished": true, "result": {"accuracy": 0.5}}'
+            json.dumps(Manifest(1, "00ff", 1, 9, 9.0, 0, 1, 1, True, {"accuracy": 0.5}).to_json())
         )
         done = adascale("run", job, "--state-dir", state, "--port", 0)
         assert "has finished already, at progress 9: accuracy 0.5" in done.stdout, name

@@ -8,7 +8,7 @@ from typing import Any
 
 from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.operator.conditions import Condition, ConditionType, Reason, condition_of
-from adascale_controller.operator.failures import Failures
+from adascale_controller.operator.failures import count_failures
 from adascale_controller.operator.pods import Ended, Pod, Problem
 from adascale_controller.operator.resource import ElasticJob
 from adascale_controller.operator.sighting import BatchJob, Claim, Sighting
@@ -151,7 +151,7 @@ def course(
     sighting: Sighting, replicas: int | None = None, reason: str = "", refused: Refused | None = None
 ) -> Course:
     """What is done about a job, as a cycle finds it out; `replicas` as decided."""
-    failures = Failures.of(sighting)
+    failures = count_failures(sighting)
     stage = stage_of(sighting, failures)
     decision = None if replicas is None else Decision(replicas, reason)
     return steer(sighting, stage, failures, decision, refused)

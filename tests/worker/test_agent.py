@@ -206,7 +206,7 @@ def test_a_program_that_makes_no_trainer_is_told(job: Job, tmp_path: Path) -> No
         check=False,
     )
     assert run.returncode == 1
-    assert "came to its end without making an ElasticTrainer" in run.stderr
+    assert "finished without making an ElasticTrainer" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -272,15 +272,15 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
         (
             ["sh", "-c", "echo no data; exit 3"],
             {},
-            (3, "no data\nsh -c echo no data; exit 3 ended with exit code 3 before it had made"),
+            (3, "no data\nsh -c echo no data; exit 3 ended before it made an ElasticTrainer (exit code 3)"),
         ),
-        (["true"], {}, (1, "true came to its end without making an ElasticTrainer")),
+        (["true"], {}, (1, "true finished without making an ElasticTrainer")),
         (
             ["sh", "-c", "kill -SEGV $$"],
             {},
             (
                 139,
-                "sh -c kill -SEGV $$ ended by signal 11 (Segmentation fault) before it had made",
+                "sh -c kill -SEGV $$ ended before it made an ElasticTrainer (killed by SIGSEGV)",
             ),
         ),
         (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),

@@ -95,7 +95,7 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     folder.save(state_of(1), STANDING)
     manifest = tmp_path / "checkpoint-00000001.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 1"):
         folder.load()
 
 

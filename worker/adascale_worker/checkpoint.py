@@ -12,49 +12,25 @@ import contextlib
 import hashlib
 import json
 import os
-import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from adascale_core.checkpoint_manifest import (
+    InvalidManifestError,
+    Manifest,
+    UnsupportedFormatError,
+    checkpoint_number,
+    draft_file_name,
+    manifest_file_name,
+    manifest_number,
+    state_file_name,
+)
 from adascale_worker.errors import CheckpointError
 
-FORMAT = 1
 KEPT = 2
-_MANIFEST = re.compile(r"checkpoint-(\d{8})\.json\Z")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds, for people and for the controller.
-
-    Args:
-        number: rises by one with each checkpoint of a job.
-        sha256, bytes: of the file with the state.
-        step: optimizer steps since the job began.
-        progress: sum of gains, in steps at `batch_size`.
-        epoch: the epoch it was saved in.
-        replicas, generation: who saved it.
-        finished: whether the job has made all its steps.
-        result: what the program told of its result.
-        incarnation: when the job was made, in seconds since 1970, where that is told: generations of a job
-            that was deleted and made again under its name begin anew.
-    """
-
-    number: int
-    sha256: str
-    bytes: int
-    step: int
-    progress: float
-    epoch: int
-    replicas: int
-    generation: int
-    finished: bool = False
-    result: dict[str, float | str] = field(default_factory=dict)
-    format: int = FORMAT
-    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +147,7 @@ class CheckpointFolder:
             return []
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be read: {_reason(error)}") from error
-        return sorted(int(match[1]) for match in map(_MANIFEST.match, names) if match)
+        return sorted(number for number in map(manifest_number, names) if number is not None)
 
     def _read(self, number: int) -> tuple[dict[str, Any], Manifest]:
         manifest = self._read_manifest(number)
@@ -191,20 +167,17 @@ class CheckpointFolder:
     def _read_manifest(self, number: int) -> Manifest:
         path = self._manifest_path(number)
         try:
-            members = json.loads(path.read_bytes())
-            found = members["format"]
-            if found != FORMAT:
-                raise CheckpointError(
-                    f"{path} has format {found}, this version reads {FORMAT}: use the version that wrote it"
-                )
-            known = {one.name for one in fields(Manifest)}
-            return Manifest(**{name: value for name, value in members.items() if name in known})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Manifest.from_json(json.loads(path.read_bytes()))
+        except UnsupportedFormatError as error:
+            raise CheckpointError(f"{path}: {error}; use the version that wrote it") from error
+        except InvalidManifestError as error:
+            raise _DamagedError(f"{path} is damaged: {error}") from error
+        except (OSError, ValueError) as error:
             raise _DamagedError(f"{path} is damaged: {_reason(error)}") from error
 
     def _write_manifest(self, manifest: Manifest) -> None:
         with _Written(self._manifest_path(manifest.number)) as file:
-            file.write((json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            file.write((json.dumps(manifest.to_json(), indent=1) + "\n").encode())
 
     def _refuse_to_go_back(self, newest: int, standing: Standing) -> None:
         """A trainer that was cut off and replaced must not write over its successors' work."""
@@ -233,7 +206,7 @@ class CheckpointFolder:
             if number not in kept:
                 self._manifest_path(number).unlink(missing_ok=True)
         for path in self.directory.glob("checkpoint-*"):
-            if not any(path.name.startswith(f"checkpoint-{number:08d}.") for number in kept):
+            if checkpoint_number(path.name) not in {None, *kept}:
                 path.unlink(missing_ok=True)
 
     def _last_words(self) -> str:
@@ -247,10 +220,10 @@ class CheckpointFolder:
         return f"the last one, of step {last.step}, is untouched"
 
     def _state_path(self, number: int) -> Path:
-        return self.directory / f"checkpoint-{number:08d}.pt"
+        return self.directory / state_file_name(number)
 
     def _manifest_path(self, number: int) -> Path:
-        return self.directory / f"checkpoint-{number:08d}.json"
+        return self.directory / manifest_file_name(number)
 
 
 class _DamagedError(Exception):
@@ -262,7 +235,7 @@ class _Written:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._draft = path.with_name(path.name + ".draft")
+        self._draft = path.with_name(draft_file_name(path.name))
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> IO[bytes]:

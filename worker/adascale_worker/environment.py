@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from adascale_core import names
+from adascale_core.exit_codes import EXIT_REENTRY
+from adascale_core.job_id import parse_job_id
 from adascale_worker.errors import EnvironmentVariableError
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ def wait_for_assignment(environ: MutableMapping[str, str]) -> None:
         channel.sendall(b"!")
         told = lines.readline()
     if not told:
-        sys.exit(names.EXIT_REENTRY)
+        sys.exit(EXIT_REENTRY)
     for name, value in json.loads(told).items():
         if value is None:
             environ.pop(name, None)
@@ -109,7 +111,7 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
     token_file = environ.get(names.ENV_TOKEN_FILE)
     return ServiceAddress(
         url=url.rstrip("/"),
-        job_id=names.parse_job_id(job),
+        job_id=parse_job_id(job),
         token=environ.get(names.ENV_TOKEN),
         token_file=Path(token_file) if token_file else None,
     )

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.names import EXIT_PEER_LOST
+from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker.replicate import is_lost_peer
 
 

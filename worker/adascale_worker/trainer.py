@@ -32,12 +32,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_client import MetricsServiceClient
 from adascale_core.batch import BatchPlan, batch_choice, is_valid_replicas, plan_batch, valid_replicas
+from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import InvalidJobError
-from adascale_core.names import EXIT_REENTRY
+from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_core.throughput import StepTimeModel
 from adascale_worker import environment, rng_state
 from adascale_worker.adascale import AdaScale
-from adascale_worker.checkpoint import CheckpointFolder, Manifest, Standing
+from adascale_worker.checkpoint import CheckpointFolder, Standing
 from adascale_worker.errors import CheckpointError, DatasetError, StaleBatchSizeError, WorkerError
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.program import Program, Stateful, load_model

@@ -8,7 +8,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from adascale_api.auth import Right
 from adascale_api.errors import ErrorBody, UnauthorizedError
 from adascale_api.service import Service
-from adascale_core.names import parse_job_id
+from adascale_core.job_id import parse_job_id
 
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"

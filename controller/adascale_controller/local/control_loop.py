@@ -10,14 +10,13 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import count, duration, plural, trimmed
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display, Status
-from adascale_controller.local.processes import describe_exit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements
 from adascale_core.decision import decide
+from adascale_core.exit_codes import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages import Allocation, GainReport, ReplicaState
-from adascale_core.names import EXIT_PEER_LOST
 from adascale_core.views import JobView
 
 TICK = 0.25

@@ -10,14 +10,20 @@ from dataclasses import dataclass
 from adascale_controller.formatting import plural
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
-from adascale_controller.local.failures import Failures
-from adascale_controller.local.processes import describe_exit
+from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
+from adascale_core.failure_count import FailureCount
 from adascale_core.messages import ReplicaState
-from adascale_core.names import EXIT_FINISHED, EXIT_REENTRY
 from adascale_core.views import JobView
 
 RESTART_PAUSE = 0.5
 """Seconds before an agent that was killed is started again."""
+MAX_BACKOFF = 30.0
+"""Seconds before the program is started again after a failure, at most."""
+
+
+def restart_delay(failures: int) -> float:
+    """Seconds before the program is started again after failure number `failures`."""
+    return min(2.0 ** (failures - 1), MAX_BACKOFF)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Replicas:
 
     def __init__(self, agents: Agents, backoff_limit: int, display: Display) -> None:
         self.agents = agents
-        self._failures = Failures(backoff_limit)
+        self._backoff_limit = backoff_limit
+        self._failures = FailureCount()
         self._display = display
         self._ended: list[AgentExit] = []
         self._finished: dict[int, int] = {}
@@ -69,19 +76,20 @@ class Replicas:
         """Take in what the agents that have ended mean; something only if the job has failed."""
         ended, self._ended = self._ended, []
         for one in ended:
-            if one.code == EXIT_FINISHED:
+            exit_class = classify_exit(one.code)
+            if exit_class is ExitClass.FINISHED:
                 told = view.replica(one.rank)
                 self._finished[one.rank] = told.generation if told else view.generation
             elif one.dismissed:
                 continue
             elif view.complete or self.finished:
                 self._display.note(f"Replica {one.rank} ended late: {describe_exit(one.code)}", "yellow")
-            elif one.code > 0 and one.code != EXIT_REENTRY:
+            elif exit_class.is_failure:
                 failed = self._fail(one, view, now)
                 if failed is not None:
                     return failed
             else:
-                self._replace(one, now)
+                self._replace(one, exit_class, now)
         return None
 
     def staff(self, view: JobView, now: float) -> None:
@@ -107,9 +115,14 @@ class Replicas:
             if rank >= from_rank and (told is None or told.state is not ReplicaState.RUNNING):
                 self.agents.dismiss(rank)
 
-    def _replace(self, ended: AgentExit, now: float) -> None:
-        left = ended.code == EXIT_REENTRY
-        why = "has left" if left else f"is gone ({describe_exit(ended.code)})"
+    def _replace(self, ended: AgentExit, exit_class: ExitClass, now: float) -> None:
+        match exit_class:
+            case ExitClass.REENTRY:
+                why = "has left"
+            case ExitClass.SERVICE_UNAVAILABLE:
+                why = "could not reach the metrics service"
+            case _:
+                why = f"is gone ({describe_exit(ended.code)})"
         self._display.note(f"The agent of replica {ended.rank} {why}; starting it again", "yellow")
         self._not_before[ended.rank] = now + RESTART_PAUSE
 
@@ -117,28 +130,25 @@ class Replicas:
         """Count a failure of the program: once for a generation, whichever replicas tell of it."""
         told = view.replica(ended.rank)
         failed = told if told is not None and told.state is ReplicaState.FAILED else None
+        before = self._failures
         if failed is not None and failed.generation > 0:
-            attempt = failed.generation
+            self._failures = before.with_generations([failed.generation])
         else:
-            # It did not come as far as to be in one: then it is the tries of each replica that count.
             self._false_starts[ended.rank] = self._false_starts.get(ended.rank, 0) + 1
-            attempt = -self._false_starts[ended.rank]
-        new = self._failures.add(attempt)
-        self._not_before[ended.rank] = now + self._failures.pause
-        if not new:
+            self._failures = before.with_false_starts(self._false_starts.values())
+        pause = restart_delay(self._failures.count)
+        self._not_before[ended.rank] = now + pause
+        if self._failures.count == before.count:
             return None
-        # A shell's way to tell of a signal is the agent's, too.
-        code = describe_exit(ended.code if ended.code <= 128 else 128 - ended.code)
-        what = f"The program failed on replica {ended.rank} ({code})"
-        limit = self._failures.limit
-        if self._failures.too_many:
+        what = f"The program failed on replica {ended.rank} ({describe_exit(ended.code)})"
+        limit = self._backoff_limit
+        if self._failures.exceeds(limit):
             log = (failed and failed.log) or self.agents.last_lines(ended.rank)
             return JobFailure(
                 f"{what}: {plural(self._failures.count, 'failure')}, backoffLimit is {limit}", log
             )
         self._display.note(
-            f"{what}: failure {self._failures.count}, backoffLimit is {limit}; "
-            f"trying again in {self._failures.pause:.0f} s",
+            f"{what}: failure {self._failures.count}, backoffLimit is {limit}; trying again in {pause:.0f} s",
             "yellow",
         )
         return None

@@ -8,16 +8,16 @@ from rich.text import Text
 
 from adascale_controller.formatting import count, duration, plural
 from adascale_controller.job import Job
-from adascale_controller.local.checkpoints import CheckpointInfo
 from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import GenerationSummary
 from adascale_controller.local.generations_table import generations_table, repeated_steps, result_text
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.state_dir import StateDir
+from adascale_core.checkpoint_manifest import Manifest
 
 
-def already_done(job: Job, until: int | None, saved: CheckpointInfo | None) -> str | None:
+def already_done(job: Job, until: int | None, saved: Manifest | None) -> str | None:
     """That there is nothing to do, in words; none if there is."""
     if saved is None:
         return None
@@ -40,7 +40,7 @@ def introduce(
     folder: StateDir,
     capacity: int,
     program: LocalCommand,
-    saved: CheckpointInfo | None,
+    saved: Manifest | None,
 ) -> None:
     """Tell what runs, where it is found, and from where it goes on."""
     spec = job.spec
@@ -61,7 +61,7 @@ def conclude(
     display: Display,
     ending: RunResult,
     generations: Sequence[GenerationSummary],
-    saved: CheckpointInfo | None,
+    saved: Manifest | None,
     seconds: float,
 ) -> None:
     """Tell what each generation came to, and what the job has come to.

@@ -9,20 +9,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adascale_core.checkpoint_manifest import checkpoint_number
 from adascale_core.errors import AdaScaleError
 
 DEFAULT_ROOT = Path(".adascale")
 TIMEOUT = 40.0
 """Seconds to wait for the processes of a run that is gone; an agent gives its trainer 25 to save."""
-
-_CHECKPOINT_FILE = re.compile(r"checkpoint-\d+\.(json|pt)(\.draft)?\Z")
 
 
 class StateDirError(AdaScaleError):
@@ -109,7 +107,7 @@ class StateDir:
             log.unlink()
         if checkpoints.is_dir():
             for file in checkpoints.iterdir():
-                if _CHECKPOINT_FILE.match(file.name):
+                if checkpoint_number(file.name) is not None:
                     file.unlink()
         self.runs_file.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from adascale_controller.measurements import JobMeasurements
 from adascale_controller.operator.apart import Apart
 from adascale_controller.operator.capacity import eligible_nodes, lost_nodes, pod_request
 from adascale_controller.operator.cluster import Cluster, ClusterError
-from adascale_controller.operator.failures import Failures
+from adascale_controller.operator.failures import count_failures
 from adascale_controller.operator.objects import PodSettings, Workload, template_digest
 from adascale_controller.operator.pods import Pod, Problem, read_pod
 from adascale_controller.operator.resource import ElasticJob, SpecReader
@@ -23,6 +23,7 @@ from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.trials import Trials
 from adascale_core import names
 from adascale_core.capacity import Demand
+from adascale_core.failure_count import FailureCount
 from adascale_core.views import JobView
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Look:
 
     seen: Sighting
     workload: Workload | None
-    failures: Failures
+    failures: FailureCount
     stage: Stage
     demand: Demand | None
     memory: Memory
@@ -136,7 +137,7 @@ class Looker:
                 )
                 seen = replace(seen, refusal=await self._refusal(seen, memory))
                 seen = replace(seen, pods=await self._hindered(seen, memory))
-                failures = Failures.of(seen)
+                failures = count_failures(seen)
                 stage = stage_of(seen, failures)
                 demand = _demand(seen, nodes) if stage.kind is StageKind.RUN else None
                 looks.append(Look(seen, workload, failures, stage, demand, memory))

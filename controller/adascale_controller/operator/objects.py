@@ -16,6 +16,7 @@ from adascale_controller.operator.template import (
     template_digest,
 )
 from adascale_core import names
+from adascale_core.exit_codes import IGNORED_EXIT_CODES
 
 __all__ = [
     "Manifest",
@@ -32,10 +33,6 @@ MAX_FAILURES: Final = 2**31 - 1
 """The Job never gives up by count: the operator counts, and counts a generation once. It counts each index by
 itself, since the Job controller then also pauses for each by itself before it replaces a pod. Otherwise the
 pauses double with each pod of all that was ever lost, up to ten minutes, for the growth of the Job too."""
-
-DISRUPTIONS: Final = tuple(sorted((names.EXIT_REENTRY, names.EXIT_SERVICE_UNAVAILABLE, 128 + 9, 128 + 15)))
-"""Exit codes that are no failure of the program: it left with its state saved, it never found the service,
-or it was killed. In order, as the API server wants them."""
 
 
 def job_manifest(workload: Workload, replicas: int, *, suspend: bool, one_node: bool) -> Manifest:
@@ -67,7 +64,7 @@ def job_manifest(workload: Workload, replicas: int, *, suspend: bool, one_node: 
                     "onExitCodes": {
                         "containerName": template.worker,
                         "operator": "In",
-                        "values": list(DISRUPTIONS),
+                        "values": list(IGNORED_EXIT_CODES),
                     },
                 },
             ]

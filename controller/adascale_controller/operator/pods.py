@@ -12,6 +12,7 @@ from adascale_controller.operator.capacity import pod_request
 from adascale_controller.operator.conditions import Reason
 from adascale_controller.operator.resource import seconds
 from adascale_core import names
+from adascale_core.exit_codes import ExitClass, classify_exit, signal_number
 from adascale_core.termination_message import TerminationMessage
 
 Raw = Mapping[str, Any]
@@ -22,11 +23,6 @@ TRACKING: Final = "batch.kubernetes.io/job-tracking"
 """The finalizer by which the Job controller keeps a pod until it has counted it and made the next."""
 LONG_LIFE: Final = 600.0
 """Seconds after which a pod that is lost was not lost for how it was started: Kubernetes' own."""
-
-_KILLED: Final = (128 + 9, 128 + 15)
-"""Exit codes of who was killed by somebody else: SIGKILL, SIGTERM."""
-_NO_FAILURE: Final = (names.EXIT_FINISHED, names.EXIT_REENTRY, names.EXIT_SERVICE_UNAVAILABLE)
-"""Exit codes by which an agent says that the program has not failed."""
 
 _NOT_PULLED: Final = frozenset(
     {
@@ -160,11 +156,13 @@ def own_failure(ended: Ended) -> bool:
     It has not where the program left with its state saved, was killed, or ran out of memory, and where
     Kubernetes has ended the pod or never started it.
     """
-    code = ended.exit_code
-    if code is None or code in _KILLED or ended.disruption or ended.reason == "OOMKilled":
+    if ended.exit_code is None or ended.disruption:
         return False
-    # To any other container than the worker these codes mean nothing.
-    return code not in _NO_FAILURE if ended.of_worker else code != 0
+    exit_class = classify_exit(ended.exit_code, out_of_memory=ended.reason == "OOMKilled")
+    if ended.of_worker or exit_class in {ExitClass.KILLED, ExitClass.OUT_OF_MEMORY}:
+        return exit_class.is_failure
+    # Of a container other than the worker, the exit codes of agents have no meaning.
+    return ended.exit_code != 0
 
 
 def is_lost(pod: Pod, now: float) -> bool:
@@ -268,7 +266,7 @@ def _ended(spec: Raw, status: Raw) -> Ended:
     code = end.get("exitCode")
     return Ended(
         exit_code=code,
-        signal=end.get("signal") or (code - 128 if code is not None and code > 128 else None),
+        signal=end.get("signal") or (signal_number(code) if code is not None else None),
         reason=status.get("reason") or end.get("reason") or "",
         message=said,
         words=TerminationMessage.parse(text) if of_worker else None,

@@ -8,9 +8,10 @@ from enum import Enum, auto
 
 from adascale_controller.formatting import plural
 from adascale_controller.operator.conditions import ConditionType, Reason, condition_of, is_true
-from adascale_controller.operator.failures import Failures, failed
+from adascale_controller.operator.failures import failed
 from adascale_controller.operator.pods import Pod
 from adascale_controller.operator.sighting import Sighting
+from adascale_core.failure_count import FailureCount
 
 LOG_LINES = 20
 """Last lines of the program's output in the condition of a job that has failed."""
@@ -43,7 +44,7 @@ class Stage:
         return self.kind in {Kind.COMPLETE, Kind.FAILED}
 
 
-def stage_of(seen: Sighting, failures: Failures) -> Stage:
+def stage_of(seen: Sighting, failures: FailureCount) -> Stage:
     """The stage of a job.
 
     Args:
@@ -53,7 +54,7 @@ def stage_of(seen: Sighting, failures: Failures) -> Stage:
     return _ended(seen, failures) or _blocked(seen) or _stopped(seen) or Stage(Kind.RUN)
 
 
-def _ended(seen: Sighting, failures: Failures) -> Stage | None:
+def _ended(seen: Sighting, failures: FailureCount) -> Stage | None:
     job, batch = seen.job, seen.own_batch
     for kind, stage, otherwise in _ENDS:
         known = condition_of(job.status, kind)
@@ -71,7 +72,7 @@ def _ended(seen: Sighting, failures: Failures) -> Stage | None:
     if job.job is None and (seen.standing is None or seen.batch is None):
         return Stage(Kind.FAILED, Reason.INVALID_SPEC, job.invalid or "")
     limit = job.job.backoff_limit if job.job is not None else None
-    if limit is not None and failures.count > limit:
+    if limit is not None and failures.exceeds(limit):
         what = f"{plural(failures.count, 'failure')} of the program, backoffLimit is {limit}"
         return Stage(Kind.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, f"{what}. {last_failure(seen)}".rstrip())
     return None

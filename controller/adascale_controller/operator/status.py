@@ -14,12 +14,12 @@ from adascale_controller.operator.conditions import (
     condition_of,
     merged,
 )
-from adascale_controller.operator.failures import Failures
 from adascale_controller.operator.resource import timestamp
 from adascale_controller.operator.sighting import Sighting
 from adascale_controller.operator.stage import Kind, Stage
 from adascale_controller.operator.trials import Refused
 from adascale_core import names
+from adascale_core.failure_count import FailureCount
 from adascale_core.messages import Allocation, GainReport
 
 Status = dict[str, Any]
@@ -71,7 +71,7 @@ class Outlook:
     """
 
     stage: Stage
-    failures: Failures
+    failures: FailureCount
     want: Allocation | None
     reason: str = ""
     decided: bool = False

@@ -8,7 +8,6 @@ from typing import Any
 
 from adascale_controller.formatting import plural
 from adascale_controller.operator.conditions import Condition, ConditionType, Reason, condition_of
-from adascale_controller.operator.failures import Failures
 from adascale_controller.operator.pods import Pod, is_lost
 from adascale_controller.operator.resource import seconds
 from adascale_controller.operator.sighting import Sighting
@@ -16,6 +15,7 @@ from adascale_controller.operator.stage import Kind, Stage, last_failure
 from adascale_controller.operator.status import Outlook, Status, status_of
 from adascale_controller.operator.trials import Refused
 from adascale_core.decision import Decision
+from adascale_core.failure_count import FailureCount
 from adascale_core.messages import Allocation, JobSpec
 from adascale_core.views import JobView
 
@@ -68,7 +68,7 @@ class Course:
 def steer(
     seen: Sighting,
     stage: Stage,
-    failures: Failures,
+    failures: FailureCount,
     decision: Decision | None = None,
     refused: Refused | None = None,
 ) -> Course:

@@ -13,14 +13,17 @@ from enum import Enum, auto
 from types import FrameType
 
 from adascale_client import JobClient, ServiceUnreachableError
-from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
-from adascale_core.names import (
-    ENV_GENERATION,
+from adascale_core.exit_codes import (
+    EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
-    EXIT_PEER_LOST,
     EXIT_REENTRY,
-    LEAVE_GRACE,
+    ExitClass,
+    agent_exit_code,
+    classify_exit,
+    describe_exit,
 )
+from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
+from adascale_core.names import ENV_GENERATION, LEAVE_GRACE
 from adascale_core.termination_message import TerminationMessage
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.termination_log import TerminationLog
@@ -37,14 +40,9 @@ PREPARATION = 60.0
 """Seconds after which a new replica counts as there even if its program has not said that it is ready."""
 STANDBY_TIMEOUT = 120.0
 """Seconds that a trainer is kept ready for a generation that does not come."""
-COMMAND_NOT_FOUND = 127
-"""What shells leave with when a program cannot be started."""
 KILLED_AGAIN = 10.0
 """Seconds after which a trainer that could not even be killed is killed again."""
 TICK = 0.5
-
-DISRUPTIONS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals by which others end a trainer; any other is its own doing."""
 
 
 class _Event(Enum):
@@ -126,7 +124,7 @@ class Agent:
                     return self._end(replica_state, code)
                 replica_state = ReplicaState.LOST
             if replica_state is ReplicaState.FAILED:
-                return self._fail(_leaving_code(code), trainer.log)
+                return self._fail(agent_exit_code(code), trainer.log)
             if self._terminating:
                 return self._end(ReplicaState.TERMINATED, EXIT_REENTRY)
 
@@ -186,7 +184,7 @@ class Agent:
         if self._standby is not None:
             code = self._standby.exit_code
             if code is not None:
-                if -code not in DISRUPTIONS:
+                if classify_exit(code) is not ExitClass.KILLED:
                     return False
                 self._standby, self._standby_generation = None, self._generation
                 return True
@@ -241,11 +239,11 @@ class Agent:
         assert self._standby is not None
         code = self._standby.exit_code or 0
         error = WorkerError(
-            f"{' '.join(self._command)} ended {_how(code)} before it had made an ElasticTrainer"
+            f"{' '.join(self._command)} ended before it made an ElasticTrainer ({describe_exit(code)})"
             if code
-            else f"{' '.join(self._command)} came to its end without making an ElasticTrainer"
+            else f"{' '.join(self._command)} finished without making an ElasticTrainer"
         )
-        error.exit_code = _leaving_code(code) or 1
+        error.exit_code = agent_exit_code(code)
         self._fail(error.exit_code, f"{self._standby.log}\n{error}".lstrip("\n"))
         return error
 
@@ -262,9 +260,9 @@ class Agent:
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
-            self._fail(COMMAND_NOT_FOUND, reason)
+            self._fail(EXIT_COMMAND_NOT_FOUND, reason)
             refusal = WorkerError(f"{reason}. Check the command of the job")
-            refusal.exit_code = COMMAND_NOT_FOUND
+            refusal.exit_code = EXIT_COMMAND_NOT_FOUND
             raise refusal from error
 
     def _enter(self, allocation: ActiveAllocation) -> TrainerProcess | None:
@@ -340,13 +338,15 @@ class Agent:
 
     def _replica_state(self, code: int) -> ReplicaState:
         """What the end of a trainer means."""
-        if code == EXIT_FINISHED:
+        exit_class = classify_exit(code)
+        if exit_class is ExitClass.FINISHED:
             return ReplicaState.FINISHED
-        if code == EXIT_REENTRY:
+        if exit_class is ExitClass.REENTRY:
             return ReplicaState.REENTERING
         view = self._link.view
         over = view is not None and view.is_over(self._generation)
-        if code == EXIT_PEER_LOST or -code in DISRUPTIONS or over or self._terminating:
+        disrupted = exit_class in {ExitClass.PEER_LOST, ExitClass.KILLED}
+        if disrupted or over or self._terminating:
             return ReplicaState.LOST
         return ReplicaState.FAILED
 
@@ -404,11 +404,6 @@ class Agent:
 _PARENT = os.getppid()
 
 
-def _leaving_code(code: int) -> int:
-    """What the agent leaves with for a trainer's exit code, which is negative for a signal."""
-    return code if code >= 0 else 128 - code
-
-
 def _grace(view: AllocationView | None, generation: int) -> float | None:
     """Seconds that a trainer of `generation` may still take; none while it is current."""
     if view is None or not view.is_over(generation):
@@ -427,8 +422,3 @@ def _listen(address: str) -> socket.socket:
     listener.bind((local, 0))
     listener.listen(128)
     return listener
-
-
-def _how(code: int) -> str:
-    """How a program has ended: its exit code is negative for a signal."""
-    return f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"

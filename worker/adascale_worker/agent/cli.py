@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_core.termination_message import TerminationMessage
 
 _DESCRIPTION = f"""\
@@ -18,7 +19,7 @@ Run a training program as one replica of an elastic job.
 
 The agent is the entry point of a worker. It registers with the metrics service, starts PROGRAM in each
 generation that has a place for this replica, and starts it again after a change of replicas. It leaves
-with 0 when the program has finished, {names.EXIT_REENTRY} when it was asked to leave (SIGTERM) with the
+with 0 when the program has finished, {EXIT_REENTRY} when it was asked to leave (SIGTERM) with the
 state saved, and with the program's own exit code when that failed.
 
 environment:
@@ -52,7 +53,7 @@ def main() -> NoReturn:
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
-    os._exit(names.EXIT_REENTRY)
+    os._exit(EXIT_REENTRY)
 
 
 def _run(command: list[str]) -> int:

@@ -1,0 +1,146 @@
+"""Checkpoint files: their names, and the manifest that describes a checkpoint.
+
+A checkpoint consists of two files: `checkpoint-<number>.pt` with the state, and `checkpoint-<number>.json`
+with the manifest. Each file is written as a draft, `<name>.draft`, and renamed when it is complete. The
+worker writes these files. The controller reads the manifests, and deletes the files of a job that starts
+from scratch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Self
+
+FORMAT: Final = 1
+"""The format of the manifest and of the state."""
+
+_FILE_NAME: Final = re.compile(r"checkpoint-(?P<number>[0-9]{8,})\.(?P<kind>json|pt)(?P<draft>\.draft)?")
+
+
+class InvalidManifestError(ValueError):
+    """A manifest that lacks a member, or has a member of the wrong type."""
+
+
+class UnsupportedFormatError(ValueError):
+    """A manifest of another version.
+
+    Args:
+        found: its format.
+    """
+
+    def __init__(self, found: object) -> None:
+        super().__init__(f"format {found} is not supported: this version reads format {FORMAT}")
+        self.found = found
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a checkpoint.
+
+    Args:
+        number: number of the checkpoint, from 1; the next checkpoint of a job has the next number.
+        sha256: SHA-256 of the file with the state, in hexadecimal digits.
+        bytes: length of the file with the state.
+        step: optimizer steps since the job was created.
+        progress: sum of gains, in steps at `batch_size`.
+        epoch: epoch in which the checkpoint was saved, from 0.
+        replicas: number of replicas that trained.
+        generation: generation that saved the checkpoint; 0 without an agent.
+        finished: whether the job has made all its steps.
+        result: result of the training, as the program has reported it.
+        format: version of this format.
+        incarnation: when the job was created, in seconds since 1970; 0 if unknown. It distinguishes a job
+            from an earlier job of the same name, whose generations it may repeat.
+    """
+
+    number: int
+    sha256: str
+    bytes: int
+    step: int
+    progress: float
+    epoch: int
+    replicas: int
+    generation: int
+    finished: bool = False
+    result: dict[str, float | str] = field(default_factory=dict)
+    format: int = FORMAT
+    incarnation: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the members of the manifest's JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, members: object) -> Self:
+        """Return the manifest of a parsed JSON document. Unknown members are ignored.
+
+        Raises:
+            UnsupportedFormatError: it has another format.
+            InvalidManifestError: a member is missing or of the wrong type.
+        """
+        if not isinstance(members, Mapping):
+            raise InvalidManifestError(f"must be a JSON object, got {members!r}")
+        if "format" not in members:
+            raise InvalidManifestError("format is missing")
+        if members["format"] != FORMAT:
+            raise UnsupportedFormatError(members["format"])
+        values = {name: _checked(name, members) for name in _TYPES if name in members or name in _REQUIRED}
+        return cls(**values)
+
+
+_REQUIRED: Final = ("number", "sha256", "bytes", "step", "progress", "epoch", "replicas", "generation")
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "number": (int,),
+    "sha256": (str,),
+    "bytes": (int,),
+    "step": (int,),
+    "progress": (int, float),
+    "epoch": (int,),
+    "replicas": (int,),
+    "generation": (int,),
+    "finished": (bool,),
+    "result": (dict,),
+    "format": (int,),
+    "incarnation": (int,),
+}
+
+
+def _checked(name: str, members: Mapping[str, Any]) -> Any:
+    if name not in members:
+        raise InvalidManifestError(f"{name} is missing")
+    value, types = members[name], _TYPES[name]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        expected = " or ".join(type_.__name__ for type_ in types)
+        raise InvalidManifestError(f"{name} must be of type {expected}, got {value!r}")
+    return value
+
+
+def state_file_name(number: int) -> str:
+    """Return the name of the file with the state of checkpoint `number`."""
+    return f"checkpoint-{number:08d}.pt"
+
+
+def manifest_file_name(number: int) -> str:
+    """Return the name of the manifest of checkpoint `number`."""
+    return f"checkpoint-{number:08d}.json"
+
+
+def draft_file_name(name: str) -> str:
+    """Return the name under which the file `name` is written until it is complete."""
+    return f"{name}.draft"
+
+
+def manifest_number(name: str) -> int | None:
+    """Return the checkpoint's number if `name` is a complete manifest, else None."""
+    match = _FILE_NAME.fullmatch(name)
+    if match is None or match["kind"] != "json" or match["draft"]:
+        return None
+    return int(match["number"])
+
+
+def checkpoint_number(name: str) -> int | None:
+    """Return the checkpoint's number if `name` is a state, a manifest or a draft, else None."""
+    match = _FILE_NAME.fullmatch(name)
+    return int(match["number"]) if match else None

@@ -1,0 +1,96 @@
+"""File names of checkpoints, and the JSON of a manifest."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_core.checkpoint_manifest import (
+    InvalidManifestError,
+    Manifest,
+    UnsupportedFormatError,
+    checkpoint_number,
+    draft_file_name,
+    manifest_file_name,
+    manifest_number,
+    state_file_name,
+)
+
+MANIFEST = Manifest(
+    number=2, sha256="00ff", bytes=12, step=7, progress=21.5, epoch=1, replicas=2, generation=3,
+    finished=True, result={"accuracy": 0.97}, incarnation=1_700_000_000,
+)  # fmt: skip
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+
+
+def test_optional_members_have_defaults_and_unknown_members_are_ignored() -> None:
+    members = MANIFEST.to_json() | {"later": 1}
+    for name in ("finished", "result", "incarnation"):
+        del members[name]
+    manifest = Manifest.from_json(members)
+    assert (manifest.finished, manifest.result, manifest.incarnation) == (False, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"step": None}, "step must be of type int, got None"),
+        ({"step": True}, "step must be of type int, got True"),
+        ({"progress": "9"}, "progress must be of type int or float, got '9'"),
+        ({"finished": 1}, "finished must be of type bool, got 1"),
+        ({"sha256": 1}, "sha256 must be of type str, got 1"),
+        ({"result": []}, r"result must be of type dict, got \[\]"),
+    ],
+)
+def test_a_member_of_the_wrong_type_is_rejected(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidManifestError, match=complaint):
+        Manifest.from_json(MANIFEST.to_json() | change)
+
+
+@pytest.mark.parametrize("name", ["number", "sha256", "bytes", "step", "progress", "generation", "format"])
+def test_a_missing_member_is_rejected(name: str) -> None:
+    members = MANIFEST.to_json()
+    del members[name]
+    with pytest.raises(InvalidManifestError, match=f"{name} is missing"):
+        Manifest.from_json(members)
+
+
+@pytest.mark.parametrize("document", [None, [], "checkpoint", 7])
+def test_a_document_other_than_an_object_is_rejected(document: object) -> None:
+    with pytest.raises(InvalidManifestError, match="must be a JSON object"):
+        Manifest.from_json(document)
+
+
+def test_another_format_is_rejected_with_both_numbers() -> None:
+    with pytest.raises(
+        UnsupportedFormatError, match="format 2 is not supported: this version reads format 1"
+    ):
+        Manifest.from_json(MANIFEST.to_json() | {"format": 2})
+
+
+@given(st.integers(1, 10**10))
+def test_file_names_carry_the_number(number: int) -> None:
+    names = [state_file_name(number), manifest_file_name(number)]
+    assert [checkpoint_number(name) for name in names] == [number, number]
+    assert [checkpoint_number(draft_file_name(name)) for name in names] == [number, number]
+    assert [manifest_number(name) for name in names] == [None, number]
+    assert manifest_number(draft_file_name(manifest_file_name(number))) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint-best.pt",
+        "checkpoint-00000001.txt",
+        "checkpoint-1.pt",
+        "checkpoint-00000001.pt\n",
+    ],
+)
+def test_files_of_the_user_are_no_checkpoints(name: str) -> None:
+    assert checkpoint_number(name) is None
+    assert manifest_number(name) is None
