@@ -4,12 +4,12 @@ Those that change something read the job's row for update first, so that process
 take turns per job. A change of a job's state raises its version by one; nothing else does.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -18,7 +18,7 @@ from adascale_api.state import state_from_text, state_to_text
 from adascale_api.tables import former_jobs, heartbeats, jobs, measured, reports
 from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages import AllocationView, GainReport, JobSpec, Registration, StepTime
+from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, StepTime
 from adascale_core.names import HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import Rendezvous
 
@@ -35,6 +35,14 @@ class UnknownJobError(AdaScaleError):
         super().__init__(
             f"job {job_id} is unknown: it comes into being with its first report, allocation or replica"
         )
+
+
+class Transition(Protocol):
+    """A transition of a job's rendezvous, given the job's spec."""
+
+    def __call__(self, state: Rendezvous, /, *, declared: JobSpec | None) -> Rendezvous:
+        """Return the state that follows."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -190,17 +198,20 @@ def declare(connection: Connection, job_id: str, spec: JobSpec, now: float) -> b
     return not known
 
 
-def change(
-    connection: Connection, job_id: str, to_next: Callable[[Rendezvous], Rendezvous], now: float
-) -> Changed:
-    """Put a job into the state that follows. An unknown job comes into being."""
-    return _change(connection, _lock_job(connection, job_id, now), to_next)
+def allocate(connection: Connection, job_id: str, allocation: Allocation, now: float) -> Changed:
+    """Store a job's desired allocation. Creates the job if it does not exist.
+
+    Raises:
+        StaleAllocationError: a newer one is desired already.
+    """
+    job = _lock_job(connection, job_id, now)
+    return _apply(connection, job, partial(rendezvous.allocate, allocation=allocation))
 
 
 def register(connection: Connection, job_id: str, registration: Registration, now: float) -> Changed:
     """Keep what an agent does, and that it was heard of. An unknown job comes into being."""
     job = _lock_job(connection, job_id, now)
-    changed = _change(connection, job, partial(rendezvous.register, registration=registration))
+    changed = _apply(connection, job, partial(rendezvous.register, registration=registration))
     kept = changed.state.replicas.get(registration.rank)
     # One that has been replaced may still talk; it is no sign of life of the one that took its place.
     if kept is not None and kept.instance == registration.instance:
@@ -220,7 +231,7 @@ def forget_silent(connection: Connection, now: float) -> list[str]:
     changed = []
     for key, ranks in overdue.items():
         job = _job(connection.execute(select(jobs).where(jobs.c.key == key).with_for_update()).one())
-        if _change(connection, job, partial(rendezvous.forget, ranks=ranks)).changed:
+        if _apply(connection, job, partial(rendezvous.expire, ranks=ranks)).changed:
             changed.append(job.id)
         # Of a job that is complete they are not forgotten, but nothing more is expected of them either.
         connection.execute(
@@ -341,14 +352,11 @@ def _lock_job(connection: Connection, job_id: str, now: float) -> Job:
     return _job(row)
 
 
-def _change(connection: Connection, job: Job, to_next: Callable[[Rendezvous], Rendezvous]) -> Changed:
-    before = job.state.active
-    after = to_next(job.state)
+def _apply(connection: Connection, job: Job, transition: Transition) -> Changed:
+    """Store the state that follows from a transition of the rendezvous."""
+    after = transition(job.state, declared=job.spec)
     if after == job.state:
         return Changed(job.state, job.version, changed=False)
-    if after.active is not None and (before is None or after.active.generation > before.generation):
-        active = after.active.with_spec(job.spec, before.spec if before is not None else None)
-        after = replace(after, active=active)
     version = job.version + 1
     connection.execute(
         update(jobs).where(jobs.c.key == job.key).values(version=version, state=state_to_text(after))

@@ -11,6 +11,7 @@ Invariants, for any order of events, while the state is kept:
   over and so will follow, with its next trainer ready where it makes one ready, and under a number that
   none of them has been in;
 - it is active for those agents only that were there then, so an agent that was replaced can't enter;
+- the spec of an active allocation never changes: a changed spec is for the next generation;
 - a port of rank 0 is given to one generation only.
 
 What an agent does: it registers whenever it does something else, and again as a heartbeat. While its
@@ -29,7 +30,14 @@ from typing import Any, Self
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.failure_count import FailureCount
-from adascale_core.messages import ActiveAllocation, Allocation, AllocationView, Registration, ReplicaState
+from adascale_core.messages import (
+    ActiveAllocation,
+    Allocation,
+    AllocationView,
+    JobSpec,
+    Registration,
+    ReplicaState,
+)
 
 IDLE = frozenset({ReplicaState.WAITING, ReplicaState.REENTERING, ReplicaState.LOST})
 """Phases of an agent that is ready for the next generation."""
@@ -140,8 +148,13 @@ class Rendezvous:
         )
 
 
-def allocate(state: Rendezvous, allocation: Allocation) -> Rendezvous:
-    """The state after the controller wants `allocation`. The same allocation may be written again.
+def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None = None) -> Rendezvous:
+    """Return the state after the controller writes `allocation`. The same allocation may be written again.
+
+    Args:
+        state: the state before.
+        allocation: the desired allocation.
+        declared: the job's current spec, which the next active allocation gets; None if it is not declared.
 
     Raises:
         StaleAllocationError: a newer one, or another one of this generation, is desired already.
@@ -154,11 +167,17 @@ def allocate(state: Rendezvous, allocation: Allocation) -> Rendezvous:
             f"{state.desired.generation} ({state.desired.replicas} replicas) is desired already; "
             f"read it, and write generation {state.desired.generation + 1} to change it"
         )
-    return _settle(replace(state, desired=allocation))
+    return _activate_if_ready(replace(state, desired=allocation), declared)
 
 
-def register(state: Rendezvous, registration: Registration) -> Rendezvous:
-    """The state after an agent tells what it is doing. The same registration may be told again."""
+def register(state: Rendezvous, registration: Registration, declared: JobSpec | None = None) -> Rendezvous:
+    """Return the state after an agent registers. The same registration may be sent again.
+
+    Args:
+        state: the state before.
+        registration: what the agent is doing.
+        declared: as for `allocate`.
+    """
     now, rank = registration, registration.rank
     if rank == 0 and state.complete:
         return state
@@ -186,11 +205,17 @@ def register(state: Rendezvous, registration: Registration) -> Rendezvous:
             return replace(told, broken=True)
     if _breaks(told, now):
         told = _break(told, disrupted=now.state is not ReplicaState.FAILED, newest=now.generation)
-    return _settle(told)
+    return _activate_if_ready(told, declared)
 
 
-def forget(state: Rendezvous, ranks: Iterable[int]) -> Rendezvous:
-    """The state after the agents of `ranks` have not been heard of for too long."""
+def expire(state: Rendezvous, ranks: Iterable[int], declared: JobSpec | None = None) -> Rendezvous:
+    """Return the state after the heartbeats of the agents of `ranks` have expired.
+
+    Args:
+        state: the state before.
+        ranks: the ranks of these agents.
+        declared: as for `allocate`.
+    """
     gone = {rank for rank in ranks if rank in state.replicas}
     if not gone or state.complete:
         return state
@@ -203,7 +228,7 @@ def forget(state: Rendezvous, ranks: Iterable[int]) -> Rendezvous:
     active = state.active
     if active is not None and not state.broken and any(rank < active.replicas for rank in gone):
         left = _break(left, disrupted=True)
-    return _settle(left)
+    return _activate_if_ready(left, declared)
 
 
 def _by_rank(told: Iterable[Registration]) -> Mapping[int, Registration]:
@@ -267,13 +292,13 @@ def _break(state: Rendezvous, *, disrupted: bool, newest: int = 0) -> Rendezvous
     )
 
 
-def _settle(state: Rendezvous) -> Rendezvous:
+def _activate_if_ready(state: Rendezvous, declared: JobSpec | None) -> Rendezvous:
     """Make the desired allocation active if all its replicas are there."""
     desired = state.desired
     if desired is None or state.complete or (state.active and state.active.generation >= desired.generation):
         return state
     if desired.replicas == 0:
-        return _activate(state, desired, [], NO_PORT)
+        return _activate(state, desired, [], NO_PORT, declared)
     told = [state.replicas.get(rank) for rank in range(desired.replicas)]
     members = [one for one in told if one is not None and _is_there(state, one)]
     if len(members) < desired.replicas:
@@ -281,14 +306,14 @@ def _settle(state: Rendezvous) -> Rendezvous:
     newest = max(one.generation for one in members)
     if state.active is None and newest >= desired.generation and _all_run(members, newest):
         # The state was lost while training went on: what runs is what is active.
-        return _activate(state, replace(desired, generation=newest), members, NO_PORT)
+        return _activate(state, replace(desired, generation=newest), members, NO_PORT, declared)
     first = members[0]
     if (first.instance, first.port) in state.given:
         return state
     # Nobody enters a generation again; numbers can be behind only where the state was lost.
     desired = replace(desired, generation=max(desired.generation, newest + 1))
     given = (*state.given, (first.instance, first.port))[-_MEMORY:]
-    return _activate(replace(state, given=given), desired, members, first.port)
+    return _activate(replace(state, given=given), desired, members, first.port, declared)
 
 
 def _is_there(state: Rendezvous, told: Registration) -> bool:
@@ -308,7 +333,11 @@ def _all_run(members: Sequence[Registration], generation: int) -> bool:
 
 
 def _activate(
-    state: Rendezvous, desired: Allocation, members: Sequence[Registration], port: int
+    state: Rendezvous,
+    desired: Allocation,
+    members: Sequence[Registration],
+    port: int,
+    declared: JobSpec | None,
 ) -> Rendezvous:
     active = ActiveAllocation(
         desired.generation,
@@ -317,4 +346,5 @@ def _activate(
         port,
         tuple(told.instance for told in members),
     )
-    return replace(state, desired=desired, active=active, broken=False)
+    before = state.active.spec if state.active is not None else None
+    return replace(state, desired=desired, active=active.with_spec(declared, before), broken=False)

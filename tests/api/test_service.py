@@ -14,7 +14,6 @@ from adascale_api import store
 from adascale_api.database import Database
 from adascale_api.service import Service, SilenceWatch
 from adascale_api.waiting import Waiting
-from adascale_core import rendezvous
 from adascale_core.messages import Allocation, AllocationView, ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import StaleAllocationError
@@ -37,8 +36,7 @@ def in_database(url: str, use: Callable[[Database], Coroutine[Any, Any, None]]) 
 
 def test_an_operation_that_fails_takes_no_other_of_its_commit_along(url: str) -> None:
     def allocate(connection: Connection, generation: int) -> None:
-        to_next = partial(rendezvous.allocate, allocation=Allocation(generation, 1))
-        store.change(connection, "a.b", to_next, 0.0)
+        store.allocate(connection, "a.b", Allocation(generation, 1), 0.0)
 
     def break_the_table(connection: Connection) -> None:
         connection.execute(text("INSERT INTO jobs (id) VALUES ('c.d')"))
@@ -200,8 +198,8 @@ def looks_for_silence(
         clock = Clock()
         service = Service(database, None, protect_reads=False, clock=clock)
         told = a_registration(0, ReplicaState.RUNNING, generation=1)
-        allocate = partial(rendezvous.allocate, allocation=Allocation(1, 1))
-        await database.write(partial(store.change, job_id="a.b", to_next=allocate, now=clock()))
+        first = Allocation(1, 1)
+        await database.write(partial(store.allocate, job_id="a.b", allocation=first, now=clock()))
         await database.write(partial(store.register, job_id="a.b", registration=told, now=clock()))
         await story(service, SilenceWatch(service), clock)
 

@@ -201,8 +201,8 @@ def test_a_state_comes_back_from_the_database_as_it_was(
 ) -> None:
     state = rendezvous.allocate(Rendezvous(), Allocation(1, 2))
     job_id = a_job()
-    allocate = partial(rendezvous.allocate, allocation=Allocation(1, 2))
-    versions = [kept.write(partial(store.change, job_id=job_id, to_next=allocate, now=0.0)).version]
+    allocate = partial(store.allocate, job_id=job_id, allocation=Allocation(1, 2), now=0.0)
+    versions = [kept.write(allocate).version]
     for rank, replica_state, generation in told:
         registration = a_registration(rank, replica_state, generation=generation)
         after = rendezvous.register(state, registration)
@@ -220,8 +220,7 @@ def test_a_state_comes_back_from_the_database_as_it_was(
 def two_replicas_running(kept: Kept) -> Iterator[str]:
     """A job that trains on two replicas, last heard of at 100 and 110."""
     job_id = a_job()
-    allocate = partial(rendezvous.allocate, allocation=Allocation(1, 2))
-    kept.write(partial(store.change, job_id=job_id, to_next=allocate, now=90.0))
+    kept.write(partial(store.allocate, job_id=job_id, allocation=Allocation(1, 2), now=90.0))
     for rank, now in ((0, 100.0), (1, 110.0)):
         hear(kept, job_id, rank, ReplicaState.WAITING, now)
     for rank, now in ((0, 100.0), (1, 110.0)):
@@ -302,8 +301,8 @@ def test_a_version_is_never_given_again_though_the_job_is_removed(kept: Kept) ->
     seen: list[int] = []
     for generation in (1, 1, 1):
         for replicas in (1, 2):
-            allocate = partial(rendezvous.allocate, allocation=Allocation(generation + replicas, replicas))
-            done = kept.write(partial(store.change, job_id=job_id, to_next=allocate, now=0.0))
+            allocation = Allocation(generation + replicas, replicas)
+            done = kept.write(partial(store.allocate, job_id=job_id, allocation=allocation, now=0.0))
             seen.append(done.version)
         kept.write(partial(store.remove, job_id=job_id))
         with pytest.raises(UnknownJobError):
@@ -319,8 +318,8 @@ def test_a_generation_keeps_what_was_declared_when_it_became_active(kept: Kept) 
         kept.write(partial(store.declare, job_id=job, spec=spec, now=0.0))
 
     def allocate(generation: int, replicas: int) -> None:
-        desired = partial(rendezvous.allocate, allocation=Allocation(generation, replicas))
-        kept.write(partial(store.change, job_id=job, to_next=desired, now=0.0))
+        desired = Allocation(generation, replicas)
+        kept.write(partial(store.allocate, job_id=job, allocation=desired, now=0.0))
 
     def register(
         rank: int, replica_state: ReplicaState = ReplicaState.WAITING, generation: int = 0, port: int = 1

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_core.messages import Allocation, AllocationView, Registration, ReplicaState
+from adascale_core.messages import Allocation, AllocationView, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import (
     GONE,
     IDLE,
@@ -26,7 +26,7 @@ from adascale_core.rendezvous import (
     Rendezvous,
     StaleAllocationError,
     allocate,
-    forget,
+    expire,
     register,
 )
 
@@ -78,6 +78,41 @@ def desired(state: Rendezvous) -> tuple[int, int] | None:
 
 
 # -- becoming active ------------------------------------------------------------------------------------
+
+
+def test_a_generation_has_the_spec_that_was_declared_when_it_became_active() -> None:
+    first, second = JobSpec(8, 16, (4, 8), max_replicas=4), JobSpec(8, 64, (8, 16), max_replicas=4)
+
+    def active_spec(state: Rendezvous) -> JobSpec | None:
+        assert state.active is not None
+        return state.active.spec
+
+    state = register(allocate(Rendezvous(), Allocation(1, 1), first), told(0, WAITING, 0), first)
+    assert active_spec(state) == first
+    state = register(state, told(0, RUNNING, 1), second)
+    assert active_spec(state) == first, "a changed spec is for the next generation"
+    state = allocate(state, Allocation(2, 2), second)
+    assert active_spec(state) == first, "generation 2 is not active yet"
+    state = register(state, told(1, WAITING, 0), second)
+    assert (active(state), active_spec(state)) == ((2, 2), second)
+
+
+def test_a_generation_whose_count_the_new_spec_does_not_allow_keeps_the_spec_before() -> None:
+    first, at_most_one = JobSpec(8, 64, max_replicas=4), JobSpec(8, 8, (8, 8))
+    state = register(allocate(Rendezvous(), Allocation(1, 1), first), told(0, WAITING, 0), first)
+    state = allocate(register(state, told(0, RUNNING, 1), first), Allocation(2, 2), at_most_one)
+    state = register(state, told(1, WAITING, 0), at_most_one)
+    assert state.active is not None
+    assert (active(state), state.active.spec) == ((2, 2), first)
+
+
+def test_a_generation_that_begins_after_a_loss_has_the_new_spec() -> None:
+    first, second = JobSpec(8), JobSpec(8, 64)
+    state = register(allocate(Rendezvous(), Allocation(1, 1), first), told(0, WAITING, 0), first)
+    state = expire(register(state, told(0, RUNNING, 1), first), [0], second)
+    state = register(state, told(0, WAITING, 0, agent="next"), second)
+    assert state.active is not None
+    assert (active(state), state.active.spec) == ((2, 1), second)
 
 
 def test_a_generation_begins_only_when_those_that_run_have_the_next_trainer_ready() -> None:
@@ -284,14 +319,14 @@ def test_failures_of_successive_generations_add_up() -> None:
 
 
 def test_a_silent_replica_breaks_its_generation() -> None:
-    state = forget(running(1, 2), [1])
+    state = expire(running(1, 2), [1])
     assert desired(state) == (2, 2)
     assert state.disruptions == 1
     assert 1 not in state.replicas
 
 
 def test_a_silent_replica_is_not_there_until_it_is_heard_again() -> None:
-    state = forget(after(running(1, 1), told(1, WAITING, 0)), [1])
+    state = expire(after(running(1, 1), told(1, WAITING, 0)), [1])
     state = allocate(state, Allocation(2, 2))
     assert active(state) == (1, 1)
     assert active(register(state, told(1, WAITING, 0))) == (2, 2)
@@ -299,17 +334,17 @@ def test_a_silent_replica_is_not_there_until_it_is_heard_again() -> None:
 
 def test_silence_of_the_surplus_or_of_the_unknown_breaks_nothing() -> None:
     state = after(running(1, 1), told(1, WAITING, 0))
-    assert active(forget(state, [1, 5])) == (1, 1)
-    assert forget(state, [5]) == state
+    assert active(expire(state, [1, 5])) == (1, 1)
+    assert expire(state, [5]) == state
 
 
 def test_silence_is_noticed_once() -> None:
-    state = forget(running(1, 2), [1])
-    assert forget(state, [1]) == state
+    state = expire(running(1, 2), [1])
+    assert expire(state, [1]) == state
 
 
 def test_a_silent_replica_that_comes_back_leaves_and_meets_the_others() -> None:
-    state = forget(running(1, 2), [1])
+    state = expire(running(1, 2), [1])
     state = after(state, told(0, LOST, 1), told(1, RUNNING, 1))
     assert active(state) is None
     assert active(register(state, told(1, LOST, 1))) == (2, 2)
@@ -347,7 +382,7 @@ def test_an_agent_that_was_replaced_is_not_listened_to() -> None:
 
 def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_silent() -> None:
     state = after(running(1, 1), told(0, WAITING, 0, agent="next"))
-    state = forget(state, [0])
+    state = expire(state, [0])
     state = register(state, told(0, LOST, 1, port=7))
     assert active(state) == (3, 1)
     assert state.replaced == ("next",)
@@ -389,7 +424,7 @@ def test_a_port_given_in_vain_is_told_so_that_rank_0_opens_another() -> None:
 
 def test_a_port_stays_given_where_its_agent_falls_silent_for_a_while() -> None:
     state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0, port=7))
-    state = register(forget(state, [0]), told(0, WAITING, 0, port=7))
+    state = register(expire(state, [0]), told(0, WAITING, 0, port=7))
     assert active(state) is None
     assert active(register(state, told(0, WAITING, 0, port=8))) == (2, 1)
 
@@ -411,7 +446,7 @@ def test_a_job_is_complete_when_rank_0_has_finished_and_stays_so() -> None:
         register(done, told(1, FAILED, 1)),
         register(done, told(1, LOST, 1)),
         register(done, told(1, WAITING, 0, agent="next")),
-        forget(done, [0, 1]),
+        expire(done, [0, 1]),
         allocate(done, Allocation(2, 2)),
     ):
         assert state.complete
@@ -481,7 +516,7 @@ def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() ->
 
 def test_the_state_survives_the_trip_through_json() -> None:
     state = after(running(1, 3), told(2, WAITING, 0, agent="next"), told(0, FAILED, 1), told(1, LOST, 1))
-    state = forget(state, [1])
+    state = expire(state, [1])
     assert state.replaced
     assert state.given
     assert state.silent
@@ -670,7 +705,7 @@ class World(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, RANKS - 1))
     def take_for_silent(self, rank: int) -> None:
-        self.change(forget(self.state, [rank]))
+        self.change(expire(self.state, [rank]))
 
     @rule(republish=st.booleans())
     def lose_the_data(self, republish: bool) -> None:
@@ -745,7 +780,7 @@ class World(RuleBasedStateMachine):
                 self.begin(rank)
         instances = {agent.instance for agent in self.agents}
         self.change(
-            forget(
+            expire(
                 self.state,
                 [
                     one.rank

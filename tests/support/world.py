@@ -21,7 +21,7 @@ from adascale_controller.operator.settings import OperatorSettings
 from adascale_controller.operator.store import Kind, Store
 from adascale_core import names
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, forget, register
+from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, expire, register
 from adascale_core.views import JobView, ReplicaView
 
 Object = dict[str, Any]
@@ -430,7 +430,7 @@ class World:
         alive = {agent.instance for agent in self.agents.values()}
         told = self.service.state.replicas
         gone = [rank for rank, one in told.items() if one.instance not in alive]
-        self.service.state = forget(self.service.state, gone)
+        self.service.state = expire(self.service.state, gone)
 
     # -- what must hold -------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from adascale_api.bodies import Body
 from adascale_api.errors import ConflictBody, InvalidInputError, Problem, error_response
 from adascale_api.routes.common import CONTROL, READ, WORK, JobId, ServiceOf, errors
 from adascale_api.schemas import MAX_STEP, AllocationBody, RegistrationBody
-from adascale_core import rendezvous
 from adascale_core.messages import AllocationView
 from adascale_core.names import MAX_REPLICAS
 from adascale_core.rendezvous import StaleAllocationError
@@ -39,10 +38,9 @@ async def put_allocation(
     service: ServiceOf, job: JobId, desired: Annotated[AllocationBody, Depends(allocation_body)]
 ) -> AllocationView | Response:
     """Becomes active once all its replicas are there. Writing the same one again does no harm."""
-    to_next = partial(rendezvous.allocate, allocation=desired.allocation())
     try:
         done = await service.committed(
-            job, partial(store.change, job_id=job, to_next=to_next, now=service.clock())
+            job, partial(store.allocate, job_id=job, allocation=desired.allocation(), now=service.clock())
         )
     except StaleAllocationError as error:
         current = await service.database.read(partial(_view, job_id=job))
