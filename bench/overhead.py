@@ -33,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_APART
+from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
 
 Step = Callable[[], None]
 Turn = tuple[float, float, float, float]
@@ -128,7 +128,7 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     for network in options.networks:
         steps = {name: stepper(name, network) for name in options.contenders}
         for name, step in steps.items():
-            for _ in range(FIRST_STEPS + MAX_APART if name in ("adascale", "model unknown") else 8):
+            for _ in range(FIRST_STEPS + MAX_INTERVAL if name in ("adascale", "model unknown") else 8):
                 step()
         turns: dict[str, list[Turn]] = {name: [] for name in steps if name != "plain"}
         order = random.Random(0)
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--blocks", type=int, default=15, help="turns of each contender")
     parser.add_argument(
-        "--steps", type=int, default=MAX_APART, help="steps of a turn; a multiple of the sampling distance"
+        "--steps", type=int, default=MAX_INTERVAL, help="steps of a turn; a multiple of the sampling distance"
     )
     parser.add_argument("--json", help="where to write all times")
     options = parser.parse_args()

@@ -2,7 +2,13 @@
 
 import signal
 
+from hypothesis import settings
+
 # A shell without job control has what it starts in the background ignore Ctrl-C, and so would each process
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Nothing is asserted about speed, so an example of a property may take any time.
+settings.register_profile("without-deadline", deadline=None)
+settings.load_profile("without-deadline")

@@ -7,31 +7,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_APART, SAMPLES_PER_WINDOW, Sampling
+from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL, SAMPLES_PER_WINDOW, Sampling
 from worker.adascale_problem import backward, batches, network, squared_error
 
 
 def test_all_of_the_first_steps_are_measured() -> None:
-    assert all(Sampling().measures(step, 0.999) for step in range(FIRST_STEPS))
+    assert all(Sampling().is_measured(step, 0.999) for step in range(FIRST_STEPS))
 
 
 @pytest.mark.parametrize(("scale", "distance"), [(1, 16), (4, 15), (16, 3), (32, 1), (2000, 1)])
 def test_the_distance_of_samples_follows_the_window(scale: int, distance: int) -> None:
     smoothing = max(1 - scale / 1000, 0.0)
-    assert Sampling().distance(FIRST_STEPS, smoothing) == distance
+    assert Sampling().interval(FIRST_STEPS, smoothing) == distance
 
 
 @given(st.floats(0, 0.9999))
 def test_the_window_holds_enough_samples(smoothing: float) -> None:
-    distance = Sampling().distance(FIRST_STEPS, smoothing)
-    assert 1 <= distance <= MAX_APART
+    distance = Sampling().interval(FIRST_STEPS, smoothing)
+    assert 1 <= distance <= MAX_INTERVAL
     assert distance == 1 or distance * SAMPLES_PER_WINDOW <= 1 / (1 - smoothing) + 1e-5
 
 
 @given(st.integers(1, 50), st.integers(0, 1000))
 def test_a_chosen_distance_is_kept(every: int, step: int) -> None:
-    assert Sampling(every).measures(step, 0.9) == (step % every == 0)
-    assert Sampling(every).measures_pair(step, 0.9) == (step % every <= 1)
+    assert Sampling(every).is_measured(step, 0.9) == (step % every == 0)
+    assert Sampling(every).is_in_measured_pair(step, 0.9) == (step % every <= 1)
 
 
 def test_hooks_of_others_stay_and_ours_leave_no_trace() -> None:

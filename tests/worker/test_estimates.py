@@ -13,15 +13,15 @@ from torch import Tensor
 
 from adascale_core.gain import GradientEstimate, total
 from adascale_worker.statistics.estimates import (
-    Estimates,
-    Samples,
+    StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
+from adascale_worker.statistics.moving_averages import MovingAverages
 from worker import reference
 
 CPU = torch.device("cpu")
-NOTHING = Estimates.nothing(1, CPU)
+NOTHING = MovingAverages.empty(1, CPU)
 
 vectors = st.lists(st.integers(-8, 8), min_size=3, max_size=3)
 numbers = st.floats(-1e3, 1e3)
@@ -38,13 +38,15 @@ def number(value: float) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def of_one(grad_sqr: float, grad_var: float, *, biased: bool = False, valid: bool = True) -> Samples:
+def of_one(grad_sqr: float, grad_var: float, *, biased: bool = False, valid: bool = True) -> StepEstimate:
     """What a step says of the only group."""
-    return Samples(number(grad_sqr).view(1), number(grad_var).view(1), torch.tensor([valid]), biased=biased)
+    return StepEstimate(
+        number(grad_sqr).view(1), number(grad_var).view(1), torch.tensor([valid]), biased=biased
+    )
 
 
-def known(estimates: Estimates) -> GradientEstimate:
-    (estimate,) = estimates.told()
+def known(estimates: MovingAverages) -> GradientEstimate:
+    (estimate,) = estimates.on_host()
     assert estimate is not None
     return estimate
 
@@ -109,10 +111,10 @@ def test_two_steps_of_different_scales_weigh_the_difference_by_both() -> None:
 
 
 def test_nothing_is_known_before_the_first_sample() -> None:
-    assert NOTHING.told() == [None]
+    assert NOTHING.on_host() == [None]
     assert NOTHING.gain(64.0) == 1.0
     assert NOTHING.gains(64.0).tolist() == [1.0]
-    assert NOTHING.updated(of_one(1.0, 1.0, valid=False), 0.9).told() == [None]
+    assert NOTHING.updated(of_one(1.0, 1.0, valid=False), 0.9).on_host() == [None]
 
 
 @given(st.lists(st.tuples(numbers, st.floats(0, 0.99)), min_size=1, max_size=12))
@@ -189,7 +191,7 @@ def test_groups_do_not_touch_each_other(
     for (sqr, var, valid, biased), (sqr2, var2, valid2, _) in zip(one, other, strict=False):
         pair = [of_one(sqr, var, biased=biased, valid=valid), of_one(sqr2, var2, biased=biased, valid=valid2)]
         apart = [a.updated(b, smoothing, debias=debias) for a, b in zip(apart, pair, strict=True)]
-        both = Samples(
+        both = StepEstimate(
             torch.tensor([sqr, sqr2], dtype=torch.float64),
             torch.tensor([var, var2], dtype=torch.float64),
             torch.tensor([valid, valid2]),
@@ -198,20 +200,20 @@ def test_groups_do_not_touch_each_other(
         together = together.with_groups(2).updated(both, smoothing, debias=debias)
     together = together.with_groups(2)
     assert together.state_dict() == [group for a in apart for group in a.state_dict()]
-    assert together.told() == [estimate for a in apart for estimate in a.told()]
+    assert together.on_host() == [estimate for a in apart for estimate in a.on_host()]
 
 
 @given(st.lists(samples, min_size=1, max_size=8), smoothings, st.floats(1e-3, 1e6))
 def test_gains_on_a_device_are_those_on_the_host(
     steps: list[tuple[float, float, bool, bool]], smoothing: float, scale: float
 ) -> None:
-    estimates = Estimates.nothing(2, CPU)
+    estimates = MovingAverages.empty(2, CPU)
     for sqr, var, valid, biased in steps:
         pair = [torch.tensor([one, one / 3], dtype=torch.float64) for one in (sqr, var)]
-        both = Samples(pair[0], pair[1], torch.tensor([valid, True]), biased=biased)
+        both = StepEstimate(pair[0], pair[1], torch.tensor([valid, True]), biased=biased)
         estimates = estimates.updated(both, smoothing)
 
-    told = estimates.told()
+    told = estimates.on_host()
 
     expected = [1.0 if one is None else one.gain(scale) for one in told]
     assert estimates.gains(scale).tolist() == pytest.approx(expected, rel=1e-12)
@@ -227,7 +229,7 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not(
     for sqr, var, valid, biased in steps:
         sample = of_one(sqr, var, biased=biased, valid=valid)
         straight = straight.updated(sample, smoothing)
-        saved = Estimates.from_state_dict(saved.updated(sample, smoothing).state_dict(), CPU)
+        saved = MovingAverages.from_state_dict(saved.updated(sample, smoothing).state_dict(), CPU)
     assert saved.state_dict() == straight.state_dict()
 
 

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 from adascale_core.batch import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
-from adascale_worker.adascale import UnsupportedOptimizerError
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.stream import SampleStream
+from adascale_worker.supported_optimizers import UnsupportedOptimizerError
 from adascale_worker.trainer import _device
 from support.training import (
     ACCUMULATING,

@@ -1,135 +1,149 @@
-"""Sees the gradients that this rank computes, micro-batch by micro-batch, as backward makes them.
+"""Reads the gradients that this rank computes, micro-batch by micro-batch, with hooks of autograd.
 
-One hook on each parameter, and only for the steps that are measured. The hooks return nothing and keep no
-gradient, so `.grad` is what it would be without them. They are hooks on the incoming gradient: those, unlike
-hooks on the accumulated one, can be taken away without a trace. (Autograd enters Python for every parameter
-that ever had one of the latter, 0.3 ms for 400 parameters, even when none is left.)
+Each parameter gets one hook, only for the steps that are measured. The hooks return nothing and keep no
+gradient, so `.grad` is what it would be without them. They are hooks on the incoming gradient, because those
+can be removed without a trace, unlike hooks on the accumulated gradient. (For each parameter that ever had
+one of the latter, autograd enters Python: 0.3 ms for 400 parameters, even after all hooks are removed.)
 
-A backward pass ends when autograd has run the last callback queued for it. Under
-DistributedDataParallel their order matters: a first callback, queued by the first hook of a pass, runs
-before DDP's (gradients are still local), and queues a second one, which runs after it (gradients are
-averaged). Re-entrant checkpointing runs whole backward passes inside one; their callbacks run while a node
-of the outer pass is evaluated, which tells them apart. The outer pass may come to no parameter by itself: it
-is then seen at the nodes that follow that one.
+A backward pass ends when autograd has run the last callback that was queued for it. Under
+DistributedDataParallel their order matters. The first hook of a pass queues a callback that runs before that
+of DDP, when gradients are still local. It queues a second callback, which runs after that of DDP, when
+gradients are averaged.
 
-A parameter that two such inner passes use has its gradient arrive in two parts, of which none is a
-micro-gradient. Once that was seen, the parts of such a parameter are added up in a copy.
+Re-entrant checkpointing runs whole backward passes inside an outer one. Their callbacks run while a node of
+the outer pass is evaluated, which distinguishes them. The outer pass may reach no parameter itself; it is
+then detected at the nodes that follow that node. A parameter that two such inner passes use gets its gradient
+in two parts, and neither is a micro-gradient. The step in which this is first seen is left out; from then on
+the parts of such a parameter are added up in a copy.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.statistics.norms import norm, sqr_norm, sum_of_squares
+from adascale_worker.torch_private import (
+    accumulates_gradient,
+    backward_pass_id,
+    call_at_end_of_backward,
+    current_autograd_node,
+    remove_tensor_hook,
+)
 
 
-class Reading(Enum):
+class ReadingTime(Enum):
     """When the local gradient of a parameter is read."""
 
-    NOT_AT_ALL = "only the ends of passes are of interest"
-    AFTER_PASS = "all at once from .grad, when the pass is over and before they are averaged"
-    ARRIVING = "each micro-batch's by itself, before it is added to .grad"
-    ELSEWHERE = "not here; .grad is not written by autograd but by FSDP, which calls hooks on its own"
+    NEVER = "only the ends of passes are observed"
+    AFTER_PASS = "all at once from .grad, after the pass and before the gradients are averaged"
+    ON_ARRIVAL = "that of each micro-batch by itself, before it is added to .grad"
+    IN_FSDP = "not here: FSDP2 writes .grad, and calls the hooks on accumulated gradients itself"
 
 
 class SparseGradientError(TypeError):
     """A parameter has sparse gradients, whose norm is not that of a sum of micro-gradients."""
 
 
-class BackwardWatch:
-    """Norms of the local micro-gradients of a step, and the count of its backward passes.
+class BackwardObserver:
+    """Norms of the local micro-gradients of a step, and the number of its backward passes.
 
     Args:
         on_pass_start: called in the first hook of each backward pass.
         on_pass_end: called after each backward pass, when gradients are averaged.
+
+    Attributes:
+        keeps_copies: whether to copy the local gradients, for `copies`.
+        passes: backward passes since `begin_step`.
     """
 
     def __init__(self, on_pass_start: Callable[[], None], on_pass_end: Callable[[], None]) -> None:
         self._on_pass_start = on_pass_start
         self._on_pass_end = on_pass_end
-        self._reading = Reading.NOT_AT_ALL
+        self._reading_time = ReadingTime.NEVER
         self._parameters: list[Tensor] = []
         self._group_of: list[int] = []
         self._handles: dict[int, RemovableHandle] = {}
-        self._tasks: set[int] = set()
-        self._ignored: set[int] = set()
+        # Of the current pass: the ids of it and of the passes inside it, and of calls of torch.autograd.grad.
+        self._pass_ids: set[int] = set()
+        self._ignored_ids: set[int] = set()
         self._fired: list[int] = []
+        # Of the step: norms by parameter (AFTER_PASS with inner passes), in order of arrival (ON_ARRIVAL), or
+        # squared norms by group (AFTER_PASS).
         self._norms: dict[int, Tensor] = {}
         self._arrived: list[tuple[int, Tensor]] = []
-        self._whole: list[Tensor] | None = None
-        self._kept: dict[int, Tensor] = {}
-        self._in_parts: set[int] = set()
-        self._parts: dict[int, Tensor] = {}
-        self._before_pass = 0
-        self._missed = False
-        self.keep = False
-        """Whether to keep copies of the local gradients, see `kept`."""
+        self._sqr_norms: list[Tensor] | None = None
+        self._arrived_before_pass = 0
+        self._copies: dict[int, Tensor] = {}
+        self._arrives_in_parts: set[int] = set()
+        self._sums_of_parts: dict[int, Tensor] = {}
+        self._missed_whole_gradient = False
+        self.keeps_copies = False
         self.passes = 0
-        """Backward passes since `begin_step`."""
 
-    def watch(self, groups: Sequence[Iterable[Tensor]], reading: Reading) -> None:
-        """See the next passes. What is watched already stays as it is, so that this may be called often."""
-        flat = [(parameter, index) for index, group in enumerate(groups) for parameter in group]
+    def observe(self, groups: Sequence[Iterable[Tensor]], reading_time: ReadingTime) -> None:
+        """Observe the passes of the next step. Hooks that are already there stay.
+
+        Args:
+            groups: parameters by parameter group.
+            reading_time: when their gradients are read.
+        """
+        flat = [(parameter, number) for number, group in enumerate(groups) for parameter in group]
         same = len(flat) == len(self._parameters) and all(
             new is old for (new, _), old in zip(flat, self._parameters, strict=True)
         )
-        if not same or reading is not self._reading:
-            self.stop()
+        if not same or reading_time is not self._reading_time:
+            self.remove_hooks()
             self._parameters = [parameter for parameter, _ in flat]
-            self._group_of = [index for _, index in flat]
-            self._reading = reading
-            self._in_parts.clear()
+            self._group_of = [number for _, number in flat]
+            self._reading_time = reading_time
+            self._arrives_in_parts.clear()
         for index, parameter in enumerate(self._parameters):
             if index not in self._handles and parameter.requires_grad:
-                self._handles[index] = self._hook(index, parameter)
+                self._handles[index] = self._add_hook(index, parameter)
         self.begin_step()
 
-    def stop(self) -> None:
-        """Take the hooks away."""
+    def remove_hooks(self) -> None:
+        """Remove the hooks from all parameters."""
         for index, handle in self._handles.items():
-            handle.remove()
-            parameter = self._parameters[index]
-            if not parameter._backward_hooks:
-                # As before the first hook: an empty collection of hooks is still looked through.
-                parameter._backward_hooks = None
+            remove_tensor_hook(self._parameters[index], handle)
         self._handles.clear()
 
     @property
-    def saw_any(self) -> bool:
+    def has_read_any(self) -> bool:
         """Whether a gradient was read in this step."""
-        return bool(self._norms) or bool(self._arrived) or self._whole is not None
+        return bool(self._norms) or bool(self._arrived) or self._sqr_norms is not None
 
-    def sees_all(self) -> bool:
-        """Whether each gradient was read whole.
+    @property
+    def has_read_all(self) -> bool:
+        """Whether each gradient of this step was read whole.
 
-        Not if a parameter was unfrozen just now, or if its gradient came in parts for the first time.
+        False if a parameter was unfrozen in this step, or if its gradient came in parts for the first time.
         """
-        return not self._missed and all(
+        return not self._missed_whole_gradient and all(
             index in self._handles or parameter.grad is None or not parameter.requires_grad
             for index, parameter in enumerate(self._parameters)
         )
 
     def begin_step(self) -> None:
-        """Forget the passes so far."""
+        """Discard the passes of this step so far."""
         self.passes = 0
-        self._tasks.clear()
-        self._ignored.clear()
+        self._pass_ids.clear()
+        self._ignored_ids.clear()
         self._fired.clear()
         self._norms.clear()
         self._arrived.clear()
-        self._kept.clear()
-        self._parts.clear()
-        self._before_pass = 0
-        self._missed = False
-        self._whole = None
+        self._copies.clear()
+        self._sums_of_parts.clear()
+        self._arrived_before_pass = 0
+        self._missed_whole_gradient = False
+        self._sqr_norms = None
 
-    def local_sqr(self, groups: int, device: torch.device) -> Tensor:
+    def sum_of_sqr_norms(self, groups: int, device: torch.device) -> Tensor:
         """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
         found: list[list[Tensor]] = [[] for _ in range(groups)]
         for index, value in self._norms.items():
@@ -137,80 +151,81 @@ class BackwardWatch:
         for index, value in self._arrived:
             found[self._group_of[index]].append(value)
         sums = [sum_of_squares(values, device) for values in found]
-        if self._whole is not None:
-            sums = [one + other.to(device) for one, other in zip(sums, self._whole, strict=True)]
+        if self._sqr_norms is not None:
+            sums = [a + b.to(device) for a, b in zip(sums, self._sqr_norms, strict=True)]
         return torch.stack(sums)
 
-    def kept(self) -> list[list[Tensor]]:
-        """Return copies of the local gradients as they were before averaging, zeros where there was none.
+    def copies(self) -> list[list[Tensor]]:
+        """Return copies of the local gradients from before they were averaged, by parameter group.
 
-        For all parameters that are not frozen, by group.
+        For all parameters that are not frozen; zeros for a parameter without a gradient.
         """
         groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
         for index, (parameter, group) in enumerate(zip(self._parameters, self._group_of, strict=True)):
             if parameter.requires_grad:
-                gradient = self._kept.get(index)
+                gradient = self._copies.get(index)
                 groups[group].append(torch.zeros_like(parameter) if gradient is None else gradient)
         return groups
 
     # -- hooks ------------------------------------------------------------------------------------------
 
-    def _hook(self, index: int, parameter: Tensor) -> RemovableHandle:
-        if self._reading is Reading.ELSEWHERE:
-            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._written)
+    def _add_hook(self, index: int, parameter: Tensor) -> RemovableHandle:
+        if self._reading_time is ReadingTime.IN_FSDP:
+            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
         else:
-            hook = self._read if self._reading is Reading.ARRIVING else self._note
+            on_arrival = self._reading_time is ReadingTime.ON_ARRIVAL
+            hook = self._read_on_arrival if on_arrival else self._note_arrival
             handle = parameter.register_hook(partial(hook, index))
         return handle
 
-    def _note(self, index: int, gradient: Tensor) -> None:
-        """Note that there is a gradient, to be read later. This runs most often of all: keep it short."""
-        if current_task() in self._tasks or self._enter(index):
+    def _note_arrival(self, index: int, gradient: Tensor) -> None:
+        """Record that there is a gradient, to read it later. The most frequent hook, so it does little."""
+        if backward_pass_id() in self._pass_ids or self._enter_pass(index):
             self._fired.append(index)
-            if self.keep:
-                _add(self._kept, index, gradient)
+            if self.keeps_copies:
+                _add_to_copy(self._copies, index, gradient)
 
-    def _read(self, index: int, gradient: Tensor) -> None:
-        """Read a micro-gradient."""
-        if current_task() in self._tasks or self._enter(index):
-            if index in self._in_parts:
-                _add(self._parts, index, gradient)
+    def _read_on_arrival(self, index: int, gradient: Tensor) -> None:
+        """Read a micro-gradient, or add a part of it to the others."""
+        if backward_pass_id() in self._pass_ids or self._enter_pass(index):
+            if index in self._arrives_in_parts:
+                _add_to_copy(self._sums_of_parts, index, gradient)
             else:
                 self._arrived.append((index, norm(_dense(gradient))))
-            if self.keep:
-                _add(self._kept, index, gradient)
+            if self.keeps_copies:
+                _add_to_copy(self._copies, index, gradient)
 
-    def _written(self, _: Tensor) -> None:
-        """See FSDP write a gradient."""
-        if current_task() not in self._tasks:
-            self._begin()
+    def _on_accumulated(self, _: Tensor) -> None:
+        """Detect a pass at a gradient that FSDP2 wrote."""
+        if backward_pass_id() not in self._pass_ids:
+            self._begin_pass()
 
-    def _enter(self, index: int) -> bool:
-        """Begin a pass, or one inside it; False in `torch.autograd.grad`, which leaves .grad alone."""
-        if current_task() in self._ignored:
+    def _enter_pass(self, index: int) -> bool:
+        """Begin a pass, or one inside it. False in `torch.autograd.grad`, which does not change .grad."""
+        if backward_pass_id() in self._ignored_ids:
             return False
-        if not _accumulates(self._parameters[index]):
-            self._ignored.add(current_task())
+        if not accumulates_gradient(self._parameters[index]):
+            self._ignored_ids.add(backward_pass_id())
             return False
-        self._begin()
+        self._begin_pass()
         return True
 
-    def _begin(self) -> None:
-        if not self._tasks:
+    def _begin_pass(self) -> None:
+        if not self._pass_ids:
             self._on_pass_start()
-        self._tasks.add(current_task())
-        queue(self._before_averaging)
+        self._pass_ids.add(backward_pass_id())
+        call_at_end_of_backward(self._before_averaging)
 
     def _before_averaging(self) -> None:
-        if self._reading is Reading.AFTER_PASS and self._fired:
+        if self._reading_time is ReadingTime.AFTER_PASS and self._fired:
             self._read_fired()
         self._fired.clear()
-        queue(self._after_averaging)
+        call_at_end_of_backward(self._after_averaging)
 
     def _read_fired(self) -> None:
         fired = list(dict.fromkeys(self._fired))
-        if self._norms or _inside_a_pass():
-            # Part of a pass: an outer one may add to the same gradients, and replaces what is read here.
+        if self._norms or _is_inner_pass():
+            # The outer pass may add to the same gradients; it then replaces the norms read here.
             for index in fired:
                 self._norms[index] = norm(_dense(self._gradient(index)))
             return
@@ -218,89 +233,77 @@ class BackwardWatch:
         for index in fired:
             groups[self._group_of[index]].append(_dense(self._gradient(index)))
         device = self._parameters[0].device
-        self._whole = [sqr_norm(gradients, device) for gradients in groups]
+        self._sqr_norms = [sqr_norm(gradients, device) for gradients in groups]
 
     def _gradient(self, index: int) -> Tensor:
         gradient = self._parameters[index].grad
         if gradient is None:
-            raise LookupError("a gradient was taken away while it was accumulated")
+            raise LookupError(
+                f"the gradient of a parameter of shape {tuple(self._parameters[index].shape)} was removed "
+                "during the backward pass; set .grad to None after backward() returns"
+            )
         return gradient
 
     def _after_averaging(self) -> None:
-        if _inside_a_pass():
-            self._await_outer()
+        if _is_inner_pass():
+            self._detect_outer_pass()
             return
-        if self._reading is Reading.ARRIVING:
-            self._join_parts()
-        self._tasks.clear()
+        if self._reading_time is ReadingTime.ON_ARRIVAL:
+            self._read_sums_of_parts()
+        self._pass_ids.clear()
         self.passes += 1
         self._on_pass_end()
 
-    def _await_outer(self) -> None:
-        """See the pass around the one that ends now at the nodes that follow the current one in it.
+    def _detect_outer_pass(self) -> None:
+        """Begin the outer pass at the next of the nodes that follow the current node in it.
 
-        The engine evaluates them all: where it would not, it refuses re-entrant checkpoints.
+        The engine evaluates all of them: where it would not, it refuses re-entrant checkpoints.
         """
         handles: list[RemovableHandle] = []
 
-        def see(*_: object) -> None:
+        def begin(*_: object) -> None:
             for handle in handles:
                 handle.remove()
-            if current_task() not in self._tasks:
-                self._begin()
+            if backward_pass_id() not in self._pass_ids:
+                self._begin_pass()
 
-        for node, _ in _current_node().next_functions:
+        for node, _ in current_autograd_node().next_functions:
             if node is not None:
-                handles.append(node.register_prehook(see))
+                handles.append(node.register_prehook(begin))
 
-    def _join_parts(self) -> None:
+    def _read_sums_of_parts(self) -> None:
         """Read the gradients that came in parts, and find those that did so for the first time."""
-        self._arrived += [(index, norm(whole)) for index, whole in self._parts.items()]
-        self._parts.clear()
-        if len(self._tasks) > 1:
-            arrivals = Counter(index for index, _ in self._arrived[self._before_pass :])
+        self._arrived += [(index, norm(whole)) for index, whole in self._sums_of_parts.items()]
+        self._sums_of_parts.clear()
+        if len(self._pass_ids) > 1:
+            arrivals = Counter(index for index, _ in self._arrived[self._arrived_before_pass :])
             several = {index for index, count in arrivals.items() if count > 1}
-            self._in_parts |= several
-            self._missed = self._missed or bool(several)
-        self._before_pass = len(self._arrived)
+            self._arrives_in_parts |= several
+            self._missed_whole_gradient = self._missed_whole_gradient or bool(several)
+        self._arrived_before_pass = len(self._arrived)
 
 
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-
-queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-
-def _inside_a_pass() -> bool:
-    """Whether a callback runs at the end of a backward pass that a node of another one has started."""
-    return _current_node() is not None
+def _is_inner_pass() -> bool:
+    """Whether the current callback runs at the end of a backward pass that a node of another pass started."""
+    return current_autograd_node() is not None
 
 
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-def _add(gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
-    """Add to the copy of a gradient, or make one."""
-    copy = gradients.get(index)
-    gradients[index] = _dense(gradient).clone() if copy is None else copy.add_(_dense(gradient))
-
-
-def _accumulates(parameter: Tensor) -> bool:
-    """Whether the backward pass that runs now adds to .grad of this parameter, unlike torch.autograd.grad."""
-    with torch.enable_grad():
-        view = parameter.view_as(parameter).grad_fn
-    accumulation = None if view is None else view.next_functions[0][0]
-    try:
-        return accumulation is not None and torch._C._will_engine_execute_node(accumulation)
-    except RuntimeError:  # a leaf is not to be asked about in torch.autograd.grad
-        return False
+def _add_to_copy(copies: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """Add to the copy of a gradient, or make the copy."""
+    copy = copies.get(index)
+    copies[index] = _dense(gradient).clone() if copy is None else copy.add_(_dense(gradient))
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return a gradient without its history, or refuse it."""
+    """Return a gradient without its history.
+
+    Raises:
+        SparseGradientError: the gradient is not dense.
+    """
     if gradient.layout is not torch.strided:
         raise SparseGradientError(
             f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(gradient.shape)}; "
-            "AdaScale needs dense ones: make the layer with sparse=False, or give the parameter to an "
-            "optimizer of its own"
+            "AdaScale needs dense gradients: make the layer with sparse=False, or give the parameter to "
+            "another optimizer"
         )
     return gradient.detach() if gradient.requires_grad else gradient

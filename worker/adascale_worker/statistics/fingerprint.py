@@ -1,19 +1,19 @@
-"""Whether gradients are still what they were."""
+"""Detection of gradients that were changed between backward and step."""
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from adascale_worker.statistics.norms import local
+from adascale_worker.statistics.norms import local_shard
+from adascale_worker.torch_private import l2_norms
 
 PROBES = 4
 
 
-class Fingerprint:
-    """Recognises gradients that were multiplied by something since.
+class GradientFingerprint:
+    """The norms of a few gradients, to detect that all gradients were multiplied by a number.
 
-    It looks at the smallest gradients only: a GradScaler, or clipping by the norm, multiplies all of them.
+    Only the smallest gradients are read: a GradScaler, or clipping by the norm, multiplies all of them.
 
     Args:
         parameters: on the CPU.
@@ -21,16 +21,16 @@ class Fingerprint:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = sorted(parameters, key=Tensor.numel)[:PROBES]
-        self._norms: list[float] = []
+        self._recorded: list[float] = []
 
-    def take(self) -> None:
-        """Remember the gradients as they are."""
-        self._norms = self._now()
+    def record(self) -> None:
+        """Record the gradients as they are now."""
+        self._recorded = self._norms()
 
-    def matches(self) -> bool:
-        """Whether gradients are as they were. If the probes are all zero that cannot be told: False."""
-        return any(norm > 0.0 for norm in self._norms) and self._norms == self._now()
+    def is_unchanged(self) -> bool:
+        """Whether the gradients are as recorded. False if all recorded norms are zero."""
+        return any(norm > 0.0 for norm in self._recorded) and self._recorded == self._norms()
 
-    def _now(self) -> list[float]:
-        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
-        return [float(norm) for norm in torch._foreach_norm(gradients, 2)] if gradients else []
+    def _norms(self) -> list[float]:
+        gradients = [local_shard(p.grad) for p in self._parameters if p.grad is not None]
+        return [float(norm) for norm in l2_norms(gradients)]

@@ -1,459 +1,323 @@
-"""Measures steps: from the first backward pass to what the step says of each parameter group."""
+"""Measures a step, from its first backward pass to the estimates for each parameter group."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.statistics.backward import BackwardWatch, Reading
+from adascale_worker.statistics.all_reduce import LocalStatistics, ReducedStatistics, StatisticsAllReduce
 from adascale_worker.statistics.estimates import (
-    Samples,
+    StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
-from adascale_worker.statistics.exchange import Exchange, Statistics, sqr_norms_of_mean
-from adascale_worker.statistics.fingerprint import Fingerprint
+from adascale_worker.statistics.fingerprint import GradientFingerprint
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
-from adascale_worker.statistics.norms import local, sqr_norms, widest_type
-from adascale_worker.statistics.previous import Label, PreviousGradient
-
-if TYPE_CHECKING:
-    from adascale_worker.statistics.sharded import ShardedGradients
-
-HOST = torch.device("cpu")
-
-AVERAGING_HOOKS = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
-"""DDP communication hooks after which `.grad` is the mean of the ranks' gradients, up to rounding."""
+from adascale_worker.statistics.parameters import HOST, OptimizerParameters
+from adascale_worker.statistics.previous_gradient import PreviousGradient, PreviousStep
+from adascale_worker.statistics.reader import GradientReader
+from adascale_worker.statistics.step_settings import StepSettings
+from adascale_worker.statistics.uneven_inputs import joins_without
+from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """How a step is made.
+class StepMeasurement:
+    """The result of a step.
 
     Attributes:
-        world_size: replicas.
-        accumulation: backward passes.
-        scale: S of the whole step.
-        is_scaled_loss: whether each loss is divided by `accumulation`.
+        estimate: None if the step gives none: it was not measured, or there is no gradient to compare with.
+        flag_sums: sums of the flags over ranks, shape (flags,). None without an all-reduce or without flags.
     """
 
-    world_size: int
-    accumulation: int
-    scale: float
-    is_scaled_loss: bool
-
-    @property
-    def micro_gradients(self) -> int:
-        """n: the gradients that a step is the mean of."""
-        return self.world_size * self.accumulation
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a step's measurement.
-
-    Attributes:
-        samples: None if the step is of no use: not measured, or the first of a difference.
-        flags: sums over ranks, shape (flags,); None if there was no all-reduce, or no flag in it.
-    """
-
-    samples: Samples | None = None
-    flags: Tensor | None = None
+    estimate: StepEstimate | None = None
+    flag_sums: Tensor | None = None
 
 
 class GradientStatistics:
     """Measures the steps of one optimizer.
 
-    For each step: `prepare`, the backward passes, perhaps `peek`, then `take` before the gradients are used.
+    For each step: `begin_step`, the backward passes, perhaps `preview`, then `finish_step` before the
+    optimizer uses the gradients.
 
     Args:
-        optimizer: whose parameters are watched.
-        setup: how steps are made.
-        model: a `DistributedDataParallel` or a `fully_shard`ed model, if known.
-        grad_scaler: of the training loop, if known.
+        optimizer: the optimizer whose parameters are observed.
+        settings: how steps are made.
+        model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
+        grad_scaler: of the training loop, if it was given.
+
+    Attributes:
+        flags: local numbers that are summed over ranks along with the statistics.
+        joinable: the object that represents the statistics in a `Join` context.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        setup: Setup,
+        settings: StepSettings,
         model: torch.nn.Module | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        self._optimizer = optimizer
-        self._setup = setup
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        self._sharded = _sharded_gradients(model, self._parameters(), setup.world_size)
-        self._watch = BackwardWatch(self._on_pass_start, self._on_pass_end)
-        self._previous = PreviousGradient()
-        self._loss_scale = LossScale(grad_scaler)
-        self._fingerprint: Fingerprint | None = None
-        self._exchange: Exchange | None = None
-        self._asked_loss_scale: float | None = None
-        self._mask: tuple[tuple[tuple[bool, ...], torch.device], Tensor] | None = None
-        self._before: Label | None = None
-        self._compressed = False
-        self._measuring = False
-        self._step = 0
-        self._warned: set[str] = set()
+        self._settings = settings
+        self.parameters = OptimizerParameters(optimizer)
+        self.reader = GradientReader(self.parameters, settings, model, self._on_pass_start, self._on_pass_end)
         self.flags: Sequence[float] = ()
-        """Local numbers to be summed over ranks along with the statistics."""
         self.joinable: Joinable | None = None
-        """Whoever stands for this gauge in a `Join` context."""
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Of the ranks; None for the default one."""
-        return None if self._ddp is None else self._ddp.process_group
-
-    def unmeasurable(self) -> list[Tensor]:
-        """Return the parameters whose gradients can't be read as those of the others are.
-
-        With `fully_shard` on the model, those that it did not shard alone; else all DTensors.
-        """
-        parameters = [parameter for group in self._parameters() for parameter in group]
-        if self._sharded is None:
-            return [one for one in parameters if hasattr(one, "placements")]
-        return [one for one in parameters if id(one) not in self._sharded.known]
+        self._step_number = 0
+        self._is_measuring = False
+        self._all_reduce: StatisticsAllReduce | None = None
+        self._previous_gradient = PreviousGradient()
+        self._previous_step: PreviousStep | None = None
+        self._loss_scale = LossScale(grad_scaler)
+        self._scale_of_scaler: float | None = None
+        self._fingerprint: GradientFingerprint | None = None
+        self._warnings = OneTimeWarnings()
 
     # -- a step -----------------------------------------------------------------------------------------
 
-    def prepare(self, setup: Setup, step: int, *, measuring: bool) -> None:
-        """Get ready for a step: hook the parameters if it is to be measured, unhook them if not.
+    def begin_step(self, settings: StepSettings, step_number: int, *, measuring: bool) -> None:
+        """Prepare for a step: add hooks to the parameters if it is measured, remove them if not.
 
         Args:
-            setup: how it is made.
-            step: its number.
+            settings: how the step is made.
+            step_number: its number.
             measuring: whether to measure it.
         """
-        self._setup, self._step, self._measuring = setup, step, measuring
-        self.abandon()
-        if setup.micro_gradients > 1 or not measuring:
-            self._previous.drop()
-        if not measuring:
-            self._watch.stop()
-            return
-        self._watch.watch(self._parameters(), self._reading())
+        self._settings, self._step_number, self._is_measuring = settings, step_number, measuring
+        self.discard_step()
+        if settings.micro_gradients > 1 or not measuring:
+            self._previous_gradient.clear()
+        if measuring:
+            self.reader.observe(settings)
+        else:
+            self.reader.remove_hooks()
 
-    def abandon(self) -> None:
-        """Forget what this step's passes have measured."""
-        if self._exchange is not None:
-            self._exchange.finish()
-            self._exchange = None
-            self._previous.drop()
-        self._watch.begin_step()
-        if self._sharded is not None:
-            self._sharded.begin_step(watching=self._measuring)
+    def discard_step(self) -> None:
+        """Discard what the passes of this step have measured."""
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+            self._all_reduce = None
+            self._previous_gradient.clear()
+        self.reader.begin_step(measuring=self._is_measuring)
 
-    def stop(self) -> None:
-        """Take all hooks off the parameters."""
-        self._measuring = False
-        self.abandon()
-        self._watch.stop()
+    def remove_hooks(self) -> None:
+        """Stop measuring, and remove all hooks from the parameters."""
+        self._is_measuring = False
+        self.discard_step()
+        self.reader.remove_hooks()
 
-    @property
-    def hands_off(self) -> bool:
-        """Whether all learning rates are tensors where gradients are: the host need not know any gain."""
-        device, rates = self._device(), (group["lr"] for group in self._optimizer.param_groups)
-        return all(isinstance(rate, Tensor) and rate.device == device for rate in rates)
-
-    @property
-    def home(self) -> torch.device:
-        """Where sense is made of what is measured: where learning rates are."""
-        return self._device() if self.hands_off else HOST
-
-    def peek(self) -> Samples | None:
-        """Return what the passes so far say, as far as it can be known before the step."""
-        if self._exchange is None:
+    def preview(self) -> StepEstimate | None:
+        """Return the estimate of this step as far as it can be made before the step; None without any."""
+        if self._all_reduce is None:
             return None
-        statistics = self._exchange.statistics(self.home)
-        if self._asked_loss_scale is None:
-            return self._samples(statistics, self._loss_scale.seen.to(statistics.second))
-        return self._samples(statistics, torch.full_like(statistics.second[0], self._asked_loss_scale))
+        statistics = self._all_reduce.result(self.parameters.lr_device)
+        if self._scale_of_scaler is None:
+            return self._estimate(statistics, self._loss_scale.inferred.to(statistics.averaged))
+        return self._estimate(statistics, torch.full_like(statistics.averaged[0], self._scale_of_scaler))
 
-    def take(self, *, divided: bool) -> Outcome:
-        """Return what the step says. Called when its gradients are ready to be stepped with.
+    def finish_step(self, *, divided: bool) -> StepMeasurement:
+        """Return the result of this step. Called when the optimizer is about to use the gradients.
 
         Args:
             divided: whether gradients were divided by the accumulation count since backward.
         """
-        if not self._measuring or self.left_out_of_join():
-            return Outcome()
-        if self._exchange is None:
+        if not self._is_measuring or self.is_excluded_from_join():
+            return StepMeasurement()
+        if self._all_reduce is None:
             self._measure()
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
-            return Outcome()
-        self._warn_of_obstacle()
-        statistics = exchange.statistics(self.home, self._gradients_now(divided=divided))
-        statistics, loss_scale = self._as_of_backward(statistics)
-        samples = self._samples(statistics, loss_scale)
-        self._previous.label = Label(statistics.second, self._setup.scale, loss_scale)
-        return Outcome(samples, statistics.flags if statistics.flags.numel() else None)
+        all_reduce, self._all_reduce = self._all_reduce, None
+        if all_reduce is None:
+            return StepMeasurement()
+        self._warn_of_synchronisation_problem()
+        before_step = None if self._gradients_are_unchanged() else self.reader.current_sqr_norms()
+        if before_step is not None and divided:
+            before_step = before_step * self._settings.accumulation**2
+        statistics = all_reduce.result(self.parameters.lr_device, before_step)
+        statistics, loss_scale = self._with_loss_scale(statistics)
+        estimate = self._estimate(statistics, loss_scale)
+        self._previous_gradient.step = PreviousStep(statistics.averaged, self._settings.scale, loss_scale)
+        return StepMeasurement(estimate, statistics.flags if statistics.flags.numel() else None)
 
-    def warn(self) -> None:
-        """Tell, once, of steps that were left out; this may wait for the device."""
-        self._loss_scale.warn()
+    def warn_if_loss_scale_is_unknown(self) -> None:
+        """Warn once if steps were left out because of the loss scale. May wait for the device."""
+        self._loss_scale.warn_if_unknown()
 
-    def shadow(self) -> None:
-        """Match the all-reduce of peers that still have data. They leave the step out of the estimates."""
-        if self._measuring and self._setup.world_size > 1:
-            nothing = torch.zeros(len(self._parameters()), **self._number())
-            self._start(nothing, nothing, complete=False)
-
-    # -- state ------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart, as tensors and numbers."""
-        return {"loss_scale": self._loss_scale.seen.item(), "previous": self._previous.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned. What this step has measured so far is forgotten."""
-        self.abandon()
-        self._loss_scale.seen = torch.tensor(state["loss_scale"], dtype=torch.float64)
-        self._previous.load_state_dict(state["previous"], self._parameters())
-
-    # -- reading gradients ------------------------------------------------------------------------------
-
-    def _reading(self) -> Reading:
-        if self._sharded is not None:
-            return Reading.ELSEWHERE
-        if self._setup.micro_gradients == 1:
-            return Reading.NOT_AT_ALL
-        if self._setup.accumulation > 1 or self._ddp is None:
-            return Reading.ARRIVING
-        # If .grad is a view into DDP's bucket, or DDP averages before our callback, that would be too late.
-        if self._ddp.gradient_as_bucket_view or self._ddp.static_graph:
-            return Reading.ARRIVING
-        return Reading.AFTER_PASS
-
-    def _on_pass_start(self) -> None:
-        # A GradScaler leaves out the step after gradients that are not finite: then a new one begins here.
-        if self._exchange is not None and not self._exchange.statistics(self.home).finite:
-            self.abandon()
-            if self._sharded is not None:
-                self._sharded.miss()  # FSDP calls a hook when the first gradients of a pass are reduced
-        self._watch.keep = self._setup.world_size > 1 and self._compresses()
-
-    def _on_pass_end(self) -> None:
-        if self._passes() == self._setup.accumulation and not self.left_out_of_join():
-            self._measure()
-
-    def _measure(self) -> None:
-        """Read the averaged gradients, and start the all-reduce."""
-        gradients, device = self._gradients(), self._device()
-        averaged, complete = sqr_norms(gradients, device), True
-        self._compressed = self._watch.keep
-        if self._compressed:
-            kept, ranks = self._watch.kept(), self._setup.world_size
-            averaged = sqr_norms_of_mean(kept, device, ranks=ranks, process_group=self.process_group)
-        if self._setup.micro_gradients == 1:
-            first = self._compare(device)
-        elif self._sharded is not None:
-            first = self._sharded.local_sqr(device)
-            complete = self._seen() > 1
-            averaged = averaged * self._sharded.shards  # so that the mean over ranks is the sum over shards
-        else:
-            first = self._watch.local_sqr(len(gradients), device)
-            complete = self._watch.saw_any and self._watch.sees_all()
-        self._asked_loss_scale = self._loss_scale.ask()
-        self._remember(device)
-        self._start(first, averaged, complete=complete)
-
-    def _passes(self) -> int:
-        """Return the backward passes of this step so far, with those that FSDP does not synchronise."""
-        return self._watch.passes if self._sharded is None else self._sharded.passes
-
-    def _seen(self) -> int:
-        """Return how many micro-gradients the step was seen to be the mean of; 0 if that is not known."""
-        parts = self._setup.accumulation if self._sharded is None else self._sharded.parts
-        return self._setup.world_size * parts
-
-    def _warn_of_obstacle(self) -> None:
-        obstacle = None if self._sharded is None else self._sharded.obstacle()
-        if obstacle is not None and self._setup.micro_gradients > 1:
-            self._warn_once("sharded", f"{obstacle}: until then such steps are left out of the estimates")
-
-    def _start(self, first: Tensor, second: Tensor, *, complete: bool) -> None:
-        if self._exchange is not None:
-            self._exchange.finish()
-        self._exchange = Exchange(
-            first,
-            second,
-            self.flags,
-            ranks=self._setup.world_size,
-            complete=complete,
-            replicated=self._sharded is None,
-            process_group=self.process_group,
-        )
-
-    def _compare(self, device: torch.device) -> Tensor:
-        """Return the inner product with the previous gradient, per group, and hold the current one."""
-        parameters = self._parameters()
-        products = torch.zeros(len(parameters), **self._number())
-        self._before = None
-        if self._previous.fits(self._step, parameters):
-            products = self._previous.inner_products(parameters, device)
-            self._before = self._previous.label
-        self._previous.hold(parameters, step=self._step)
-        return products
-
-    def _compresses(self) -> bool:
-        """Whether gradients are averaged by a communication hook that may lose some of them."""
-        hooks = () if self._ddp is None else getattr(self._ddp, "_comm_hooks", ())
-        return any(hook not in AVERAGING_HOOKS for hook, _ in hooks)
-
-    def left_out_of_join(self) -> bool:
-        """Whether the model takes uneven inputs without AdaScale: peers may be without data."""
-        if self._ddp is None or not self._ddp._join_config.enable:
+    def is_excluded_from_join(self) -> bool:
+        """Whether the model takes uneven inputs without AdaScale, so that peers may be without data."""
+        if not joins_without(self.reader.ddp, self.joinable):
             return False
-        if self.joinable is not None and self.joinable._join_config.enable:
-            return False
-        self._warn_once(
+        self._warnings.warn(
             "join",
-            "the model takes uneven inputs and AdaScale is not told: it measures nothing, for its all-reduce "
+            "the model takes uneven inputs and AdaScale does not. It measures nothing, since its all-reduce "
             "would wait for ranks without data. Use `with Join([model, optimizer]):` of "
             "torch.distributed.algorithms.join instead of `with model.join():`",
         )
         return True
 
-    # -- making sense of them ---------------------------------------------------------------------------
+    def join_all_reduce(self) -> None:
+        """Take part in the all-reduce of peers that still have data; they leave the step out."""
+        if self._is_measuring and self._settings.world_size > 1:
+            zeros = torch.zeros(len(self.parameters.groups()), **self.parameters.statistics_options)
+            self._start_all_reduce(LocalStatistics(zeros, zeros, complete=False))
 
-    def _remember(self, device: torch.device) -> None:
-        """Keep in mind what gradients are like, to tell whether they are scaled before the step."""
-        if self.hands_off or device != HOST:
-            # A look would cost a synchronisation, and reading all of them costs no more than a few kernels.
+    # -- state ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that must survive a restart, as tensors and numbers."""
+        return {
+            "loss_scale": self._loss_scale.inferred.item(),
+            "previous_gradient": self._previous_gradient.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Discards what this step has measured so far."""
+        self.discard_step()
+        self._loss_scale.inferred = torch.tensor(state["loss_scale"], dtype=torch.float64)
+        self._previous_gradient.load_state_dict(state["previous_gradient"], self.parameters.groups())
+
+    # -- measuring --------------------------------------------------------------------------------------
+
+    def _on_pass_start(self) -> None:
+        # A GradScaler skips the step after gradients that are not finite, so this pass begins a new step.
+        if self._all_reduce is not None and not self._all_reduce.result(self.parameters.lr_device).finite:
+            self.discard_step()
+            self.reader.mark_incomplete()
+
+    def _on_pass_end(self) -> None:
+        if self.reader.passes == self._settings.accumulation and not self.is_excluded_from_join():
+            self._measure()
+
+    def _measure(self) -> None:
+        """Read the averaged gradients, and start the all-reduce."""
+        averaged = self.reader.averaged_sqr_norms()
+        if self._settings.micro_gradients == 1:
+            local = LocalStatistics(self._compare_with_previous(), averaged, complete=True)
+        else:
+            local = LocalStatistics(
+                self.reader.micro_gradient_sqr_norms(), averaged, complete=self.reader.has_read_all
+            )
+        self._scale_of_scaler = self._loss_scale.from_scaler()
+        self._record_fingerprint()
+        self._start_all_reduce(local)
+
+    def _compare_with_previous(self) -> Tensor:
+        """Return the inner products with the previous gradient, shape (groups,), and copy the current one."""
+        groups = self.parameters.groups()
+        self._previous_step = self._previous_gradient.preceding(self._step_number, groups)
+        if self._previous_step is None:
+            products = torch.zeros(len(groups), **self.parameters.statistics_options)
+        else:
+            products = self._previous_gradient.inner_products(groups, self.parameters.device)
+        self._previous_gradient.copy_from(groups, step_number=self._step_number)
+        return products
+
+    def _start_all_reduce(self, local: LocalStatistics) -> None:
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+        self._all_reduce = StatisticsAllReduce(
+            local,
+            self.flags,
+            ranks=self._settings.world_size,
+            same_on_all_ranks=not self.reader.is_sharded,
+            process_group=self.reader.process_group,
+        )
+
+    def _warn_of_synchronisation_problem(self) -> None:
+        problem = self.reader.synchronisation_problem()
+        if problem is not None and self._settings.micro_gradients > 1:
+            self._warnings.warn("sharded", f"{problem}. Until then such steps are left out of the estimates")
+
+    # -- gradients that change between backward and step ------------------------------------------------
+
+    def _record_fingerprint(self) -> None:
+        if self.parameters.lr_is_on_device or self.parameters.device != HOST:
+            # Comparing would wait for the device, and reading all gradients costs only a few kernels.
             self._fingerprint = None
             return
         if self._fingerprint is None:
-            self._fingerprint = Fingerprint(
-                p for group in self._parameters() for p in group if p.requires_grad
+            self._fingerprint = GradientFingerprint(
+                p for group in self.parameters.groups() for p in group if p.requires_grad
             )
-        self._fingerprint.take()
+        self._fingerprint.record()
 
-    def _gradients_now(self, *, divided: bool) -> Tensor | None:
-        """Return the squared norms of what will be stepped with, (groups,); None if surely unchanged.
+    def _gradients_are_unchanged(self) -> bool:
+        """Whether gradients are certainly as they were after backward: not unscaled, clipped or averaged."""
+        return self._fingerprint is not None and self._fingerprint.is_unchanged()
 
-        Between backward and step gradients may have been unscaled, clipped, or averaged by hand.
+    def _with_loss_scale(self, statistics: ReducedStatistics) -> tuple[ReducedStatistics, Tensor]:
+        """Return the statistics of the averaged gradients, and their loss scale.
+
+        The loss scale has the shape (), and is NaN if it cannot be determined.
         """
-        if self._fingerprint is not None and self._fingerprint.matches():
-            return None
-        norms = sqr_norms(self._gradients(), self._device())
-        return norms * self._setup.accumulation**2 if divided else norms
-
-    def _as_of_backward(self, statistics: Statistics) -> tuple[Statistics, Tensor]:
-        """Return the statistics of averaged gradients, and the loss scale that they are in units of.
-
-        The loss scale is NaN if it can't be told, and of no dimension.
-        """
-        asked, now, averaged = self._asked_loss_scale, statistics.now, statistics.second
-        if now is None:
-            # As they were after backward: nothing has unscaled them.
-            if asked is None:
-                self._loss_scale.seen = torch.ones_like(averaged[0])
-            return statistics, torch.full_like(averaged[0], asked or 1.0)
-        if asked is not None or self._compressed or self._sharded is not None:
-            loss_scale = torch.full_like(averaged[0], asked or 1.0)
+        averaged, before_step = statistics.averaged, statistics.before_step
+        given = torch.full_like(averaged[0], self._scale_of_scaler or 1.0)
+        if before_step is None:
+            if self._scale_of_scaler is None:
+                self._loss_scale.inferred = torch.ones_like(averaged[0])  # nothing was unscaled
+            return statistics, given
+        if self._scale_of_scaler is not None or self.reader.is_compressed or self.reader.is_sharded:
+            loss_scale = given
         else:
-            # Averaged by hand after backward, what is stepped with is the mean, and nothing is to be told.
-            same = torch.where(statistics.agreed, averaged.sum(), now.sum())
-            loss_scale = self._loss_scale.infer(same, now.sum())
-        averaged = torch.where(statistics.agreed, averaged, now)
-        return replace(statistics, second=averaged, agreed=torch.ones_like(statistics.agreed)), loss_scale
+            # Where ranks disagree, the program averages gradients itself after backward. The gradients before
+            # the step are the mean then, and give no information about the loss scale.
+            after_backward = torch.where(statistics.agreed, averaged.sum(), before_step.sum())
+            loss_scale = self._loss_scale.infer(after_backward, before_step.sum())
+        averaged = torch.where(statistics.agreed, averaged, before_step)
+        return replace(statistics, averaged=averaged, agreed=torch.ones_like(statistics.agreed)), loss_scale
 
-    def _samples(self, statistics: Statistics, loss_scale: Tensor) -> Samples | None:
-        alone = self._setup.micro_gradients == 1
-        if not alone and (count := self._seen()) < 2:
-            return None
-        if not alone and (passes := self._passes()) not in (0, self._setup.accumulation):
-            self._warn_once(
-                "passes",
-                f"got {passes} backward passes in a step, num_gradients_to_accumulate is "
-                f"{self._setup.accumulation}: such steps are left out of the estimates. Add up losses before "
-                "one backward(), or tell what the loop does: set_num_gradients_to_accumulate(), set_scale()",
-            )
-            return None
-        if not alone:
+    # -- estimates --------------------------------------------------------------------------------------
+
+    def _estimate(self, statistics: ReducedStatistics, loss_scale: Tensor) -> StepEstimate | None:
+        is_single = self._settings.micro_gradients == 1
+        if is_single:
+            if self._previous_step is None:
+                return None
+            numbers = self._from_difference(statistics, loss_scale, self._previous_step)
+        else:
+            if (count := self.reader.micro_gradients) < 2 or not self._has_expected_passes():
+                return None
             numbers = self._from_micro_gradients(statistics, loss_scale, count)
-        elif self._before is not None:
-            numbers = self._from_difference(statistics, loss_scale, self._before)
-        else:
-            return None
         valid = statistics.complete & statistics.agreed & statistics.finite
-        valid = valid & torch.isfinite(numbers[0] + numbers[1]) & self._trained(valid)
-        return Samples(*numbers, valid, biased=alone)
+        valid = valid & torch.isfinite(numbers[0] + numbers[1])
+        valid = valid & self.parameters.has_trainable(valid.device)
+        return StepEstimate(*numbers, valid, biased=is_single)
+
+    def _has_expected_passes(self) -> bool:
+        passes = self.reader.passes
+        if passes in (0, self._settings.accumulation):
+            return True
+        self._warnings.warn(
+            "passes",
+            f"got {passes} backward passes in a step, num_gradients_to_accumulate is "
+            f"{self._settings.accumulation}: such steps are left out of the estimates. Add up losses before "
+            "one backward(), or call set_num_gradients_to_accumulate() and set_scale() with the numbers of "
+            "the loop",
+        )
+        return False
 
     def _from_micro_gradients(
-        self, statistics: Statistics, loss_scale: Tensor, count: int
+        self, statistics: ReducedStatistics, loss_scale: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        passes = self._setup.accumulation
-        parts = count // self._setup.world_size
-        mean_of_sqr, sqr_of_mean = statistics.first / count, statistics.second
-        if self._setup.is_scaled_loss:
-            mean_of_sqr = mean_of_sqr * parts**2
+        passes = self._settings.accumulation
+        count_of_rank = count // self._settings.world_size
+        mean_of_sqr, sqr_of_mean = statistics.summed / count, statistics.averaged
+        if self._settings.is_scaled_loss:
+            mean_of_sqr = mean_of_sqr * count_of_rank**2
         else:
-            mean_of_sqr = mean_of_sqr / (passes / parts) ** 2
+            mean_of_sqr = mean_of_sqr / (passes / count_of_rank) ** 2
             sqr_of_mean = sqr_of_mean / passes**2
         unit = loss_scale.square()
-        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self._setup.scale)
+        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self._settings.scale)
 
     def _from_difference(
-        self, statistics: Statistics, loss_scale: Tensor, before: Label
+        self, statistics: ReducedStatistics, loss_scale: Tensor, previous: PreviousStep
     ) -> tuple[Tensor, Tensor]:
-        scale_before = before.loss_scale.to(loss_scale)
-        product = statistics.first / (loss_scale * scale_before)
-        now, then = statistics.second / loss_scale**2, before.sqr.to(loss_scale) / scale_before**2
-        difference = (now + then - 2.0 * product).clamp(min=0.0)
-        return from_consecutive_gradients(product, difference, before.scale, self._setup.scale)
-
-    # -- the optimizer's parameters -----------------------------------------------------------------------
-
-    def _parameters(self) -> list[list[Tensor]]:
-        return [group["params"] for group in self._optimizer.param_groups]
-
-    def _trained(self, like: Tensor) -> Tensor:
-        """Whether each group has a parameter that is not frozen: shape (groups,), where `like` is."""
-        trained = tuple(any(p.requires_grad for p in group) for group in self._parameters())
-        if self._mask is None or self._mask[0] != (trained, like.device):
-            # Made once: to bring it to a GPU is to wait for that.
-            self._mask = (trained, like.device), torch.tensor(trained, device=like.device)
-        return self._mask[1]
-
-    def _gradients(self) -> list[list[Tensor]]:
-        return [
-            [local(parameter.grad) for parameter in group if parameter.grad is not None]
-            for group in self._parameters()
-        ]
-
-    def _device(self) -> torch.device:
-        return self._parameters()[0][0].device
-
-    def _number(self) -> dict[str, Any]:
-        device = self._device()
-        return {"dtype": widest_type(device), "device": device}
-
-    def _warn_once(self, subject: str, message: str) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
-
-
-def _sharded_gradients(
-    model: torch.nn.Module | None, parameters: list[list[Tensor]], ranks: int
-) -> "ShardedGradients | None":
-    if model is None or not hasattr(model, "set_custom_reduce_scatter"):
-        return None
-    from adascale_worker.statistics.sharded import ShardedGradients  # FSDP2 takes long to import
-
-    return ShardedGradients(model, parameters, ranks)
+        previous_loss_scale = previous.loss_scale.to(loss_scale)
+        product = statistics.summed / (loss_scale * previous_loss_scale)
+        sqr_norm = statistics.averaged / loss_scale**2
+        previous_sqr_norm = previous.sqr_norms.to(loss_scale) / previous_loss_scale**2
+        sqr_of_difference = (sqr_norm + previous_sqr_norm - 2.0 * product).clamp(min=0.0)
+        return from_consecutive_gradients(product, sqr_of_difference, previous.scale, self._settings.scale)

@@ -1,26 +1,27 @@
-"""The factor by which a GradScaler made gradients larger.
+"""The factor by which a GradScaler multiplied the loss, and so the gradients.
 
-Statistics are taken at the end of backward, before gradients are unscaled or clipped. They are in units of
-the loss scale then, and must be divided by its square. Where the scaler is known it is asked. Elsewhere
-the scale is seen from what became of the gradients until `step()`: scalers start from a power of two and
-double or halve, so a change of the norm by a power of two is theirs, and any other is clipping.
+Statistics are read at the end of backward, before gradients are unscaled or clipped. Then they are in units
+of the loss scale, and must be divided by its square. If the scaler is given, its scale is read. Otherwise the
+loss scale is inferred from the change of the gradients until `step()`: scalers start from a power of two and
+double or halve, so a change of the norm by a power of two is unscaling, and any other change is clipping.
 """
 
 import math
-import warnings
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from adascale_worker.statistics.user_warnings import warn_user
+
 TOLERANCE = 1e-6
 
 IMPLAUSIBLE_CLIPPING = 1e-3
-"""Smallest factor taken for clipping where no loss scale was ever seen."""
+"""If no loss scale was inferred before, a change below this factor is not taken for clipping alone."""
 
 
 class GradScaler(Protocol):
-    """What is asked of a `torch.amp.GradScaler`."""
+    """The part of `torch.amp.GradScaler` that is used."""
 
     def is_enabled(self) -> bool: ...  # noqa: D102
 
@@ -28,53 +29,54 @@ class GradScaler(Protocol):
 
 
 class LossScale:
-    """The loss scale in force.
+    """The current loss scale.
 
     Attributes:
-        scaler: the training loop's GradScaler, if it was told.
-        seen: the last scale inferred from gradients, no dimension; 1 if none was.
+        scaler: the GradScaler of the training loop; None if it was not given.
+        inferred: the last loss scale that was inferred from gradients, shape (); 1 at first.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self.scaler = scaler
-        self.seen = torch.ones((), dtype=torch.float64)
-        self._doubt: Tensor | None = None
+        self.inferred = torch.ones((), dtype=torch.float64)
+        self._unexplained_change: Tensor | None = None
         self._warned = False
 
-    def ask(self) -> float | None:
-        """Return the scaler's scale; None if there is no scaler to ask."""
+    def from_scaler(self) -> float | None:
+        """Return the scale of the scaler; None without a scaler."""
         if self.scaler is None:
             return None
         return self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
 
-    def infer(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return the loss scale, from the squared norm of gradients after backward and before the step.
+    def infer(self, after_backward: Tensor, before_step: Tensor) -> Tensor:
+        """Return the loss scale, inferred from the squared norm of the gradients at two times.
 
-        NaN if it cannot be told: the step's statistics are of no use then.
+        NaN if it cannot be determined; the statistics of the step are of no use then.
 
         Args:
-            before, after: of no dimension, and at the same place.
+            after_backward, before_step: squared norms, shape (), on the same device.
         """
-        seen = self.seen.to(before)
-        usable = (before > 0.0) & (after > 0.0) & torch.isfinite(before + after)
-        change = torch.where(usable, after / before, 1.0).sqrt()
+        inferred = self.inferred.to(after_backward)
+        usable = (after_backward > 0.0) & (before_step > 0.0) & torch.isfinite(after_backward + before_step)
+        change = torch.where(usable, before_step / after_backward, 1.0).sqrt()
         power = change.log2()
         nearest = power.round()
-        by_a_power = (power - nearest).abs() < TOLERANCE
-        self.seen = torch.where(usable & by_a_power, torch.exp2(-nearest), seen)
-        unknown = usable & ~by_a_power & (seen == 1.0) & (change < IMPLAUSIBLE_CLIPPING)
-        self._doubt = torch.where(unknown, change, 0.0)
-        return torch.where(unknown, math.nan, self.seen)
+        is_power_of_two = (power - nearest).abs() < TOLERANCE
+        self.inferred = torch.where(usable & is_power_of_two, torch.exp2(-nearest), inferred)
+        unknown = usable & ~is_power_of_two & (inferred == 1.0) & (change < IMPLAUSIBLE_CLIPPING)
+        self._unexplained_change = torch.where(unknown, change, 0.0)
+        return torch.where(unknown, math.nan, self.inferred)
 
-    def warn(self) -> None:
-        """Tell, once, of steps that were left out; this waits for the device."""
-        if self._warned or self._doubt is None or (change := float(self._doubt)) == 0.0:
+    def warn_if_unknown(self) -> None:
+        """Warn once if a step was left out because its loss scale is unknown. Waits for the device."""
+        if self._warned or self._unexplained_change is None:
+            return
+        change = float(self._unexplained_change)
+        if change == 0.0:
             return
         self._warned = True
-        warnings.warn(
-            f"gradients were multiplied by {change:.3g} between backward() and step(): by a GradScaler "
-            "and by clipping, it seems. Such steps are left out of the estimates, because the loss scale "
-            "cannot be told from the two: pass AdaScale(..., grad_scaler=scaler)",
-            RuntimeWarning,
-            stacklevel=5,
+        warn_user(
+            f"gradients were multiplied by {change:.3g} between backward() and step(), probably by a "
+            "GradScaler and by clipping. The loss scale cannot be determined from the two together, so such "
+            "steps are left out of the estimates: pass AdaScale(..., grad_scaler=scaler)"
         )

@@ -1,35 +1,37 @@
-"""Norms and inner products of gradients, without a temporary of their size."""
+"""Norms and inner products of gradients, without a temporary tensor of their size."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from adascale_worker.torch_private import flatten_together, l2_norms
+
 Gradients = Sequence[Sequence[Tensor]]
 """Gradients by parameter group."""
 
-LARGE = 1 << 15
-"""Elements from which `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
+MIN_ELEMENTS_FOR_DOT = 1 << 15
+"""From this size on, `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
 
-SMALL = 1 << 11
-"""Elements up to which gradients on the CPU are copied together, which costs less than a call for each."""
+MAX_ELEMENTS_TO_FLATTEN = 1 << 11
+"""Gradients on the CPU below this size are copied together, which costs less than a call for each."""
 
-NARROW = (torch.float16, torch.bfloat16)
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return a tensor without history; of a sharded one this rank's shard."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return a tensor without its history; for a DTensor, the shard of this rank."""
     if type(tensor) is Tensor:
         return tensor.detach() if tensor.requires_grad else tensor
-    # Asked by name, because importing DTensor takes a third of a second that most programs can do without.
+    # By attribute and not by type, because importing DTensor takes a third of a second.
     shard: Tensor = getattr(tensor.detach(), "to_local", tensor.detach)()
     return shard
 
 
 def norm(gradient: Tensor) -> Tensor:
-    """Return the L2 norm of one gradient: no dimension, on the gradient's device.
+    """Return the L2 norm of one gradient: shape (), on the device of the gradient.
 
-    Gradients of 16 bits are summed in 32, here as below, so that 1e4 in float16 does not overflow.
+    Here and below, gradients of 16 bits are summed in 32, so that 1e4 in float16 does not overflow.
     """
     if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
         flat = gradient.view(-1)
@@ -38,61 +40,61 @@ def norm(gradient: Tensor) -> Tensor:
 
 
 def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the squared L2 norm of several gradients taken as one: no dimension, on `device`."""
+    """Return the squared L2 norm of several gradients taken as one vector: shape (), on `device`."""
     small, norms, others = [], [], []
     for gradient in gradients:
         if gradient.is_cpu and gradient.dtype is torch.float32:
             size = gradient.numel()
-            if size < SMALL:
+            if size < MAX_ELEMENTS_TO_FLATTEN:
                 small.append(gradient)
                 continue
-            if size >= LARGE:
+            if size >= MIN_ELEMENTS_FOR_DOT:
                 norms.append(_dot(gradient, gradient).sqrt())
                 continue
         others.append(gradient)
     if small:
-        flat = torch._C._nn.flatten_dense_tensors(small)
+        flat = flatten_together(small)
         norms.append(torch.dot(flat, flat).sqrt())
     return sum_of_squares(norms + _norms(others), device)
 
 
 def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
-    """Return the squared L2 norm of each group's gradients: shape (groups,), on `device`."""
+    """Return the squared L2 norm of the gradients of each group: shape (groups,), on `device`."""
     return torch.stack([sqr_norm(gradients, device) for gradients in groups])
 
 
 def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:
-    """Return the inner product of each group's gradients in `left` with those in `right`: (groups,)."""
+    """Return the inner product of the gradients in `left` and `right`, per group: shape (groups,)."""
     return torch.stack(
         [
-            _gather([_dot(a, b) for a, b in zip(one, other, strict=True)], device).sum()
-            for one, other in zip(left, right, strict=True)
+            _stack([_dot(a, b) for a, b in zip(left_group, right_group, strict=True)], device).sum()
+            for left_group, right_group in zip(left, right, strict=True)
         ]
     )
 
 
 def sum_of_squares(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of numbers of any device: no dimension, on `device`."""
-    terms = _gather(values, device)
+    """Return the sum of the squares of scalars on any devices: shape (), on `device`."""
+    terms = _stack(values, device)
     return torch.dot(terms, terms)
 
 
-def widest_type(device: torch.device) -> torch.dtype:
-    """Return the floating type to add statistics up in: float64, where the device has it."""
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype to add statistics up in: float64, or float32 on devices without it (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    wide = [gradient for gradient in gradients if gradient.dtype not in NARROW]
-    norms = list(torch._foreach_norm(wide, 2)) if wide else []
+    wide = [gradient for gradient in gradients if gradient.dtype not in HALF_PRECISION]
+    norms = l2_norms(wide)
     if len(wide) < len(gradients):
-        narrow = [gradient for gradient in gradients if gradient.dtype in NARROW]
-        norms += torch._foreach_norm(narrow, 2, dtype=torch.float32)
+        narrow = [gradient for gradient in gradients if gradient.dtype in HALF_PRECISION]
+        norms += l2_norms(narrow, dtype=torch.float32)
     return norms
 
 
-def _gather(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    dtype = widest_type(device)
+def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    dtype = accumulation_dtype(device)
     if not values:
         return torch.zeros(1, dtype=dtype, device=device)
     if len({(value.device, value.dtype) for value in values}) > 1 or values[0].device != device:
@@ -104,11 +106,11 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
     if left.is_contiguous() and right.is_contiguous():
         left, right = left.view(-1), right.view(-1)
     else:
-        # A convolution's gradient may lie channels-last: in the order of its strides it is flat again.
+        # The gradient of a convolution may be channels-last: flat in the order of its strides.
         order = sorted(range(left.dim()), key=left.stride, reverse=True)
         left, right = left.permute(order).reshape(-1), right.permute(order).reshape(-1)
     if left.is_complex():
         left, right = torch.view_as_real(left).view(-1), torch.view_as_real(right).view(-1)
-    if left.dtype in NARROW:
+    if left.dtype in HALF_PRECISION:
         left, right = left.float(), right.float()
     return torch.dot(left, right)

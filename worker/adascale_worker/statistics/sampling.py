@@ -1,28 +1,32 @@
 """Which steps are measured.
 
-The moving average looks back over 1 / (1 - theta) steps. As long as many samples fall into that window,
-leaving steps out changes the estimates by less than their own noise (`bench/accuracy` shows it).
+The moving average covers about 1 / (1 - smoothing) steps. As long as many measured steps fall into that
+window, leaving out the others changes the estimates by less than their own noise (`bench/accuracy` shows it).
 """
 
 from dataclasses import dataclass
 
 FIRST_STEPS = 100
-"""Steps that are all measured: from a new start the gain must be known soon."""
+"""Number of steps at the start that are all measured, so that the gain is estimated soon."""
 
-MAX_APART = 16
-"""Most steps from one sample to the next: bounds how late a flag is heard."""
+MAX_INTERVAL = 16
+"""Largest interval between measured steps; it bounds the delay of flags, which only measured steps
+exchange."""
 
 SAMPLES_PER_WINDOW = 16
-"""Fewest samples within the window of the moving average."""
+"""Smallest number of measured steps within the window of the moving average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The rule by which all ranks choose the same steps.
+    """The rule that selects the measured steps, the same on all ranks.
 
     Attributes:
-        every: None for the default (all of the first steps, then as seldom as the window allows), or a
-            number k of steps from one sample to the next; 1 measures every step.
+        every: the interval between measured steps; 1 measures every step. None for the default: all of the
+            first steps, then as few as the window allows.
+
+    Raises:
+        ValueError: `every` is below 1.
     """
 
     every: int | None = None
@@ -31,20 +35,20 @@ class Sampling:
         if self.every is not None and self.every < 1:
             raise ValueError(f"got sample_every={self.every}; it must be at least 1, or None for the default")
 
-    def distance(self, step: int, smoothing: float) -> int:
-        """Return how many steps lie from one sample to the next at `step`, counted from 0."""
+    def interval(self, step: int, smoothing: float) -> int:
+        """Return the number of steps from one measured step to the next at `step`, counted from 0."""
         if self.every is not None:
             return self.every
         if step < FIRST_STEPS:
             return 1
-        # Rounded before it is cut: 1 / (1 - 0.984) must be 62.5 whatever its last bits.
+        # Rounded so that the last bits of 1 - 0.984 do not decide whether the window is 62.5 steps.
         window = round(1.0 / (1.0 - smoothing), 6)
-        return int(min(max(window / SAMPLES_PER_WINDOW, 1), MAX_APART))
+        return int(min(max(window / SAMPLES_PER_WINDOW, 1), MAX_INTERVAL))
 
-    def measures(self, step: int, smoothing: float) -> bool:
+    def is_measured(self, step: int, smoothing: float) -> bool:
         """Whether `step`, counted from 0, is measured."""
-        return step % self.distance(step, smoothing) == 0
+        return step % self.interval(step, smoothing) == 0
 
-    def measures_pair(self, step: int, smoothing: float) -> bool:
-        """Whether `step` is one of two consecutive ones whose difference is measured."""
-        return step % self.distance(step, smoothing) <= 1
+    def is_in_measured_pair(self, step: int, smoothing: float) -> bool:
+        """Whether `step` is the first or the second of two consecutive steps that are compared."""
+        return step % self.interval(step, smoothing) <= 1

@@ -1,0 +1,66 @@
+"""The parameters of an optimizer, and where their gradients and learning rates are."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adascale_worker.statistics.norms import accumulation_dtype, local_shard
+
+HOST = torch.device("cpu")
+
+
+class OptimizerParameters:
+    """The parameter groups of an optimizer. Read each time, because groups may be added or replaced.
+
+    Args:
+        optimizer: the owner of the groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._trainable: tuple[tuple[tuple[bool, ...], torch.device], Tensor] | None = None
+
+    def groups(self) -> list[list[Tensor]]:
+        """Return the parameters by parameter group."""
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def gradients(self) -> list[list[Tensor]]:
+        """Return the gradients there are, by parameter group; for DTensors, the shards of this rank."""
+        return [
+            [local_shard(parameter.grad) for parameter in group if parameter.grad is not None]
+            for group in self.groups()
+        ]
+
+    def has_trainable(self, device: torch.device) -> Tensor:
+        """Return whether each group has a parameter that is not frozen: shape (groups,), on `device`."""
+        trainable = tuple(any(p.requires_grad for p in group) for group in self.groups())
+        if self._trainable is None or self._trainable[0] != (trainable, device):
+            # Cached, because the transfer to a GPU waits for it.
+            self._trainable = (trainable, device), torch.tensor(trainable, device=device)
+        return self._trainable[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.groups()[0][0].device
+
+    @property
+    def lr_is_on_device(self) -> bool:
+        """Whether all learning rates are tensors on the device of the gradients.
+
+        Then no number has to be read back to the host to make a step.
+        """
+        device, rates = self.device, (group["lr"] for group in self._optimizer.param_groups)
+        return all(isinstance(rate, Tensor) and rate.device == device for rate in rates)
+
+    @property
+    def lr_device(self) -> torch.device:
+        """Where estimates and gains are computed: on the device of the learning rates."""
+        return self.device if self.lr_is_on_device else HOST
+
+    @property
+    def statistics_options(self) -> dict[str, Any]:
+        """The dtype and device of statistics, as arguments of a tensor's constructor."""
+        device = self.device
+        return {"dtype": accumulation_dtype(device), "device": device}
