@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 
 from adascale_controller.job import Job
-from adascale_core.decision import JobState
 from adascale_core.gain import GradientEstimate
+from adascale_core.job_state import JobState
 from adascale_core.messages import GainReport
 from adascale_core.views import JobView
 

@@ -37,14 +37,15 @@ class StepTimeModel:
         per_sample: seconds per sample of a micro-batch.
         sync: seconds per step to communicate between two replicas.
         sync_per_replica: seconds per step that each replica beyond the second adds.
-        known: whether measurements tell `fixed` from `per_sample`, that is, cover two local batch sizes.
+        separates_batch_size: whether the measurements cover two local batch sizes, so that `fixed` and
+            `per_sample` are both determined.
     """
 
     fixed: float
     per_sample: float
     sync: float = 0.0
     sync_per_replica: float = 0.0
-    known: bool = False
+    separates_batch_size: bool = False
 
     def step_time(self, plan: BatchPlan) -> float:
         """Predicted seconds per optimizer step."""
@@ -82,8 +83,8 @@ class StepTimeModel:
         fixed, per_sample, sync, sync_per_replica = (x * u for x, u in zip(solution, unit, strict=True))
         if fixed + per_sample * reference.local_bsz < MIN_COMPUTE * micro_batch:
             fixed = MIN_COMPUTE * micro_batch
-        known = len({one.local_bsz for one in usable}) > 1
-        return cls(fixed, per_sample, sync, sync_per_replica, known)
+        separates = len({one.local_bsz for one in usable}) > 1
+        return cls(fixed, per_sample, sync, sync_per_replica, separates)
 
 
 def _row(plan: BatchPlan) -> tuple[float, float, float, float]:

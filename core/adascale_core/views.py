@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from adascale_core.decision import Prediction
 from adascale_core.messages import (
     ActiveAllocation,
     Allocation,
@@ -21,6 +20,7 @@ from adascale_core.messages import (
     Registration,
     StepTime,
 )
+from adascale_core.prediction import Prediction
 
 
 @dataclass(frozen=True)

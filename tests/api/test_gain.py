@@ -1,9 +1,9 @@
 """Reports over HTTP: kept once, answered with what they mean."""
 
 from adascale_core.batch import valid_replicas
-from adascale_core.decision import predict
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import AllocationView, GainReport, JobSpec, StepTime
+from adascale_core.prediction import predict
 from adascale_core.throughput import StepTimeModel
 from api.client import Client, a_report
 

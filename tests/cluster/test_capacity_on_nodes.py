@@ -160,7 +160,7 @@ def wait_until_looked_at(job: JobUnderTest) -> dict[str, Any]:
 def waits_for_room(job: JobUnderTest, replicas: str) -> None:
     """It says so, and has no pods."""
     condition = job.wait_for_condition("Running", "WaitingForRoom", status="False")
-    assert condition["message"] == f"waiting for room for {replicas}"
+    assert condition["message"] == f"Insufficient capacity for {replicas}"
     assert job.status()["state"] == "Pending"
     assert not job.batch_jobs()
 

@@ -17,7 +17,7 @@ from adascale_controller.operator.capacity import (
     pod_request,
 )
 from adascale_core import names
-from adascale_core.capacity import Node
+from adascale_core.packing import Node
 
 GI = 2**30
 

@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from adascale_controller.operator import apart, deciding
 from adascale_controller.operator.store import Kind
-from adascale_core.decision import Decision, JobState
+from adascale_core.decision import Decision
+from adascale_core.job_state import JobState
 from adascale_core.messages import ReplicaState
 from support.world import World
 

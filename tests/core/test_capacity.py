@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.capacity import Demand, Node, NodeCapacity, ReplicaCapacity
+from adascale_core.capacity import NodeCapacity, ReplicaCapacity
+from adascale_core.packing import Demand, Node
 
 GPU = "nvidia.com/gpu"
 ONE = Demand({GPU: 1})
@@ -30,10 +31,10 @@ def on(request: int, *names: str, one_node: bool = False, nodes: frozenset[str] 
 
 @pytest.mark.parametrize(("total", "fits"), [(5, True), (4, False), (0, False), (-1, False)])
 def test_a_number_of_replicas_holds_any_that_sum_to_no_more(total: int, fits: bool) -> None:
-    room = ReplicaCapacity(total)
-    assert room.fits({"a": 2, "b": 3}) is fits
-    assert room.fits({})
-    assert room.most("a") == room.number(["a", "b"]) == max(total, 0)
+    capacity = ReplicaCapacity(total)
+    assert capacity.fits({"a": 2, "b": 3}) is fits
+    assert capacity.fits({})
+    assert capacity.max_replicas("a") == capacity.simplified_for(["a", "b"]) == max(total, 0)
 
 
 # -- nodes ----------------------------------------------------------------------------------------------
@@ -147,26 +148,28 @@ def test_what_fits_onto_nodes(
 def test_a_number_says_it_all_where_replicas_are_alike(
     demands: Mapping[str, Demand], number: int | None
 ) -> None:
-    room = NodeCapacity([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
-    assert room.number(demands) == number
+    capacity = NodeCapacity([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
+    assert capacity.simplified_for(demands) == (capacity if number is None else number)
 
 
 def test_changes_to_a_packing_that_find_no_place_leave_it_as_it_is() -> None:
-    packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).packing()
-    assert packing.give("a", 1)
-    assert not packing.give("b", 2)
+    packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).empty_packing()
+    assert packing.resize("a", 1)
+    assert not packing.resize("b", 2)
     assert packing.counts == {"a": 1}
-    assert packing.give("a", 0)
-    assert packing.give("b", 2)
-    assert packing.places == {"b": {0: "m", 1: "m"}}
+    assert packing.resize("a", 0)
+    assert packing.resize("b", 2)
+    assert packing.placements == {"b": {0: "m", 1: "m"}}
 
 
 def test_a_packing_is_arranged_anew_where_that_makes_room() -> None:
-    packing = NodeCapacity([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}).packing()
-    assert packing.give("a", 4)
-    assert set(packing.places["a"].values()) == {"m"}
-    assert packing.give("b", 4)
-    assert set(packing.places["a"].values()) == {"n"}
+    packing = NodeCapacity(
+        [gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}
+    ).empty_packing()
+    assert packing.resize("a", 4)
+    assert set(packing.placements["a"].values()) == {"m"}
+    assert packing.resize("b", 4)
+    assert set(packing.placements["a"].values()) == {"n"}
 
 
 # -- properties -----------------------------------------------------------------------------------------
@@ -195,14 +198,14 @@ some_nodes = st.lists(
 )
 several_demands = st.lists(demands_of_any, max_size=3).map(lambda each: dict(zip("abc", each, strict=False)))
 some_counts = st.fixed_dictionaries({name: st.integers(0, 3) for name in "abc"})
-Places = Mapping[str, Mapping[int, str]]
+Placements = Mapping[str, Mapping[int, str]]
 
 
 def only_of(demands: Mapping[str, Demand], counts: Mapping[str, int]) -> dict[str, int]:
     return {job: counts[job] for job in demands}
 
 
-def fits_together(nodes: Sequence[Node], demands: Mapping[str, Demand], places: Places) -> bool:
+def fits_together(nodes: Sequence[Node], demands: Mapping[str, Demand], places: Placements) -> bool:
     """Whether no node has more than it can hold, but for what stands there; and nothing new beside that."""
     for node in nodes:
         here = [
@@ -234,7 +237,7 @@ def allowed(nodes: Sequence[Node], demand: Demand) -> set[str]:
 
 
 def check(
-    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], places: Places
+    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], places: Placements
 ) -> None:
     assert {job: set(ranks) for job, ranks in places.items()} == {
         job: set(range(count)) for job, count in counts.items() if count
@@ -283,7 +286,7 @@ def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
     counts = only_of(demands, counts)
     packing = NodeCapacity(nodes, demands).pack(counts)
     if packing is not None:
-        check(nodes, demands, counts, packing.places)
+        check(nodes, demands, counts, packing.placements)
 
 
 @given(
@@ -292,26 +295,30 @@ def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
 def test_a_packing_is_right_after_every_change(
     nodes: Sequence[Node], demands: Mapping[str, Demand], changes: Sequence[tuple[str, int]]
 ) -> None:
-    packing = NodeCapacity(nodes, demands).packing()
+    packing = NodeCapacity(nodes, demands).empty_packing()
     for job, count in changes:
         if job not in demands:
             continue
-        before, places = packing.counts, packing.places
-        if packing.give(job, count):
+        before, places = packing.counts, packing.placements
+        if packing.resize(job, count):
             assert packing.counts.get(job, 0) == count
         else:
             assert packing.counts == before
-            assert packing.places == places
-        check(nodes, demands, packing.counts, packing.places)
+            assert packing.placements == places
+        check(nodes, demands, packing.counts, packing.placements)
 
 
 @given(some_nodes, st.builds(dict, a=demands_of_any), st.integers(0, 4))
 def test_one_job_alone_fits_wherever_there_is_a_packing(
     nodes: Sequence[Node], demands: Mapping[str, Demand], count: int
 ) -> None:
-    room = NodeCapacity(nodes, demands)
-    assert room.fits({"a": count}) == possible(nodes, demands, {"a": count}) == (count <= room.most("a"))
-    assert room.number(["a"]) == room.most("a")
+    capacity = NodeCapacity(nodes, demands)
+    assert (
+        capacity.fits({"a": count})
+        == possible(nodes, demands, {"a": count})
+        == (count <= capacity.max_replicas("a"))
+    )
+    assert capacity.simplified_for(["a"]) == capacity.max_replicas("a")
 
 
 @st.composite
@@ -327,11 +334,11 @@ def test_replicas_that_are_alike_fit_wherever_there_is_a_packing(
 ) -> None:
     nodes = [Node(node.name, {GPU: node.free[GPU], "pods": 100}) for node in nodes]
     counts = only_of(demands, counts)
-    room = NodeCapacity(nodes, demands)
-    assert room.fits(counts) == possible(nodes, demands, counts)
-    number = room.number(demands)
-    if number is not None:
-        assert room.fits(counts) == (sum(counts.values()) <= number)
+    capacity = NodeCapacity(nodes, demands)
+    assert capacity.fits(counts) == possible(nodes, demands, counts)
+    number = capacity.simplified_for(demands)
+    if isinstance(number, int):
+        assert capacity.fits(counts) == (sum(counts.values()) <= number)
 
 
 @given(some_nodes, alike(), some_counts, st.data())
@@ -339,9 +346,9 @@ def test_where_replicas_are_alike_fewer_fit_if_more_do(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], data: st.DataObject
 ) -> None:
     counts = only_of(demands, counts)
-    room = NodeCapacity(nodes, demands)
+    capacity = NodeCapacity(nodes, demands)
     fewer = {job: data.draw(st.integers(0, count)) for job, count in counts.items()}
-    assert room.fits(fewer) or not room.fits(counts)
+    assert capacity.fits(fewer) or not capacity.fits(counts)
 
 
 @given(some_nodes, several_demands)
@@ -361,4 +368,4 @@ def test_the_order_of_nodes_and_jobs_makes_no_difference(
     one = NodeCapacity(nodes, demands).pack(counts)
     backwards = dict(reversed(list(demands.items())))
     other = NodeCapacity(list(reversed(nodes)), backwards).pack({job: counts[job] for job in backwards})
-    assert (one and one.places) == (other and other.places)
+    assert (one and one.placements) == (other and other.placements)

@@ -11,22 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch import BatchBounds, valid_replicas
-from adascale_core.capacity import Capacity, Demand, Node, NodeCapacity, ReplicaCapacity
-from adascale_core.decision import (
-    GROWTH,
+from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.decision import Decision, decide
+from adascale_core.gain import GradientEstimate
+from adascale_core.job_state import JobState
+from adascale_core.job_utility import (
     HORIZON,
+    MAX_GROWTH,
     MIN_SPEEDUP,
     STABILIZATION_RESTARTS,
     STABILIZATION_SECONDS,
-    Decision,
-    JobState,
-    Prediction,
-    decide,
-    predict,
     stabilization_seconds,
 )
-from adascale_core.gain import GradientEstimate
 from adascale_core.messages import StepTime
+from adascale_core.packing import Demand, Node
+from adascale_core.prediction import Prediction, predict
 from adascale_core.throughput import StepTimeModel
 
 NOW = 10_000.0
@@ -295,14 +294,14 @@ def test_two_jobs_do_not_trade_replicas_for_less_than_both_restarts_cost() -> No
     ("state", "decided", "reason"),
     [
         (replace(job("a", 2), limit=3), 3, "times the progress"),
-        (replace(job("a", 2), limit=2), 2, "stays"),
-        (replace(job("a", 2, bounds=EVEN_SPLIT), limit=3), 2, "stays"),
-        (replace(job("a", 4, measured=[2]), limit=2), 2, "no place was found for 4 replicas"),
+        (replace(job("a", 2), limit=2), 2, "unchanged"),
+        (replace(job("a", 2, bounds=EVEN_SPLIT), limit=3), 2, "unchanged"),
+        (replace(job("a", 4, measured=[2]), limit=2), 2, "4 replicas could not be scheduled"),
         # its smallest count is open, whatever was tried
         (replace(unmeasured("a", at_least=3), limit=2), 3, "started on 3 replicas"),
         (replace(unmeasured("a"), limit=0), 1, "started on 1 replica"),
         # but bounds are bounds
-        (replace(unmeasured("a"), max_replicas=0), 0, "at least 1 are asked for, and at most 0"),
+        (replace(unmeasured("a"), max_replicas=0), 0, "minReplicas 1 is greater than maxReplicas 0"),
     ],
 )
 def test_counts_that_could_not_be_placed_are_left_out(state: JobState, decided: int, reason: str) -> None:
@@ -384,15 +383,15 @@ def test_jobs_on_nodes_get(
     jobs: Sequence[JobState], demands: Sequence[Demand], nodes: Sequence[Node], decided: Sequence[int]
 ) -> None:
     names = [state.id for state in jobs]
-    room = NodeCapacity(nodes, dict(zip(names, demands, strict=True)))
-    assert counts(jobs, room) == dict(zip(names, decided, strict=True))
+    capacity = NodeCapacity(nodes, dict(zip(names, demands, strict=True)))
+    assert counts(jobs, capacity) == dict(zip(names, decided, strict=True))
 
 
 def test_a_job_that_waits_for_room_is_told_from_one_that_can_never_run() -> None:
     never = replace(unmeasured("b"), max_replicas=0)
     jobs = [unmeasured("a", at_least=4), never, unmeasured("c")]
-    for room in (1, NodeCapacity([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
-        decided = decide(jobs, room, NOW)
+    for capacity in (1, NodeCapacity([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
+        decided = decide(jobs, capacity, NOW)
         assert {name: decision.waiting for name, decision in decided.items()} == {
             "a": True,
             "b": False,
@@ -408,19 +407,23 @@ def test_a_job_that_waits_for_room_is_told_from_one_that_can_never_run() -> None
     [
         (unmeasured("a"), 8, "started on 1 replica"),
         (unmeasured("a", at_least=2), 8, "started on 2 replicas"),
-        (job("a", 1), 8, "gain 1.0 -> 7.9 predicted, 2.0 times the progress per second"),
-        (job("a", 4), 2, "makes room: gain 11.1 -> 7.9 predicted, 0.5 times the progress per second"),
-        (job("a", 8), 8, "stays"),
-        (unmeasured("a", 4), 8, "stays"),
-        (unmeasured("a", 4), 3, "makes room"),
-        (unmeasured("a", at_least=4), 3, "waiting for room for 4 replicas"),
-        (unmeasured("a", 2), 0, "waiting for room for 1 replica"),
+        (job("a", 1), 8, "predicted gain 1.0 -> 7.9, 2.0 times the progress per second"),
+        (
+            job("a", 4),
+            2,
+            "frees capacity for other jobs: predicted gain 11.1 -> 7.9, 0.5 times the progress per second",
+        ),
+        (job("a", 8), 8, "unchanged"),
+        (unmeasured("a", 4), 8, "unchanged"),
+        (unmeasured("a", 4), 3, "frees capacity for other jobs"),
+        (unmeasured("a", at_least=4), 3, "Insufficient capacity for 4 replicas"),
+        (unmeasured("a", 2), 0, "Insufficient capacity for 1 replica"),
         (
             replace(unmeasured("a", at_least=3), bounds=EVEN_SPLIT, max_replicas=3),
             8,
-            "no replica count between 3 and 3 is valid",
+            "no replica count from 3 to 3 is valid",
         ),
-        (replace(unmeasured("a", 3), bounds=EVEN_SPLIT), 8, "3 is no valid replica count any more"),
+        (replace(unmeasured("a", 3), bounds=EVEN_SPLIT), 8, "3 replicas are no longer valid"),
     ],
 )
 def test_the_reason_is_told_in_words(state: JobState, capacity: int, reason: str) -> None:
@@ -532,7 +535,7 @@ def test_no_job_grows_beyond_twice_what_was_measured_or_the_next_valid_count(
         largest = max([state.largest, *(one.replicas for one in state.step_times)])
         following = next((count for count in allowed(state) if count > largest), 0)
         least = min(allowed(state), default=0)
-        assert decided[state.id] <= max(GROWTH * largest, following, least, state.replicas)
+        assert decided[state.id] <= max(MAX_GROWTH * largest, following, least, state.replicas)
 
 
 @given(worlds, capacities)
@@ -596,7 +599,7 @@ def test_no_other_way_to_share_is_worth_more(jobs: Sequence[JobState], capacity:
     ][:3]
     if not jobs or sum(allowed(state)[0] for state in jobs) > capacity:
         return
-    tables = [worth(state) for state in jobs]
+    tables = [utilities(state) for state in jobs]
     best = max(
         sum(table[count] for table, count in zip(tables, shares, strict=True))
         for shares in product(*tables)
@@ -607,11 +610,11 @@ def test_no_other_way_to_share_is_worth_more(jobs: Sequence[JobState], capacity:
     assert reached == pytest.approx(best, abs=1e-6)
 
 
-def worth(state: JobState) -> Mapping[int, float]:
+def utilities(state: JobState) -> Mapping[int, float]:
     """Count -> worth, for a job that is measured and settled."""
     largest = max([state.largest, *(one.replicas for one in state.step_times)])
     larger = [count for count in allowed(state) if count > largest]
-    reach = max([GROWTH * largest, state.replicas, *larger[:1], allowed(state)[0]])
+    reach = max([MAX_GROWTH * largest, state.replicas, *larger[:1], allowed(state)[0]])
     model = StepTimeModel.fit(state.step_times)
     assert model is not None
     assert state.estimate is not None
@@ -657,11 +660,13 @@ Demands = dict[str, Demand]
 
 def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mapping[str, int]) -> Demands:
     """The demands where all replicas stand that fit, one job after the other."""
-    packing = NodeCapacity(nodes, demands).packing()
+    packing = NodeCapacity(nodes, demands).empty_packing()
     for name, count in replicas.items():
-        while count and not packing.give(name, count):
+        while count and not packing.resize(name, count):
             count -= 1
-    return {name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()}
+    return {
+        name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
+    }
 
 
 @st.composite
@@ -688,10 +693,10 @@ def test_on_nodes_every_count_is_valid_or_none_and_all_fit(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     jobs, nodes, demands = world
-    room = NodeCapacity(nodes, demands)
-    decided = counts(jobs, room)
+    capacity = NodeCapacity(nodes, demands)
+    decided = counts(jobs, capacity)
     assert set(decided) == {state.id for state in jobs}
-    assert room.fits(decided)
+    assert capacity.fits(decided)
     for state in jobs:
         assert decided[state.id] == 0 or decided[state.id] in allowed(state)
     assert counts(list(reversed(jobs)), NodeCapacity(list(reversed(nodes)), demands)) == decided
@@ -703,16 +708,16 @@ def test_on_nodes_a_decision_that_was_carried_out_is_to_stay(
 ) -> None:
     """Both before its replicas are placed, and when they stand."""
     jobs, nodes, demands = world
-    room = NodeCapacity(nodes, demands)
-    decided = counts(jobs, room)
-    packing = room.pack(decided)
+    capacity = NodeCapacity(nodes, demands)
+    decided = counts(jobs, capacity)
+    packing = capacity.pack(decided)
     assert packing is not None
     standing = {
-        name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()
+        name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
     }
     for since in (None, NOW):
         after = carried_out(jobs, decided, since)
-        assert counts(after, room) == decided
+        assert counts(after, capacity) == decided
         again = counts(after, NodeCapacity(nodes, standing))
         # Who was stopped where it had no room may find some elsewhere, now that it stands nowhere.
         assert again == decided or any(again[name] and not decided[name] for name in decided)
@@ -726,16 +731,16 @@ def test_on_nodes_jobs_that_stay_as_they_are_come_to_rest(
     jobs, nodes, demands = world
     seen: list[dict[str, int]] = []
     for _ in range(40):
-        room = NodeCapacity(nodes, demands)
-        decided = counts(jobs, room)
+        capacity = NodeCapacity(nodes, demands)
+        decided = counts(jobs, capacity)
         if decided == {state.id: state.replicas for state in jobs}:
             return
         assert decided not in seen[1:]
         seen.append(decided)
-        packing = room.pack(decided)
+        packing = capacity.pack(decided)
         assert packing is not None
         demands = {
-            name: replace(demand, placed=packing.places.get(name, {})) for name, demand in demands.items()
+            name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
         }
         jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
     pytest.fail(f"they never come to rest: {seen[-3:]}")
@@ -760,11 +765,11 @@ def test_on_nodes_a_later_job_never_stops_an_earlier_one(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     jobs, nodes, demands = world
-    room = NodeCapacity(nodes, demands)
+    capacity = NodeCapacity(nodes, demands)
     ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
-    running = {name for name, count in counts(ordered, room).items() if count}
+    running = {name for name, count in counts(ordered, capacity).items() if count}
     for i in range(len(ordered)):
-        assert {name for name, count in counts(ordered[:i], room).items() if count} == running & {
+        assert {name for name, count in counts(ordered[:i], capacity).items() if count} == running & {
             state.id for state in ordered[:i]
         }
 
@@ -782,9 +787,9 @@ def test_many_jobs_on_many_nodes_are_decided_in_reasonable_time() -> None:
         state.id: Demand({GPU: 1 + i % 4, "cpu": 1000 * (1 + i % 7)}, None, {}, i % 10 == 0)
         for i, state in enumerate(jobs)
     }
-    room = NodeCapacity(nodes, demands)
-    decided = counts(jobs, room)
-    assert room.fits(decided)
+    capacity = NodeCapacity(nodes, demands)
+    decided = counts(jobs, capacity)
+    assert capacity.fits(decided)
     assert sum(count * demands[name].request[GPU] for name, count in decided.items()) > 700
 
 
@@ -793,4 +798,4 @@ def test_many_jobs_on_many_replicas_are_decided_in_reasonable_time() -> None:
     jobs = [job(f"{i:02}", 8, arrival=i, at_most=64, measured=[1, 8, 16]) for i in range(32)]
     decided = decide(jobs, 256, NOW)
     assert sum(decision.replicas for decision in decided.values()) == 256
-    assert set(decided.values()) == {Decision(8, "stays")}
+    assert set(decided.values()) == {Decision(8, "unchanged")}

@@ -45,7 +45,7 @@ def test_nothing_measured_means_no_model() -> None:
 def test_one_measurement_is_met_and_the_rest_is_guessed(seconds: float, accumulation: int) -> None:
     model = StepTimeModel.fit([StepTime(1, 8, accumulation, seconds)])
     assert model is not None
-    assert not model.known
+    assert not model.separates_batch_size
     assert model.step_time(BatchPlan(1, 8, accumulation)) == pytest.approx(seconds)
     assert model.step_time(BatchPlan(1, 16, accumulation)) == pytest.approx(1.5 * seconds)
     assert model.step_time(BatchPlan(1, 8, 2 * accumulation)) == pytest.approx(2 * seconds)
@@ -72,7 +72,7 @@ def test_measurements_of_one_count_make_neither_more_nor_fewer_replicas_look_fas
 def test_a_second_count_of_replicas_tells_the_synchronisation() -> None:
     model = StepTimeModel.fit([StepTime(1, 8, 1, 0.1), StepTime(2, 8, 1, 0.16)])
     assert model is not None
-    assert not model.known
+    assert not model.separates_batch_size
     assert model.sync == pytest.approx(0.06, rel=0.01)
     assert model.step_time(BatchPlan(4, 8)) == pytest.approx(0.16, rel=0.01)
 
@@ -91,7 +91,7 @@ def test_what_was_measured_enough_is_recovered(
     table = list(product((1, 2, 3, 8), (8, 32, 128), (1, 2)))
     model = StepTimeModel.fit(measured(truth, *table))
     assert model is not None
-    assert model.known
+    assert model.separates_batch_size
     for plan in (BatchPlan(*plan) for plan in [*table, (4, 64, 1), (16, 256, 2), (6, 16, 4)]):
         assert model.step_time(plan) == pytest.approx(truth.step_time(plan), rel=0.02)
 

@@ -530,7 +530,7 @@ class ElasticTrainer:
                 self._bounds,
                 self.replicas,
                 estimate=self.adascale.estimate,
-                throughput=model.throughput if model is not None and model.known else None,
+                throughput=model.throughput if model is not None and model.separates_batch_size else None,
                 efficiency_target=self._settings.efficiency_target,
             )
         local_bsz, accumulation = self._peers.numbers_from_main([plan.local_bsz, plan.accumulation])

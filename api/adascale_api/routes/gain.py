@@ -12,9 +12,9 @@ from adascale_api.routes.common import READ, WORK, JobId, ServiceOf, errors
 from adascale_api.schemas import GainReportBody, GainResponse
 from adascale_api.store import UnknownJobError
 from adascale_core.batch import valid_replicas
-from adascale_core.decision import predict
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime
+from adascale_core.prediction import predict
 from adascale_core.throughput import StepTimeModel
 from adascale_core.views import GainView, HistoryView, PredictionView, StoredReports
 

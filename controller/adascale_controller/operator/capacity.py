@@ -18,7 +18,7 @@ from typing import Any, Final
 from kubernetes.utils import parse_quantity
 
 from adascale_core import names
-from adascale_core.capacity import PODS, Node
+from adascale_core.packing import PODS, Node
 
 Raw = Mapping[str, Any]
 """An object of the Kubernetes API, or a part of one, as its JSON."""

@@ -13,7 +13,8 @@ from adascale_controller.operator.looking import Look
 from adascale_controller.operator.stage import Kind as StageKind
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.decision import Decision, JobState, decide
+from adascale_core.decision import Decision, decide
+from adascale_core.job_state import JobState
 from adascale_core.views import JobView
 
 Raw = Mapping[str, Any]
@@ -61,7 +62,7 @@ def _state(look: Look, room: Capacity) -> JobState:
     state = memory.measurements.job_state(job, view, job.spec.scale_invariant_steps)
     standing = seen.standing
     at_work = view.desired == standing and seen.training > 0
-    most = room.most(job.id)
+    most = room.max_replicas(job.id)
     _try(look, most)
     limits = [limit for limit in (job.replicas, memory.trials.limit(most, seen.now)) if limit is not None]
     return replace(

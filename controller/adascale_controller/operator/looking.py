@@ -22,8 +22,8 @@ from adascale_controller.operator.stage import Stage, has_ended, stage_of
 from adascale_controller.operator.store import Kind, Store
 from adascale_controller.operator.trials import Trials
 from adascale_core import names
-from adascale_core.capacity import Demand
 from adascale_core.failure_count import FailureCount
+from adascale_core.packing import Demand
 from adascale_core.views import JobView
 
 logger = logging.getLogger(__name__)

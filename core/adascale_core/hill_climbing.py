@@ -1,0 +1,173 @@
+"""Replica counts of a high total utility on the nodes of a cluster, by hill climbing.
+
+The search starts from the smallest count of every job and from the present counts. It changes one job at a
+time, always to a higher total utility, and prefers the change with the most utility per share of the nodes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+
+from adascale_core.capacity import NodeCapacity
+from adascale_core.job_utility import JobUtility
+from adascale_core.packing import Packing
+
+_MAX_ROUNDS = 8
+"""How often the search tries to improve every job."""
+
+
+def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: float) -> list[int]:
+    """Return one replica count per job, of the highest total utility that is found.
+
+    The present counts are among the candidates, so they change only for a higher total utility.
+
+    Args:
+        jobs: the jobs, in the order of their arrival.
+        capacity: the nodes and the demands of the jobs.
+        now: the time, in seconds.
+    """
+    admitted = _admit(jobs, capacity)
+    utilities = {name: utility.utilities(now) for name, utility in admitted.items()}
+    smallest = {name: utility.counts[0] for name, utility in admitted.items()}
+    present = {name: utility.present_count or utility.counts[0] for name, utility in admitted.items()}
+    found = []
+    for start, first in ((present, {}), (smallest, present), (smallest, {})):
+        packing = capacity.pack(start)
+        if packing is not None:
+            search = HillClimbing(utilities, capacity, packing, start)
+            search.raise_to(first)
+            search.run()
+            found.append(search.result())
+    best = max(found, key=lambda counts: sum(utilities[name][count] for name, count in counts.items()))
+    return [best.get(utility.job.id, 0) for utility in jobs]
+
+
+def _admit(jobs: Sequence[JobUtility], capacity: NodeCapacity) -> dict[str, JobUtility]:
+    """Return the jobs whose smallest count fits beside those of the jobs before them."""
+    packing = capacity.empty_packing()
+    admitted: dict[str, JobUtility] = {}
+    # A count that did not fit does not fit beside even more jobs.
+    rejected: dict[object, int] = {}
+    for utility in jobs:
+        name = utility.job.id
+        if not utility.counts:
+            continue
+        smallest, equivalence_class = utility.counts[0], capacity.equivalence_class(name)
+        if equivalence_class in rejected and smallest >= rejected[equivalence_class]:
+            continue
+        if packing.resize(name, smallest, always_repack=True):
+            admitted[name] = utility
+        else:
+            rejected[equivalence_class] = smallest
+    if capacity.fits({name: utility.counts[0] for name, utility in admitted.items()}):
+        return admitted
+    # They fit only when they are packed in the order of arrival; `fits`, on which the next decision relies,
+    # packs in another order.
+    fitting: dict[str, int] = {}
+    for name, utility in admitted.items():
+        if capacity.fits(fitting | {name: utility.counts[0]}):
+            fitting[name] = utility.counts[0]
+    return {name: admitted[name] for name in fitting}
+
+
+class HillClimbing:
+    """A sequence of changes, each of one job's count, that raise the total utility.
+
+    Args:
+        utilities: job id -> count -> utility, in the order of arrival.
+        capacity: what the counts have to fit into.
+        packing: a packing of `start`.
+        start: job id -> count to start from.
+    """
+
+    def __init__(
+        self,
+        utilities: Mapping[str, Mapping[int, int]],
+        capacity: NodeCapacity,
+        packing: Packing,
+        start: Mapping[str, int],
+    ) -> None:
+        self._utilities = utilities
+        self._capacity = capacity
+        self._packing = packing
+        self._start = dict(start)
+        self._counts = dict(start)
+        self._changes: list[tuple[str, int]] = []
+
+    def raise_to(self, desired: Mapping[str, int]) -> None:
+        """Raise jobs to the `desired` counts (job id -> count) as far as they fit, the densest first."""
+        larger = [job for job in desired if desired[job] > self._counts[job]]
+        for job in sorted(larger, key=lambda job: -self._density(job, desired[job])):
+            self._change(job, desired[job])
+
+    def run(self) -> None:
+        """Change counts until no change of one job raises the total utility, or for `_MAX_ROUNDS` rounds."""
+        for _ in range(_MAX_ROUNDS):
+            before = len(self._changes)
+            self._grow()
+            for job, utilities in self._utilities.items():
+                for count in sorted(utilities, key=lambda count: (-utilities[count], count)):
+                    if count == self._counts[job] or self._change(job, count):
+                        break
+            if len(self._changes) == before:
+                return
+
+    def result(self) -> dict[str, int]:
+        """Return the last counts (job id -> count) that fit when they are packed from scratch.
+
+        Replicas that were placed one after the other may not fit when all are placed at the same time, and
+        the next decision would then reject these counts.
+        """
+        last = len(self._changes)
+        if not self._capacity.fits(self._counts):
+            fitting = 0
+            while last - fitting > 1:
+                middle = (fitting + last) // 2
+                if self._capacity.fits(self._start | dict(self._changes[:middle])):
+                    fitting = middle
+                else:
+                    last = middle
+            last = fitting
+        return self._start | dict(self._changes[:last])
+
+    def _grow(self) -> None:
+        """Raise counts, the one of the highest density first, as long as one fits."""
+        jobs = list(self._utilities)
+        rejected: dict[str, int] = {}
+        queue: list[tuple[float, int, int]] = []
+
+        def enqueue(i: int) -> None:
+            job = jobs[i]
+            larger = [
+                count
+                for count in self._utilities[job]
+                if self._counts[job] < count < rejected.get(job, count + 1)
+                and self._improvement(job, count) > 0
+            ]
+            if larger:
+                count = max(larger, key=lambda count: (self._density(job, count), -count))
+                insort(queue, (self._density(job, count), -i, count))
+
+        for i in range(len(jobs)):
+            enqueue(i)
+        while queue:
+            _, i, count = queue.pop()
+            if not self._change(jobs[-i], count):
+                rejected[jobs[-i]] = count
+            enqueue(-i)
+
+    def _change(self, job: str, count: int) -> bool:
+        if self._improvement(job, count) <= 0 or not self._packing.resize(job, count):
+            return False
+        self._counts[job] = count
+        self._changes.append((job, count))
+        return True
+
+    def _improvement(self, job: str, count: int) -> int:
+        return self._utilities[job][count] - self._utilities[job][self._counts[job]]
+
+    def _density(self, job: str, count: int) -> float:
+        """Return the utility of additional replicas per dominant share that they take."""
+        share = self._capacity.dominant_share(job) * (count - self._counts[job])
+        return self._improvement(job, count) / share
