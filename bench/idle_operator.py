@@ -56,7 +56,7 @@ def measure(api: client.ApiClient, kubeconfig: str, count: int, seconds: float, 
             kubeconfig, f"http://127.0.0.1:{service.port}", token_file, folder, *options
         )
         try:
-            wait_until(lambda: "At work" in operator.log, "the operator at work")
+            wait_until(lambda: "Running in" in operator.log, "the operator at work")
             wait_until(
                 lambda: all(one.get("status") for one in all_jobs(objects, namespace)), "a status of each job"
             )

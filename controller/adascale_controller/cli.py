@@ -245,8 +245,8 @@ def operator(
 ) -> None:
     """Look after the AdaScaleJobs of a cluster: the one that this runs in, or that of KUBECONFIG."""
     # Imported here because it takes a second, which the other commands need not wait.
-    from adascale_controller.operator.main import run_operator
-    from adascale_controller.operator.settings import OperatorSettings
+    from adascale_controller.operator.runtime.main import run_operator
+    from adascale_controller.operator.runtime.settings import OperatorSettings
 
     run_operator(
         OperatorSettings(

@@ -159,7 +159,7 @@ def wait_until_looked_at(job: JobUnderTest) -> dict[str, Any]:
 
 def waits_for_room(job: JobUnderTest, replicas: str) -> None:
     """It says so, and has no pods."""
-    condition = job.wait_for_condition("Running", "WaitingForRoom", status="False")
+    condition = job.wait_for_condition("Running", "InsufficientCapacity", status="False")
     assert condition["message"] == f"Insufficient capacity for {replicas}"
     assert job.status()["state"] == "Pending"
     assert not job.batch_jobs()
@@ -189,7 +189,7 @@ def test_jobs_share_what_the_nodes_have_for_them(
         # The room that is freed is used, and no more: the third of four is as far as it goes.
         status = first.wait_until_training(3)
         assert status["desiredReplicas"] == 3
-        assert first.condition("Rescaling")["reason"] == "Settled"
+        assert first.condition("Rescaling")["reason"] == "Stable"
         three = first.uids()
     first.wait_until_training(4)
     four = first.uids()
@@ -233,14 +233,14 @@ def test_where_the_nodes_seem_to_have_more_room_than_they_have_training_goes_on_
 
         condition = job.wait_for_condition("Rescaling", "Unschedulable")
         assert condition["message"].startswith("2 -> 3: ")
-        assert condition["message"].endswith("; training goes on on 2")
+        assert condition["message"].endswith("; training continues on 2 replicas")
         assert job.condition("Running")["message"] == "trains on 2 replicas"
         step = job.view()["latest"]["step"]
         wait_until(lambda: job.view()["latest"]["step"] > step, "more steps")
 
         # The try is given up.
         condition = job.wait_for_condition("Rescaling", "Unschedulable", status="False", patience=180)
-        assert condition["message"].startswith("3 replicas could not be had: ")
+        assert condition["message"].startswith("3 replicas could not be scheduled: ")
         status = job.status()
         assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Running", 2, 2)
         wait_until(lambda: job.uids() == two, "the end of the pod that found no place")
@@ -250,7 +250,7 @@ def test_where_the_nodes_seem_to_have_more_room_than_they_have_training_goes_on_
     job.wait_until_training(4)
     assert two.items() < job.uids().items()
     told = [message.split(": ")[0] for reason, message in job.events() if reason == "Unschedulable"]
-    assert set(told) == {"2 -> 3", "3 replicas could not be had"}
+    assert set(told) == {"2 -> 3", "3 replicas could not be scheduled"}
 
 
 # -- without the right to list nodes -----------------------------------------------------------------------
@@ -365,6 +365,6 @@ def test_without_the_right_to_list_nodes_what_fits_is_found_by_trying(
         assert (status["disruptions"], status["failures"]) == (0, 0)
         condition = job.condition("Rescaling")
         assert (condition["status"], condition["reason"]) == ("False", "Unschedulable")
-        assert condition["message"].startswith("4 replicas could not be had: ")
+        assert condition["message"].startswith("4 replicas could not be scheduled: ")
         job.delete()
         wait_until(lambda: not job.pods(ended=True), "the end of its pods")

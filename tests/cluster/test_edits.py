@@ -206,7 +206,7 @@ def test_a_deleted_job_leaves_nothing_behind_but_what_is_the_users(
     status = own.wait_until_training(2)
     assert status["claim"] == "own-checkpoints"
     assert len({pod.spec.node_name for pod in own.pods().values()}) == 1
-    assert "OneNode" in [reason for reason, _ in own.events()]
+    assert "SingleNode" in [reason for reason, _ in own.events()]
     assert is_there(read_claim, "own-checkpoints", own.namespace)
     own.delete()
 
@@ -231,7 +231,7 @@ def test_a_deleted_job_leaves_nothing_behind_but_what_is_the_users(
     again.kubectl("wait", "--for=condition=Failed", "asj/again", "--timeout=60s", timeout=80)
     condition = again.condition("Failed")
     assert condition["reason"] == "DeadlineExceeded"
-    assert condition["message"] == "activeDeadlineSeconds 1 are over"
+    assert condition["message"] == "activeDeadlineSeconds (1) exceeded"
     wait_until(lambda: not again.pods(), "the end of its pods")
 
     again.delete()

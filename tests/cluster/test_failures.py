@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.template import CHECKPOINT_FOLDER
+from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -68,7 +68,7 @@ def test_a_program_that_fails_is_started_again_and_then_given_up(workspace: Work
     job.wait_for("second failure", lambda status: status["failures"] == 2)
     message = failed(job)
     assert message.startswith("3 failures of the program, backoffLimit is 2. Replica ")
-    assert "ended with exit code 3:\nenters generation " in message
+    assert "failed: exit code 3:\nenters generation " in message
     assert message.endswith("this program fails on purpose")
     status = job.status()
     assert (status["state"], status["failures"], status["disruptions"]) == ("Failed", 3, 0), job.story()
@@ -142,13 +142,13 @@ def test_what_keeps_pods_from_starting_is_told_at_once(system: System, workspace
             mistaken,
         )
     }
-    assert "image adascale-worker:no-such-tag" in hindered(jobs["unknown-image"], "ImageNotPulled")
-    assert "image Not//AnImage" in hindered(jobs["invalid-image"], "ImageNotPulled")
+    assert "image adascale-worker:no-such-tag" in hindered(jobs["unknown-image"], "ImagePullFailed")
+    assert "image Not//AnImage" in hindered(jobs["invalid-image"], "ImagePullFailed")
     assert "unbound-checkpoints" in hindered(jobs["unbound"], "VolumeNotBound")
     assert "no PersistentVolumeClaim later in" in hindered(jobs["missing-claim"], "VolumeNotFound")
-    assert "violates PodSecurity" in hindered(jobs["privileged"], "PodsRefused")
-    assert "no-such-map" in hindered(jobs["unset"], "ContainerNotCreated")
-    assert '"no-such-volume-map" not found' in hindered(jobs["unmounted"], "ContainerNotCreated")
+    assert "violates PodSecurity" in hindered(jobs["privileged"], "PodCreationFailed")
+    assert "no-such-map" in hindered(jobs["unset"], "ContainerStartFailed")
+    assert '"no-such-volume-map" not found' in hindered(jobs["unmounted"], "ContainerStartFailed")
     assert "worker mounts no volume at /state" in failed(jobs["unshared"], "InvalidSpec")
     assert "no-such-volume" in failed(jobs["mistaken"], "InvalidSpec")
     for job in jobs.values():
@@ -173,7 +173,7 @@ def test_a_job_trains_on_as_many_replicas_as_a_quota_lets_it_have(
     told = job.wait_for_condition("Rescaling", "QuotaExceeded")["message"]
     assert told.startswith("2 -> ")
     assert "exceeded quota: pods" in told
-    assert told.endswith("training goes on on 2")
+    assert told.endswith("training continues on 2 replicas")
     status = job.status()
     assert (status["replicas"], status["disruptions"], status["failures"]) == (2, 0, 0)
     assert job.condition("Running")["reason"] == "Training"

@@ -19,7 +19,7 @@ PROGRAM = """
 import asyncio, signal, sys, time
 from contextlib import suppress
 from kubernetes.aio import client, config
-from adascale_controller.operator.lease import LeaseElection
+from adascale_controller.operator.runtime.lease import LeaseElection
 
 async def main(namespace, identity):
     await config.load_kube_config()

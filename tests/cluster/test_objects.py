@@ -13,15 +13,10 @@ import pytest
 from kubernetes import client
 
 from adascale_controller.job import CheckpointSettings, Job
-from adascale_controller.operator.objects import (
-    Manifest,
-    PodSettings,
-    Workload,
-    claim_manifest,
-    job_manifest,
-    resize_patch,
-)
-from adascale_controller.operator.pods import Pod, read_pod
+from adascale_controller.operator.apply.indexed_job import claim_manifest, indexed_job_manifest, resize_patch
+from adascale_controller.operator.observe.pods import Pod, read_pod
+from adascale_controller.operator.types.kubernetes import Manifest
+from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core import names
 from adascale_core.exit_codes import IGNORED_EXIT_CODES
 from adascale_core.messages import JobSpec
@@ -98,7 +93,7 @@ class Jobs:
         self.path = f"/apis/batch/v1/namespaces/{made.namespace}/jobs"
 
     def create(self, replicas: int, *, suspend: bool = False) -> None:
-        manifest = job_manifest(self.made, replicas, suspend=suspend, one_node=True)
+        manifest = indexed_job_manifest(self.made, replicas, suspend=suspend, single_node=True)
         ask(self.api, "POST", self.path, without_owner(manifest))
 
     def resize(self, replicas: int, *, suspend: bool = False) -> None:
@@ -122,13 +117,15 @@ def test_the_api_server_takes_the_job_with_all_that_is_in_it(
     api_client: client.ApiClient, restricted: str
 ) -> None:
     path = f"/apis/batch/v1/namespaces/{restricted}/jobs"
-    for one_node in (False, True):
+    for single_node in (False, True):
         for checkpoint in (
             CheckpointSettings(),
             CheckpointSettings(claim_name="shared"),
             CheckpointSettings(path="/data"),
         ):
-            manifest = job_manifest(workload(restricted, checkpoint), 3, suspend=False, one_node=one_node)
+            manifest = indexed_job_manifest(
+                workload(restricted, checkpoint), 3, suspend=False, single_node=single_node
+            )
             made = ask(api_client, "POST", path, manifest, dryRun="All")
             assert made["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == list(
                 IGNORED_EXIT_CODES
@@ -153,7 +150,7 @@ def test_what_a_template_asks_for_is_judged_by_the_namespace(
     api_client: client.ApiClient, restricted: str
 ) -> None:
     made = workload(restricted, securityContext={"privileged": True})
-    template = job_manifest(made, 1, suspend=False, one_node=False)["spec"]["template"]
+    template = indexed_job_manifest(made, 1, suspend=False, single_node=False)["spec"]["template"]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template["spec"]}
     with pytest.raises(AssertionError, match="violates PodSecurity"):
         ask(api_client, "POST", f"/api/v1/namespaces/{restricted}/pods", pod, dryRun="All")

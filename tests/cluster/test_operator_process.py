@@ -158,7 +158,7 @@ def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int
         told = operator.log.removeprefix(known)
         if job is None:
             return "forgotten by the metrics service" in told
-        return "At work" in told and is_carried_out(place, job, replicas)
+        return "Running in" in told and is_carried_out(place, job, replicas)
 
     wait_until(is_over, f"{replicas} replicas of {job and job.name}")
     if die_before is not None and operator.process.poll() is None:
@@ -175,7 +175,7 @@ def test_an_operator_takes_over_from_one_that_leaves_and_from_one_that_is_killed
         return place.operator("--lease-namespace", place.namespace, "--identity", name)
 
     def at_work() -> int:
-        return operator_log().count("At work")
+        return operator_log().count("Running in")
 
     def operator_log() -> str:
         return (place.folder / "operator.log").read_text()

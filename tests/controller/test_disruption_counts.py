@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.sightings import batch, course, job, seen, view
+from support.observed_jobs import actions_for, indexed_job, job, observed, view
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ from support.sightings import batch, course, job, seen, view
 def test_what_the_service_counts_anew_is_added(
     counted: int, told: int, disruptions: int, failures: int, expected: int
 ) -> None:
-    status = {"disruptions": counted, "attempts": {"toldDisruptions": told, "trained": 2}}
+    status = {"disruptions": counted, "attempts": {"reportedDisruptions": told, "trained": 2}}
     service = view((2, 2), (2, 2), disruptions=disruptions, failures=failures)
-    done = course(seen(job((2, 2), status=status), service, batch(2)), 2)
+    done = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
     assert done.status["disruptions"] == expected
-    assert done.status["attempts"]["toldDisruptions"] == disruptions
+    assert done.status["attempts"]["reportedDisruptions"] == disruptions
     lost = [event for event in done.events if event.reason == "ReplicaLost"]
     assert bool(lost) == (expected > counted)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.operator.conditions import Reason
+from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.schema import AdaScaleJobSpec, Checkpoint
 
 ROOT = Path(__file__).parents[2]

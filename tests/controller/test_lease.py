@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient
 
-from adascale_controller.operator.lease import (
+from adascale_controller.operator.runtime.lease import (
     Election,
     Lease,
     LeaseElection,
@@ -375,7 +375,7 @@ def test_nothing_is_released_that_is_not_held() -> None:
         await first.acquire()
         await second.release()
         assert server.holder == "first"
-        with pytest.raises(LeaseLostError, match="never held"):
+        with pytest.raises(LeaseLostError, match="never acquired"):
             await second.hold()
 
     run(main)

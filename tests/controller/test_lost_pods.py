@@ -7,34 +7,35 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.pods import LONG_LIFE, Ended, Pod, is_lost
+from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
 from adascale_core.termination_message import TerminationMessage
-from support.sightings import NOW, batch, course, job, pod, seen, view
+from support.observed_jobs import NOW, actions_for, indexed_job, job, observed, pod, view
 
-KILLED = Ended(137)
-REENTERS = Ended(75)
-FAILED = Ended(3, words=TerminationMessage(1, 3))
+KILLED = PodExit(137)
+REENTERS = PodExit(75)
+FAILED = PodExit(3, termination=TerminationMessage(1, 3))
 
 
-def ended(rank: int, how: Ended, **more: Any) -> Pod:
-    return pod(rank, **{"phase": "Failed", "running": False, "ended": how, **more})
+def ended(rank: int, how: PodExit, **more: Any) -> Pod:
+    return pod(rank, **{"phase": "Failed", "running": False, "exit": how, **more})
 
 
 @pytest.mark.parametrize(
     ("lost", "one"),
     [
         (False, pod(0)),
-        (False, pod(0, deleting_since=NOW)),
-        (True, ended(0, REENTERS, deleting_since=NOW)),
+        (False, pod(0, deletion_deadline=NOW)),
+        (True, ended(0, REENTERS, deletion_deadline=NOW)),
         (True, ended(0, replace(REENTERS, disruption=True))),
-        (True, ended(0, Ended(None, reason="Evicted", disruption=True))),
-        (True, ended(0, KILLED, deleting_since=NOW)),
+        (True, ended(0, PodExit(None, reason="Evicted", disruption=True))),
+        (True, ended(0, KILLED, deletion_deadline=NOW)),
         (False, ended(0, KILLED)),
         (True, ended(0, KILLED, created_at=NOW - LONG_LIFE - 1)),
         (False, ended(0, FAILED)),
         (False, ended(0, FAILED, created_at=NOW - LONG_LIFE - 1)),
-        (False, ended(0, FAILED, deleting_since=NOW)),
-        (False, ended(0, Ended(0), phase="Succeeded", deleting_since=NOW)),
+        (False, ended(0, FAILED, deletion_deadline=NOW)),
+        (False, ended(0, PodExit(0), phase="Succeeded", deletion_deadline=NOW)),
     ],
 )
 def test_a_pod_is_lost_if_it_was_ended_from_outside(lost: bool, one: Pod) -> None:
@@ -58,16 +59,16 @@ GONE = ended(1, replace(REENTERS, disruption=True), name="gone")
 def test_the_last_pod_of_a_rank_makes_way_if_it_is_lost(
     removed: tuple[str, ...], pods: list[Pod], more: dict[str, Any]
 ) -> None:
-    sighting = seen(job((1, 2)), view((1, 2), (1, 2)), batch(2, **more), pods)
-    assert course(sighting, 2).remove_pods == removed
+    sighting = observed(job((1, 2)), view((1, 2), (1, 2)), indexed_job(2, **more), pods)
+    assert actions_for(sighting, 2).delete_pods == removed
 
 
 @pytest.mark.parametrize(("suspended", "released"), [(True, ("kept",)), (False, ())])
 def test_what_has_ended_is_kept_by_nobody_once_no_pods_come_after_it(
     suspended: bool, released: tuple[str, ...]
 ) -> None:
-    pods = [pod(0, kept=True), ended(1, FAILED, name="kept", kept=True), ended(2, FAILED)]
-    sighting = seen(job((1, 3)), view((1, 3)), batch(3, suspended=suspended), pods)
-    done = course(sighting, 3)
+    pods = [pod(0, tracked=True), ended(1, FAILED, name="kept", tracked=True), ended(2, FAILED)]
+    sighting = observed(job((1, 3)), view((1, 3)), indexed_job(3, suspended=suspended), pods)
+    done = actions_for(sighting, 3)
     assert done.release_pods == released
-    assert done.remove_pods == ()
+    assert done.delete_pods == ()

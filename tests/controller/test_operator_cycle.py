@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator import cycle
-from adascale_controller.operator.cluster import ClusterError
-from adascale_controller.operator.store import Kind
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.runtime import control_loop
+from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages import GainReport, ReplicaState
 from support.world import Api, World
 
@@ -24,25 +24,25 @@ def trains(world: World) -> bool:
 def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     """Have the API server answer so when asked for a claim; an error is raised."""
 
-    async def claim(*_: object) -> Any:
+    async def get_claim(*_: object) -> Any:
         if isinstance(answer, ClusterError):
             raise answer
         return answer
 
-    monkeypatch.setattr(Api, "claim", claim)
+    monkeypatch.setattr(Api, "get_claim", get_claim)
 
 
 def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World()
-    odd = world.create(Kind.ADASCALEJOBS, {"metadata": {"name": "odd"}, "spec": {}})
+    odd = world.create(Resource.ADASCALEJOBS, {"metadata": {"name": "odd"}, "spec": {}})
     del odd["metadata"]["generation"]
     world.submit()
     world.settle()
     assert trains(world)
     told = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.getMessage() for record in told] == ["team.odd: nothing can be done about it"]
+    assert [record.getMessage() for record in told] == ["team.odd: unexpected error; the job is skipped"]
     assert told[0].exc_info
 
 
@@ -51,7 +51,7 @@ def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
     world.submit()
     world.settle()
     assert world.job is not None
-    world.delete(Kind.ADASCALEJOBS, "digits")
+    world.delete(Resource.ADASCALEJOBS, "digits")
     world.submit()
     world.settle()
     assert trains(world)
@@ -62,7 +62,7 @@ def test_a_report_that_comes_when_its_job_is_forgotten_already_leaves_nothing_be
     world = World()
     world.submit()
     world.settle()
-    world.delete(Kind.ADASCALEJOBS, "digits")
+    world.delete(Resource.ADASCALEJOBS, "digits")
     world.settle()
     assert world.service.list_jobs() == []
     world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
@@ -114,19 +114,19 @@ def test_where_claims_may_not_be_read_pods_are_made_once(
 def test_a_deletion_that_no_watch_has_told_of_is_found_when_something_is_to_be_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cycle, "STALE_INTERVAL", 0.0)
-    monkeypatch.setattr(cycle, "INTERVAL", 0.01)
-    monkeypatch.setattr(cycle, "PAUSE", 0.01)
+    monkeypatch.setattr(control_loop, "STALE_RESYNC_INTERVAL", 0.0)
+    monkeypatch.setattr(control_loop, "INTERVAL", 0.01)
+    monkeypatch.setattr(control_loop, "PAUSE", 0.01)
     world = World()
     world.submit()
     world.settle()
-    world.delete(Kind.JOBS, "digits")
+    world.delete(Resource.JOBS, "digits")
     world.control_jobs()
     world.kubelet()
     world.miss_news()
     world.settle(3)
-    assert world.batch is None, "nothing was to be done"
+    assert world.indexed_job is None, "nothing was to be done"
     world.edit(activeDeadlineSeconds=600)
     world.tell_operator()
     world.run(0.5)
-    assert world.batch is not None
+    assert world.indexed_job is not None

@@ -6,55 +6,57 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_controller.operator.conditions import ConditionType, Reason
-from adascale_controller.operator.pods import Ended, Pod
-from support.sightings import (
+from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.types.conditions import ConditionType, Reason
+from support.observed_jobs import (
     NOW,
-    batch,
+    actions_for,
     condition,
-    course,
     failed_pod,
+    indexed_job,
     job,
+    observed,
     pod,
     report,
-    seen,
-    training,
+    training_job,
     view,
 )
 
 
 def test_an_edited_deadline_is_given_to_the_job_without_another_size() -> None:
-    assert course(training((1, 2)), 2).resize is None
-    assert course(training((1, 2), active_deadline_seconds=60), 2).resize == 2
+    assert actions_for(training_job((1, 2)), 2).resize is None
+    assert actions_for(training_job((1, 2), active_deadline_seconds=60), 2).resize == 2
 
 
 @pytest.mark.parametrize(("deadline", "resize"), [(60, None), (90, 2), (None, 2)])
 def test_a_deadline_is_compared_with_that_of_the_job(deadline: int | None, resize: int | None) -> None:
-    sighting = seen(
-        job((1, 2), active_deadline_seconds=deadline), view((1, 2), (1, 2)), batch(2, deadline=60)
+    sighting = observed(
+        job((1, 2), active_deadline_seconds=deadline),
+        view((1, 2), (1, 2)),
+        indexed_job(2, active_deadline_seconds=60),
     )
-    assert course(sighting, 2).resize == resize
+    assert actions_for(sighting, 2).resize == resize
 
 
 def test_what_an_earlier_job_of_the_name_comes_to_is_not_told_of_the_new_one() -> None:
     service = view((7, 3), (7, 3), latest=report(7, 3))
-    status = course(seen(job(), service, pods=())).status
+    status = actions_for(observed(job(), service, pods=())).status
     assert (status["replicas"], status["state"]) == (0, "Pending")
     assert not {"allocation", "gain", "progress"} & status.keys()
 
 
 def test_an_earlier_job_of_the_name_is_forgotten_when_its_pods_are_gone() -> None:
     service = view((7, 1), (7, 1))
-    ending = course(seen(job(), service, pods=[pod(0, deleting_since=1_800_000_020.0)]))
-    assert not ending.forget
+    ending = actions_for(observed(job(), service, pods=[pod(0, deletion_deadline=1_800_000_020.0)]))
+    assert not ending.deregister
     assert condition(ending, ConditionType.RUNNING).reason == Reason.CLEANING_UP
-    assert course(seen(job(), service, pods=())).forget
+    assert actions_for(observed(job(), service, pods=())).deregister
 
 
 @pytest.mark.parametrize("more", [{}, {"suspended": True}])
-@pytest.mark.parametrize("gone", [failed_pod(0), pod(0, phase="Failed", ended=Ended(75))])
+@pytest.mark.parametrize("gone", [failed_pod(0), pod(0, phase="Failed", exit=PodExit(75))])
 def test_a_pod_that_has_ended_and_is_deleted_is_kept_by_nobody(gone: Pod, more: dict[str, bool]) -> None:
-    sighting = seen(job((1, 1)), view((1, 1)), batch(1, **more), [gone])
-    assert course(sighting, 1).remove_pods == ()
-    deleted = replace(sighting, pods=[replace(gone, deleting_since=NOW + 20)])
-    assert course(deleted, 1).remove_pods == (gone.name,)
+    sighting = observed(job((1, 1)), view((1, 1)), indexed_job(1, **more), [gone])
+    assert actions_for(sighting, 1).delete_pods == ()
+    deleted = replace(sighting, pods=[replace(gone, deletion_deadline=NOW + 20)])
+    assert actions_for(deleted, 1).delete_pods == (gone.name,)

@@ -18,8 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_controller.operator import apart, deciding
-from adascale_controller.operator.store import Kind
+from adascale_controller.operator.runtime import error_isolation
+from adascale_controller.operator.schedule import scheduler
+from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.decision import Decision
 from adascale_core.job_state import JobState
 from adascale_core.messages import ReplicaState
@@ -77,7 +78,7 @@ class Life(RuleBasedStateMachine):
         if self.world.job is None:
             self.world.submit()
         else:
-            self.world.delete(Kind.ADASCALEJOBS, "digits")
+            self.world.delete(Resource.ADASCALEJOBS, "digits")
 
     # -- what the operator does -------------------------------------------------------------------------
 
@@ -115,10 +116,10 @@ class Life(RuleBasedStateMachine):
     def evict_a_pod(self, seed: int) -> None:
         self.world.end_pod(random.Random(seed).choice(sorted(self.world.agents)))
 
-    @precondition(lambda self: self.world.batch is not None)
+    @precondition(lambda self: self.world.indexed_job is not None)
     @rule()
     def delete_the_job_of_the_job(self) -> None:
-        self.world.delete(Kind.JOBS, "digits")
+        self.world.delete(Resource.JOBS, "digits")
 
     @rule()
     def lose_what_the_service_knows(self) -> None:
@@ -148,7 +149,7 @@ class Life(RuleBasedStateMachine):
         self.world.settle(1)
         assert self.world.writes == [], "a write is repeated for ever"
         if self.world.job is None:
-            assert self.world.batch is None
+            assert self.world.indexed_job is None
             left = self.world.service.list_jobs()
             assert not any(one.spec or one.desired or one.replicas for one in left)
             return
@@ -157,7 +158,7 @@ class Life(RuleBasedStateMachine):
         running = [one for one in self.world.agents.values() if one.state is ReplicaState.RUNNING]
         assert sorted(one.rank for one in running) == list(range(count))
         assert status["replicas"] == status["desiredReplicas"] == count
-        assert len(self.world.objects[Kind.PODS]) == count
+        assert len(self.world.objects[Resource.PODS]) == count
         desired = self.world.service.state.desired
         if desired is not None:
             assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
@@ -172,6 +173,6 @@ def test_whatever_happens_the_job_comes_to_be_as_it_is_wished_for(monkeypatch: p
     def decided(states: list[JobState], *_: object) -> dict[str, Decision]:
         return {state.id: Decision(Life.wish, "as the test says") for state in states}
 
-    monkeypatch.setattr(deciding, "decide", decided)
-    monkeypatch.setattr(apart.logger, "exception", _loudly)
+    monkeypatch.setattr(scheduler, "decide", decided)
+    monkeypatch.setattr(error_isolation.logger, "exception", _loudly)
     run_state_machine_as_test(Life, settings=settings(max_examples=50, stateful_step_count=25, deadline=None))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.conditions import Reason
-from adascale_controller.operator.pods import Ended, Pod, Problem, own_failure, read_pod
+from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, read_pod
+from adascale_controller.operator.reconcile.failures import is_program_failure
+from adascale_controller.operator.types.conditions import Reason
 from adascale_core.termination_message import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------
@@ -48,18 +49,18 @@ def terminated(exit_code: int, reason: str = "Error", **more: Any) -> dict[str, 
     return {"exitCode": exit_code, "reason": reason, "startedAt": "2026-03-01T10:00:01Z"} | more
 
 
-def failed(*containers: dict[str, Any], **more: Any) -> Ended:
-    ended = read_pod(raw({"phase": "Failed", "containerStatuses": list(containers)} | more)).ended
+def failed(*containers: dict[str, Any], **more: Any) -> PodExit:
+    ended = read_pod(raw({"phase": "Failed", "containerStatuses": list(containers)} | more)).exit
     assert ended is not None
     return ended
 
 
-def waiting(reason: str, message: str = "", **more: Any) -> Problem | None:
+def waiting(reason: str, message: str = "", **more: Any) -> PodProblem | None:
     state = {"reason": reason} | ({"message": message} if message else {})
     return read_pod(raw({"phase": "Pending", "containerStatuses": [container(waiting=state)]} | more)).problem
 
 
-def unscheduled(message: str, **spec: Any) -> Problem | None:
+def unscheduled(message: str, **spec: Any) -> PodProblem | None:
     told = condition("PodScheduled", "False", reason="Unschedulable", message=message)
     return read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None, **spec)).problem
 
@@ -76,17 +77,16 @@ def test_a_pod_that_runs() -> None:
         node="node1",
         phase="Running",
         created_at=1772359200.0,
-        scheduled=True,
+        scheduled_at=1772359200.0,
         running=True,
-        request={"cpu": 500, "pods": 1},
     )
 
 
 def test_a_pod_that_was_just_made_tells_nothing() -> None:
     pod = read_pod(raw(node=None))
-    assert (pod.phase, pod.node, pod.scheduled, pod.running) == ("Pending", None, False, False)
+    assert (pod.phase, pod.node, pod.scheduled_at, pod.running) == ("Pending", None, None, False)
     assert pod.problem is None
-    assert pod.ended is None
+    assert pod.exit is None
 
 
 def test_only_the_container_that_trains_tells_that_a_replica_runs() -> None:
@@ -114,18 +114,18 @@ def test_only_the_container_that_trains_tells_that_a_replica_runs() -> None:
     ],
 )
 def test_a_pod_has_begun_when_one_of_its_containers_has(begun: bool, status: dict[str, Any]) -> None:
-    assert read_pod(raw(status)).begun == begun
+    assert read_pod(raw(status)).has_started == begun
 
 
 def test_a_pod_tells_whether_the_job_controller_keeps_it() -> None:
-    assert read_pod(raw(metadata={"finalizers": ["batch.kubernetes.io/job-tracking"]})).kept
-    assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).kept
+    assert read_pod(raw(metadata={"finalizers": ["batch.kubernetes.io/job-tracking"]})).tracked
+    assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).tracked
 
 
 def test_a_deleted_pod_tells_when_it_should_have_ended() -> None:
     """The API adds the grace period to the time of the deletion."""
     meta = {"deletionTimestamp": "2026-03-01T10:00:30Z", "deletionGracePeriodSeconds": 30}
-    assert read_pod(raw(metadata=meta)).deleting_since == 1772359230.0
+    assert read_pod(raw(metadata=meta)).deletion_deadline == 1772359230.0
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_the_rank_is_the_completion_index(metadata: dict[str, Any], rank: int) -
     ],
 )
 def test_a_pod_that_no_node_takes(message: str) -> None:
-    assert unscheduled(message) == Problem(Reason.UNSCHEDULABLE, message)
+    assert unscheduled(message) == PodProblem(Reason.UNSCHEDULABLE, message)
 
 
 def test_a_pod_behind_a_scheduling_gate() -> None:
     told = condition("PodScheduled", "False", reason="SchedulingGated")
     problem = read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None)).problem
-    assert problem == Problem(Reason.UNSCHEDULABLE, "SchedulingGated")
+    assert problem == PodProblem(Reason.UNSCHEDULABLE, "SchedulingGated")
 
 
 @pytest.mark.parametrize(
@@ -181,23 +181,23 @@ def test_a_pod_whose_volume_is_not_bound_says_which(message: str, names_the_clai
         {"name": "b", "emptyDir": {}},
     ]
     told = "" if names_the_claim else " (PersistentVolumeClaims of the pod: digits-checkpoints)"
-    assert unscheduled(message, volumes=volumes) == Problem(Reason.VOLUME_NOT_BOUND, f"{message}{told}")
+    assert unscheduled(message, volumes=volumes) == PodProblem(Reason.VOLUME_NOT_BOUND, f"{message}{told}")
 
 
 @pytest.mark.parametrize(
     ("reason", "message", "expected"),
     [
-        ("ErrImagePull", 'failed to pull: "trainer:1": not found', Reason.IMAGE_NOT_PULLED),
-        ("ImagePullBackOff", 'Back-off pulling image "trainer:1"', Reason.IMAGE_NOT_PULLED),
-        ("InvalidImageName", "couldn't parse image name", Reason.IMAGE_NOT_PULLED),
+        ("ErrImagePull", 'failed to pull: "trainer:1": not found', Reason.IMAGE_PULL_FAILED),
+        ("ImagePullBackOff", 'Back-off pulling image "trainer:1"', Reason.IMAGE_PULL_FAILED),
+        ("InvalidImageName", "couldn't parse image name", Reason.IMAGE_PULL_FAILED),
         ("ErrImageNeverPull", "Container image is not present with pull policy of Never",
-         Reason.IMAGE_NOT_PULLED),
-        ("RegistryUnavailable", "", Reason.IMAGE_NOT_PULLED),
-        ("CreateContainerConfigError", 'secret "s" not found', Reason.CONTAINER_NOT_CREATED),
+         Reason.IMAGE_PULL_FAILED),
+        ("RegistryUnavailable", "", Reason.IMAGE_PULL_FAILED),
+        ("CreateContainerConfigError", 'secret "s" not found', Reason.CONTAINER_START_FAILED),
         ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root",
-         Reason.CONTAINER_NOT_CREATED),
-        ("CreateContainerError", "context deadline exceeded", Reason.CONTAINER_NOT_CREATED),
-        ("RunContainerError", "exec failed", Reason.CONTAINER_NOT_CREATED),
+         Reason.CONTAINER_START_FAILED),
+        ("CreateContainerError", "context deadline exceeded", Reason.CONTAINER_START_FAILED),
+        ("RunContainerError", "exec failed", Reason.CONTAINER_START_FAILED),
         ("ContainerCreating", "", None),
         ("PodInitializing", "", None),
     ],
@@ -208,7 +208,7 @@ def test_a_container_that_does_not_start_says_why(reason: str, message: str, exp
     if problem is not None:
         assert problem.message.startswith("container worker")
         assert problem.message.endswith(f"{reason}: {message}" if message else reason)
-        assert ("registry.example/trainer:1" in problem.message) == (expected is Reason.IMAGE_NOT_PULLED)
+        assert ("registry.example/trainer:1" in problem.message) == (expected is Reason.IMAGE_PULL_FAILED)
 
 
 def test_an_init_container_that_does_not_start_is_told_of_first() -> None:
@@ -225,7 +225,7 @@ def test_an_init_container_that_does_not_start_is_told_of_first() -> None:
 def test_a_pod_that_has_ended_has_no_problem() -> None:
     pod = read_pod(raw({"phase": "Failed", "containerStatuses": [container(waiting={"reason": "E"})]}))
     assert pod.problem is None
-    assert pod.ended is not None
+    assert pod.exit is not None
 
 
 # -- how it has ended --------------------------------------------------------------------------------------
@@ -236,16 +236,16 @@ def test_a_pod_that_has_succeeded() -> None:
         "phase": "Succeeded",
         "containerStatuses": [container(terminated=terminated(0, "Completed", message="accuracy 97%"))],
     }
-    ended = read_pod(raw(status)).ended
-    assert ended == Ended(0, None, "Completed", "accuracy 97%")
-    assert not own_failure(ended)
+    ended = read_pod(raw(status)).exit
+    assert ended == PodExit(0, "Completed", "accuracy 97%")
+    assert not is_program_failure(ended)
 
 
 def test_a_program_that_has_failed_says_in_which_generation() -> None:
     words = TerminationMessage(3, 1, "ZeroDivisionError: division by zero")
     ended = failed(container(terminated=terminated(1, message=words.to_text())))
-    assert ended == Ended(1, None, "Error", words.to_text(), words)
-    assert own_failure(ended)
+    assert ended == PodExit(1, "Error", words.to_text(), words)
+    assert is_program_failure(ended)
 
 
 @pytest.mark.parametrize(
@@ -255,22 +255,21 @@ def test_a_program_that_has_failed_says_in_which_generation() -> None:
 )  # fmt: skip
 def test_which_exit_codes_are_the_programs_own_failure(code: int, is_failure: bool) -> None:
     ended = failed(container(terminated=terminated(code)))
-    assert own_failure(ended) == is_failure
-    assert ended.signal == (code - 128 if code > 128 else None)
+    assert is_program_failure(ended) == is_failure
 
 
 @pytest.mark.parametrize("code", [1, 137])
 def test_a_lack_of_memory_is_not_the_programs_failure(code: int) -> None:
     ended = failed(container(terminated=terminated(code, "OOMKilled")))
     assert ended.reason == "OOMKilled"
-    assert not own_failure(ended)
+    assert not is_program_failure(ended)
 
 
 def test_a_program_that_cannot_be_started_is_its_own_failure() -> None:
     message = 'exec: "pyton": executable file not found in $PATH'
     ended = failed(container(terminated=terminated(128, "StartError", message=message)))
-    assert (ended.exit_code, ended.signal, ended.reason, ended.message) == (128, None, "StartError", message)
-    assert own_failure(ended)
+    assert (ended.exit_code, ended.reason, ended.message) == (128, "StartError", message)
+    assert is_program_failure(ended)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +281,7 @@ def test_a_disruption_is_not_the_programs_failure(why: str) -> None:
         container(terminated=terminated(1)), conditions=[condition("DisruptionTarget", reason=why)]
     )
     assert ended.disruption
-    assert not own_failure(ended)
+    assert not is_program_failure(ended)
 
 
 def test_an_evicted_pod_says_so_with_or_without_its_containers() -> None:
@@ -292,7 +291,7 @@ def test_an_evicted_pod_says_so_with_or_without_its_containers() -> None:
     assert (ended.reason, ended.message, ended.exit_code) == ("Evicted", message, 137)
     ended = failed(**told)
     assert (ended.reason, ended.message, ended.exit_code) == ("Evicted", message, None)
-    assert not own_failure(ended)
+    assert not is_program_failure(ended)
 
 
 @pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError", "NodeAffinity", "NodeLost"])
@@ -300,7 +299,7 @@ def test_a_pod_that_never_ran_has_not_failed_by_itself(reason: str) -> None:
     """As when devices of a node went away between the scheduler's choice and the start."""
     ended = failed(reason=reason, message="Pod was rejected")
     assert (ended.exit_code, ended.reason, ended.message) == (None, reason, "Pod was rejected")
-    assert not own_failure(ended)
+    assert not is_program_failure(ended)
 
 
 def test_an_init_container_that_fails_counts() -> None:
@@ -311,14 +310,14 @@ def test_an_init_container_that_fails_counts() -> None:
             container("prepare", terminated=terminated(69, message="no space left on device")),
         ],
     )
-    assert ended == Ended(
-        69, None, "Error", "container prepare: no space left on device", None, of_worker=False
-    )
-    assert own_failure(ended)
+    assert ended == PodExit(69, "Error", "container prepare: no space left on device", None, of_worker=False)
+    assert is_program_failure(ended)
 
 
 def test_an_init_container_that_was_killed_does_not_count() -> None:
-    assert not own_failure(failed(initContainerStatuses=[container("fetch", terminated=terminated(143))]))
+    assert not is_program_failure(
+        failed(initContainerStatuses=[container("fetch", terminated=terminated(143))])
+    )
 
 
 def test_the_worker_is_asked_before_a_container_that_ended_with_it() -> None:
@@ -328,7 +327,7 @@ def test_the_worker_is_asked_before_a_container_that_ended_with_it() -> None:
         initContainerStatuses=[container("proxy", terminated=terminated(143))],
     )
     assert (ended.exit_code, ended.of_worker) == (75, True)
-    assert not own_failure(ended)
+    assert not is_program_failure(ended)
 
 
 def test_another_container_that_fails_beside_a_finished_worker_counts() -> None:
@@ -336,4 +335,4 @@ def test_another_container_that_fails_beside_a_finished_worker_counts() -> None:
         container(terminated=terminated(0, "Completed")), container("logs", terminated=terminated(1))
     )
     assert (ended.exit_code, ended.of_worker, ended.message) == (1, False, "container logs")
-    assert own_failure(ended)
+    assert is_program_failure(ended)

@@ -7,18 +7,19 @@ writes. What goes on between any two of its calls, and whether it is killed ther
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from adascale_client import MetricsServiceClient, ServiceRefusedError
-from adascale_controller.operator.cluster import Cluster, ClusterError
-from adascale_controller.operator.cycle import Controller
-from adascale_controller.operator.resource import timestamp
-from adascale_controller.operator.settings import OperatorSettings
-from adascale_controller.operator.store import Kind, Store
+from adascale_client import ServiceRefusedError
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.object_cache import ObjectCache
+from adascale_controller.operator.runtime.settings import OperatorSettings
+from adascale_controller.operator.types.actions import Event
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_core import names
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, expire, register
@@ -27,8 +28,8 @@ from adascale_core.views import JobView, ReplicaView
 Object = dict[str, Any]
 
 JOB_ID = "team.digits"
-INDEX = "batch.kubernetes.io/job-completion-index"
-KINDS = (Kind.ADASCALEJOBS, Kind.JOBS, Kind.PODS)
+INDEX = "indexed_job.kubernetes.io/job-completion-index"
+KINDS = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS)
 GRACE = 30
 
 
@@ -139,69 +140,84 @@ class Api:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def list(self, kind: Kind) -> tuple[list[Object], int]:
-        """All objects of a kind."""
-        return list(deepcopy(self._world.objects[kind]).values()), self._world.version
+    async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
+        """All objects of a resource."""
+        return list(deepcopy(self._world.objects[resource]).values()), self._world.version
 
-    async def claim(self, namespace: str, name: str) -> Object:
+    async def may_list(self, resource: Resource) -> bool:
+        """Nodes are not listed."""
+        return False
+
+    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
         """The claim that the user has made."""
         return {"spec": {"accessModes": ["ReadWriteMany"]}}
 
-    async def refusal(self, namespace: str, job_uid: str, since: float) -> None:
-        """Nothing keeps pods from being made."""
+    async def list_events(
+        self, namespace: str, involved_uid: str, reason: str | None = None
+    ) -> Sequence[ApiObject]:
+        """There are none."""
+        return []
 
-    async def hindrance(self, namespace: str, pod_uid: str) -> None:
-        """Nothing keeps them from starting."""
-
-    async def create_claim(self, manifest: Mapping[str, Any]) -> None:
+    async def create_claim(self, manifest: ApiObject) -> None:
         """Make a claim: there is one."""
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> Object:
+    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> Object:
         """Write the status of the AdaScaleJob."""
         self._world.before_write("status")
-        raw = self._found(Kind.ADASCALEJOBS, name, uid)
+        raw = self._found(Resource.ADASCALEJOBS, name, uid)
         before = (raw.get("status") or {}).get("allocation", {"generation": 0})
         after = status.get("allocation", {"generation": 0})
         assert after["generation"] >= before["generation"], "a generation in the status fell"
-        return self._world.write(Kind.ADASCALEJOBS, {**raw, "status": deepcopy(dict(status))})
+        return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": deepcopy(dict(status))})
 
-    async def create_batch(self, manifest: Mapping[str, Any]) -> Object:
+    async def create_indexed_job(self, manifest: ApiObject) -> Object:
         """Make a Job."""
         self._world.before_write(f"create a Job of {manifest['spec']['parallelism']}")
-        if manifest["metadata"]["name"] in self._world.objects[Kind.JOBS]:
+        if manifest["metadata"]["name"] in self._world.objects[Resource.JOBS]:
             raise ClusterError("there is one already", 409)
-        return self._world.create(Kind.JOBS, deepcopy(dict(manifest)))
+        return self._world.create(Resource.JOBS, deepcopy(dict(manifest)))
 
-    async def patch_batch(self, namespace: str, name: str, uid: str, patch: Mapping[str, Any]) -> Object:
+    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> Object:
         """Change a Job."""
         spec = patch["spec"]
         size = 0 if spec["suspend"] else spec["parallelism"]
         self._world.before_write(f"resize to {size}")
-        raw = self._found(Kind.JOBS, name, uid)
+        raw = self._found(Resource.JOBS, name, uid)
         self._world.check_nothing_unsaved(size)
-        return self._world.write(Kind.JOBS, {**raw, "spec": {**raw["spec"], **spec}})
+        return self._world.write(Resource.JOBS, {**raw, "spec": {**raw["spec"], **spec}})
 
-    async def remove_batch(self, namespace: str, name: str, uid: str) -> None:
+    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
         """Delete a Job with its pods."""
         self._world.before_write("remove the Job")
         self._world.check_nothing_unsaved(0)
-        raw = self._found(Kind.JOBS, name, uid)
+        raw = self._found(Resource.JOBS, name, uid)
         meta = {**raw["metadata"], "deletionTimestamp": timestamp(self._world.now)}
-        self._world.write(Kind.JOBS, {**raw, "metadata": meta})
+        self._world.write(Resource.JOBS, {**raw, "metadata": meta})
 
-    async def remove_pod(self, namespace: str, name: str) -> None:
+    async def release_pod(self, namespace: str, name: str) -> None:
+        """Remove the finalizer of a pod, which has none."""
+
+    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+        """Delete the AdaScaleJob."""
+        self._world.before_write("delete the AdaScaleJob")
+        self._found(Resource.ADASCALEJOBS, name, uid)
+        self._world.delete(Resource.ADASCALEJOBS, name)
+
+    async def delete_pod(self, namespace: str, name: str) -> None:
         """Delete a pod by force."""
         self._world.before_write(f"remove pod {name}")
         self._world.remove_pod(name)
 
-    async def tell(self, *told: object) -> None:
-        """Post an event."""
-        self._world.before_write("tell")
+    async def record_event(
+        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
+    ) -> None:
+        """Create an Event."""
+        self._world.before_write("record an Event")
 
-    def _found(self, kind: Kind, name: str, uid: str) -> Object:
-        raw = self._world.objects[kind].get(name)
+    def _found(self, resource: Resource, name: str, uid: str) -> Object:
+        raw = self._world.objects[resource].get(name)
         if raw is None:
-            raise ClusterError(f"there is no {kind} {name}", 404)
+            raise ClusterError(f"there is no {resource} {name}", 404)
         if raw["metadata"]["uid"] != uid:
             raise ClusterError("it is another one", 409)
         return raw
@@ -214,7 +230,9 @@ class Api:
 class World:
     """All there is. What the operator sees of it comes late, by `tell_operator`."""
 
-    objects: dict[Kind, dict[str, Object]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    objects: dict[Resource, dict[str, Object]] = field(
+        default_factory=lambda: {resource: {} for resource in KINDS}
+    )
     agents: dict[str, Agent] = field(default_factory=dict)
     now: float = 1_800_000_000.0
     version: int = 100
@@ -227,18 +245,18 @@ class World:
 
     def __post_init__(self) -> None:
         self.service = Service(self)
-        self._news: list[tuple[str, Kind, Object]] = []
+        self._news: list[tuple[str, Resource, Object]] = []
         self.start_operator()
 
     # -- the operator ---------------------------------------------------------------------------------------
 
     def start_operator(self) -> None:
         """Start it anew: it remembers nothing."""
-        self._store = Store()
-        self._operator = Controller(
+        self._store = ObjectCache()
+        self._operator = ControlLoop(
             self._store,
-            cast(Cluster, Api(self)),
-            cast(MetricsServiceClient, self.service),
+            Api(self),
+            self.service,
             OperatorSettings("http://api", namespace="team"),
             KINDS,
             clock=lambda: self.now,
@@ -273,8 +291,8 @@ class World:
     def tell_operator(self, count: int | None = None) -> None:
         """Let its watches tell the next news, all by default."""
         count = len(self._news) if count is None else count
-        for what, kind, raw in self._news[:count]:
-            (self._store.remove if what == "DELETED" else self._store.put)(kind, raw)
+        for what, resource, raw in self._news[:count]:
+            (self._store.remove if what == "DELETED" else self._store.put)(resource, raw)
         del self._news[:count]
 
     def before_write(self, what: str) -> None:
@@ -286,7 +304,7 @@ class World:
 
     # -- objects --------------------------------------------------------------------------------------------
 
-    def create(self, kind: Kind, raw: Object) -> Object:
+    def create(self, resource: Resource, raw: Object) -> Object:
         """Make an object."""
         created = {
             "uid": f"uid-{self.version + 1}",
@@ -294,32 +312,32 @@ class World:
             "creationTimestamp": timestamp(self.now),
         }
         raw["metadata"] = {"namespace": "team", **raw["metadata"], **created}
-        return self.write(kind, raw)
+        return self.write(resource, raw)
 
-    def write(self, kind: Kind, raw: Object) -> Object:
+    def write(self, resource: Resource, raw: Object) -> Object:
         """Write a new version of an object."""
         self.version += 1
         raw = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
-        self.objects[kind][raw["metadata"]["name"]] = raw
-        self._news.append(("MODIFIED", kind, raw))
+        self.objects[resource][raw["metadata"]["name"]] = raw
+        self._news.append(("MODIFIED", resource, raw))
         return raw
 
-    def delete(self, kind: Kind, name: str) -> None:
+    def delete(self, resource: Resource, name: str) -> None:
         """Have an object gone."""
-        raw = self.objects[kind].pop(name)
+        raw = self.objects[resource].pop(name)
         self.version += 1
         last = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
-        self._news.append(("DELETED", kind, last))
+        self._news.append(("DELETED", resource, last))
 
     @property
     def job(self) -> Object | None:
         """The AdaScaleJob."""
-        return self.objects[Kind.ADASCALEJOBS].get("digits")
+        return self.objects[Resource.ADASCALEJOBS].get("digits")
 
     @property
-    def batch(self) -> Object | None:
+    def indexed_job(self) -> Object | None:
         """Its Job."""
-        return self.objects[Kind.JOBS].get("digits")
+        return self.objects[Resource.JOBS].get("digits")
 
     # -- what users do --------------------------------------------------------------------------------------
 
@@ -335,7 +353,7 @@ class World:
             "template": {"spec": {"containers": [worker]}},
         }
         self.create(
-            Kind.ADASCALEJOBS,
+            Resource.ADASCALEJOBS,
             {"metadata": {"name": "digits"}, "spec": {**whole, **spec}},
         )
 
@@ -343,32 +361,34 @@ class World:
         """Edit its spec."""
         assert self.job is not None
         meta = {**self.job["metadata"], "generation": self.job["metadata"]["generation"] + 1}
-        self.write(Kind.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}})
+        self.write(
+            Resource.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}}
+        )
 
     # -- what Kubernetes does -------------------------------------------------------------------------------
 
     def collect_garbage(self) -> None:
         """Delete what belongs to an AdaScaleJob that is no more."""
         owner = self.job["metadata"]["uid"] if self.job is not None else None
-        batch = self.batch
-        if batch is not None and batch["metadata"]["ownerReferences"][0]["uid"] != owner:
-            meta = {**batch["metadata"], "deletionTimestamp": timestamp(self.now)}
-            if "deletionTimestamp" not in batch["metadata"]:
-                self.write(Kind.JOBS, {**batch, "metadata": meta})
+        indexed_job = self.indexed_job
+        if indexed_job is not None and indexed_job["metadata"]["ownerReferences"][0]["uid"] != owner:
+            meta = {**indexed_job["metadata"], "deletionTimestamp": timestamp(self.now)}
+            if "deletionTimestamp" not in indexed_job["metadata"]:
+                self.write(Resource.JOBS, {**indexed_job, "metadata": meta})
 
     def control_jobs(self) -> None:
         """Make the pods that the Job asks for, and have the others end."""
-        batch = self.batch
+        indexed_job = self.indexed_job
         desired = range(0)
         if (
-            batch is not None
-            and "deletionTimestamp" not in batch["metadata"]
-            and not batch["spec"]["suspend"]
+            indexed_job is not None
+            and "deletionTimestamp" not in indexed_job["metadata"]
+            and not indexed_job["spec"]["suspend"]
         ):
-            desired = range(batch["spec"]["parallelism"])
-        uid = batch["metadata"]["uid"] if batch is not None else None
+            desired = range(indexed_job["spec"]["parallelism"])
+        uid = indexed_job["metadata"]["uid"] if indexed_job is not None else None
         present = set()
-        for raw in list(self.objects[Kind.PODS].values()):
+        for raw in list(self.objects[Resource.PODS].values()):
             rank, mine = int(raw["metadata"]["annotations"][INDEX]), _owner(raw) == uid
             present |= {rank} if mine else set()
             if not (mine and rank in desired) and "deletionTimestamp" not in raw["metadata"]:
@@ -376,9 +396,9 @@ class World:
         for rank in desired:
             if rank not in present:
                 self._make_pod(rank, cast(str, uid))
-        going = batch is not None and "deletionTimestamp" in batch["metadata"]
-        if going and not any(_owner(raw) == uid for raw in self.objects[Kind.PODS].values()):
-            self.delete(Kind.JOBS, "digits")
+        going = indexed_job is not None and "deletionTimestamp" in indexed_job["metadata"]
+        if going and not any(_owner(raw) == uid for raw in self.objects[Resource.PODS].values()):
+            self.delete(Resource.JOBS, "digits")
 
     def _make_pod(self, rank: int, job_uid: str) -> None:
         name = f"digits-{rank}-{self.version + 1}"
@@ -386,29 +406,29 @@ class World:
             "name": name,
             "labels": {names.LABEL_JOB: "digits"},
             "annotations": {INDEX: str(rank)},
-            "ownerReferences": [{"kind": "Job", "uid": job_uid, "controller": True}],
+            "ownerReferences": [{"resource": "Job", "uid": job_uid, "controller": True}],
         }
         spec = {"containers": [{"name": "worker"}], "nodeName": "node1"}
         started = {"name": "worker", "state": {"running": {}}}
         status = {"phase": "Running", "containerStatuses": [started]}
-        self.create(Kind.PODS, {"metadata": meta, "spec": spec, "status": status})
+        self.create(Resource.PODS, {"metadata": meta, "spec": spec, "status": status})
         self.agents[name] = Agent(rank, name)
 
     def end_pod(self, name: str) -> None:
         """Ask a pod to end."""
-        raw = self.objects[Kind.PODS][name]
+        raw = self.objects[Resource.PODS][name]
         meta = {**raw["metadata"], "deletionTimestamp": timestamp(self.now + GRACE)}
-        self.write(Kind.PODS, {**raw, "metadata": meta})
+        self.write(Resource.PODS, {**raw, "metadata": meta})
 
     def remove_pod(self, name: str) -> None:
         """Have a pod gone, with its agent, who says nothing."""
-        if name in self.objects[Kind.PODS]:
-            self.delete(Kind.PODS, name)
+        if name in self.objects[Resource.PODS]:
+            self.delete(Resource.PODS, name)
             self.agents.pop(name, None)
 
     def kubelet(self) -> None:
         """End the pods that were asked to: their agents save, say so, and leave."""
-        for name, raw in list(self.objects[Kind.PODS].items()):
+        for name, raw in list(self.objects[Resource.PODS].items()):
             if "deletionTimestamp" in raw["metadata"]:
                 agent = self.agents[name]
                 agent.state = ReplicaState.TERMINATED

@@ -1,0 +1,169 @@
+"""Carries out the actions for one job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from adascale_client import ServiceRefusedError
+from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.indexed_job import (
+    claim_manifest,
+    indexed_job_manifest,
+    resize_patch,
+    template_warnings,
+)
+from adascale_controller.operator.apply.service import AllocationService
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.types.actions import Actions, Event
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_core.messages import Allocation
+
+logger = logging.getLogger(__name__)
+
+TELEMETRY_INTERVAL = 10.0
+"""Seconds between two writes of a status in which only telemetry has changed."""
+
+
+@dataclass
+class Applied:
+    """What the next cycle has to know about the actions that were carried out.
+
+    Args:
+        claim_created: whether the checkpoint claim was created.
+        template_rejection: the API server's message, if it rejects the Indexed Job as invalid.
+    """
+
+    claim_created: bool = False
+    template_rejection: str | None = None
+
+
+class Applier:
+    """Writes to the API server and to the metrics service.
+
+    Args:
+        cluster: the API server.
+        service: the metrics service.
+        on_written: is called with each object that the API server returns.
+        identity: the name of the operator in its Events.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        service: AllocationService,
+        on_written: Callable[[Resource, ApiObject], None],
+        identity: str,
+    ) -> None:
+        self._cluster = cluster
+        self._service = service
+        self._on_written = on_written
+        self._identity = identity
+        self._status_written_at: dict[str, float] = {}
+
+    def retain(self, uids: Collection[str]) -> None:
+        """Drop the memory of all AdaScaleJobs with other uids."""
+        self._status_written_at = {
+            uid: moment for uid, moment in self._status_written_at.items() if uid in uids
+        }
+
+    async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
+        """Carry out the actions for a job, the status first.
+
+        Raises:
+            ClusterError: the API server does not answer, or rejects a write.
+            ServiceError: the same for the metrics service.
+        """
+        job, applied = observed.job, Applied()
+        await self._write_status(observed, actions)
+        if actions.deregister:
+            await asyncio.to_thread(self._service.delete_job, job.id)
+            return applied
+        if actions.declare is not None:
+            await asyncio.to_thread(self._service.declare_job, job.id, actions.declare)
+        # If the metrics service already has a newer allocation, the next cycle adopts it.
+        if actions.allocate is None or await self._allocate(job.id, actions.allocate):
+            await self._write_indexed_job(observed, actions, applied)
+        for name in actions.delete_pods:
+            logger.info("%s: deleting pod %s by force", job.id, name)
+            await self._cluster.delete_pod(job.namespace, name)
+        for name in actions.release_pods:
+            await self._cluster.release_pod(job.namespace, name)
+        if actions.status_changed:
+            for event in actions.events:
+                await self._record_event(observed, event)
+        if actions.delete_job:
+            logger.info("%s: ttlSecondsAfterFinished exceeded, deleting it", job.id)
+            await self._cluster.delete_job(job.namespace, job.name, job.uid)
+        return applied
+
+    async def _allocate(self, job_id: str, allocation: Allocation) -> bool:
+        """Request an allocation. Returns whether the Indexed Job may be resized to it.
+
+        It may not if the metrics service has a newer allocation, or if a larger generation has become active
+        since the job was observed.
+        """
+        try:
+            view = await asyncio.to_thread(self._service.allocate, job_id, allocation)
+        except ServiceRefusedError as error:
+            if error.status != 409:
+                raise
+            return False
+        return view.active is None or view.broken or view.active.replicas <= allocation.replicas
+
+    async def _record_event(self, observed: ObservedJob, event: Event) -> None:
+        job = observed.job
+        logger.info("%s: %s: %s", job.id, event.reason, event.message)
+        await self._cluster.record_event(
+            job.namespace, job.name, job.uid, event, observed.now, self._identity
+        )
+
+    async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
+        job, now = observed.job, observed.now
+        due = now - self._status_written_at.get(job.uid, float("-inf")) >= TELEMETRY_INTERVAL
+        if actions.status_changed or (actions.telemetry_changed and due):
+            written = await self._cluster.apply_status(job.namespace, job.name, job.uid, actions.status)
+            self._on_written(Resource.ADASCALEJOBS, written)
+            self._status_written_at[job.uid] = now
+
+    async def _write_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
+        job, indexed_job = observed.job, observed.own_indexed_job
+        if actions.create_indexed_job is not None:
+            await self._create_indexed_job(observed, actions, applied)
+        elif actions.delete_indexed_job and indexed_job is not None:
+            await self._cluster.delete_indexed_job(job.namespace, job.name, indexed_job.uid)
+        elif actions.resize is not None and indexed_job is not None:
+            # A suspended Job keeps its parallelism.
+            patch = resize_patch(
+                actions.resize or indexed_job.parallelism,
+                suspend=actions.resize == 0,
+                active_deadline_seconds=actions.active_deadline_seconds,
+            )
+            written = await self._cluster.patch_indexed_job(job.namespace, job.name, indexed_job.uid, patch)
+            self._on_written(Resource.JOBS, written)
+
+    async def _create_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
+        workload, parallelism = observed.workload, actions.create_indexed_job
+        if workload is None or parallelism is None:
+            return
+        if actions.create_claim:
+            claim = claim_manifest(workload)
+            if claim is not None:
+                await self._cluster.create_claim(claim)
+                applied.claim_created = True
+        manifest = indexed_job_manifest(
+            workload, parallelism, suspend=False, single_node=observed.single_node
+        )
+        try:
+            created = await self._cluster.create_indexed_job(manifest)
+        except ClusterError as error:
+            if error.status not in {400, 422}:
+                raise
+            # The manifest changes with the spec only: no use in trying again before.
+            applied.template_rejection = error.reply
+            return
+        self._on_written(Resource.JOBS, created)
+        for warning in template_warnings(workload):
+            await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))

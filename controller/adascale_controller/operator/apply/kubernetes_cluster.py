@@ -1,0 +1,253 @@
+"""The adapter of the Kubernetes API: implements `Cluster`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+from kubernetes.aio.client import ApiClient
+
+from adascale_controller.operator.apply import kubernetes_client
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.types.actions import Event
+from adascale_controller.operator.types.kubernetes import TRACKING_FINALIZER, ApiObject, Resource, timestamp
+from adascale_core import names
+
+TIMEOUT = 10.0
+"""Seconds until a call fails."""
+PAGE_SIZE = 500
+"""Objects per page of a list."""
+
+_ADASCALEJOBS = f"/apis/{names.GROUP_VERSION}"
+_MERGE_PATCH = "application/merge-patch+json"
+_APPLY_PATCH = "application/apply-patch+yaml"
+
+
+class KubernetesCluster:
+    """The Kubernetes API.
+
+    Args:
+        api: the client.
+        namespace: the only namespace whose objects are listed. None for all namespaces.
+    """
+
+    def __init__(self, api: ApiClient, namespace: str | None) -> None:
+        self._api = api
+        self._namespace = namespace
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
+        """As `Cluster.list`."""
+        items: list[ApiObject] = []
+        query = {"limit": str(PAGE_SIZE)}
+        while True:
+            page = await self._call("GET", self._list_path(resource), query)
+            items += page["items"]
+            token = page["metadata"].get("continue")
+            if not token:
+                return items, int(page["metadata"]["resourceVersion"])
+            query["continue"] = token
+
+    async def may_list(self, resource: Resource) -> bool:
+        """As `Cluster.may_list`."""
+        for verb in ("list", "watch"):
+            attributes = {"verb": verb, "resource": str(resource), "group": ""}
+            review = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": attributes},
+            }
+            path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+            answer = await self._call("POST", path, body=review)
+            if not answer["status"].get("allowed"):
+                return False
+        return True
+
+    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
+        """As `Cluster.get_claim`."""
+        try:
+            path = f"{_core(namespace)}/persistentvolumeclaims/{quote(name)}"
+            claim: ApiObject = await self._call("GET", path)
+        except ClusterError as error:
+            if error.status == 404:
+                return None
+            raise
+        return claim
+
+    async def list_events(
+        self, namespace: str, involved_uid: str, reason: str | None = None
+    ) -> Sequence[ApiObject]:
+        """As `Cluster.list_events`."""
+        selector = f"involvedObject.uid={involved_uid}" + (f",reason={reason}" if reason else "")
+        page = await self._call("GET", f"{_core(namespace)}/events", {"fieldSelector": selector})
+        events: Sequence[ApiObject] = page["items"]
+        return events
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
+        """As `Cluster.apply_status`."""
+        body = {
+            "apiVersion": names.GROUP_VERSION,
+            "kind": names.KIND,
+            "metadata": {"name": name, "namespace": namespace, "uid": uid},
+            "status": status,
+        }
+        query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
+        path = f"{_ADASCALEJOBS}/namespaces/{namespace}/{names.PLURAL}/{name}/status"
+        written: ApiObject = await self._call("PATCH", path, query, body, _APPLY_PATCH)
+        return written
+
+    async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
+        """As `Cluster.create_indexed_job`."""
+        path = f"{_jobs(manifest['metadata']['namespace'])}/jobs"
+        created: ApiObject = await self._call("POST", path, _FIELD_MANAGER, manifest)
+        return created
+
+    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
+        """As `Cluster.patch_indexed_job`."""
+        body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": uid}}
+        path = f"{_jobs(namespace)}/jobs/{name}"
+        patched: ApiObject = await self._call("PATCH", path, _FIELD_MANAGER, body, _MERGE_PATCH)
+        return patched
+
+    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
+        """As `Cluster.delete_indexed_job`."""
+        body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
+        await self._delete(f"{_jobs(namespace)}/jobs/{name}", body)
+
+    async def create_claim(self, manifest: ApiObject) -> None:
+        """As `Cluster.create_claim`."""
+        path = f"{_core(manifest['metadata']['namespace'])}/persistentvolumeclaims"
+        try:
+            await self._call("POST", path, _FIELD_MANAGER, manifest)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+
+    async def delete_pod(self, namespace: str, name: str) -> None:
+        """As `Cluster.delete_pod`."""
+        path = f"{_core(namespace)}/pods/{name}"
+        with _ignore_missing():
+            await self._release(path, await self._call("DELETE", path, body={"gracePeriodSeconds": 0}))
+
+    async def release_pod(self, namespace: str, name: str) -> None:
+        """As `Cluster.release_pod`."""
+        path = f"{_core(namespace)}/pods/{name}"
+        with _ignore_missing():
+            await self._release(path, await self._call("GET", path))
+
+    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+        """As `Cluster.delete_job`."""
+        path = f"{_ADASCALEJOBS}/namespaces/{namespace}/{names.PLURAL}/{name}"
+        await self._delete(path, {"propagationPolicy": "Background", "preconditions": {"uid": uid}})
+
+    async def record_event(
+        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
+    ) -> None:
+        """As `Cluster.record_event`."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{name}.", "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": names.GROUP_VERSION,
+                "kind": names.KIND,
+                "name": name,
+                "namespace": namespace,
+                "uid": uid,
+            },
+            "reason": event.reason,
+            "message": event.message,
+            "type": "Warning" if event.warning else "Normal",
+            "firstTimestamp": timestamp(now),
+            "lastTimestamp": timestamp(now),
+            "count": 1,
+            "source": {"component": names.FIELD_MANAGER},
+            "reportingComponent": names.FIELD_MANAGER,
+            "reportingInstance": reporter,
+        }
+        await self._call("POST", f"{_core(namespace)}/events", _FIELD_MANAGER, body)
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def _list_path(self, resource: Resource) -> str:
+        if resource is Resource.NODES:
+            return "/api/v1/nodes"
+        group = {
+            Resource.ADASCALEJOBS: _ADASCALEJOBS,
+            Resource.JOBS: "/apis/batch/v1",
+            Resource.PODS: "/api/v1",
+        }[resource]
+        scope = f"/namespaces/{self._namespace}" if self._namespace else ""
+        return f"{group}{scope}/{resource}"
+
+    async def _release(self, path: str, pod: ApiObject) -> None:
+        finalizers = pod["metadata"].get("finalizers") or []
+        if TRACKING_FINALIZER in finalizers:
+            others = [finalizer for finalizer in finalizers if finalizer != TRACKING_FINALIZER] or None
+            version = pod["metadata"]["resourceVersion"]
+            patch = {"metadata": {"finalizers": others, "resourceVersion": version}}
+            await self._call("PATCH", path, _FIELD_MANAGER, patch, _MERGE_PATCH)
+
+    async def _delete(self, path: str, body: ApiObject) -> None:
+        with _ignore_missing():
+            await self._call("DELETE", path, body=body)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: ApiObject | None = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        try:
+            response = await kubernetes_client.call(
+                self._api,
+                method,
+                path,
+                timeout=TIMEOUT,
+                query=list((query or {}).items()),
+                body=body,
+                content_type=content_type,
+            )
+        except kubernetes_client.NoAnswerError as error:
+            raise ClusterError(f"the API server does not answer: {error}") from error
+        if response.status >= 300:
+            reply = _message(response.content)
+            raise ClusterError(f"the API server rejects {method} {path}: {reply}", response.status, reply)
+        return json.loads(response.content) if response.content else None
+
+
+_FIELD_MANAGER = {"fieldManager": names.FIELD_MANAGER}
+
+
+def _core(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}"
+
+
+def _jobs(namespace: str) -> str:
+    return f"/apis/batch/v1/namespaces/{namespace}"
+
+
+@contextmanager
+def _ignore_missing() -> Iterator[None]:
+    """Ignore that an object is deleted, changed or replaced: the next cycle observes what is left."""
+    try:
+        yield
+    except ClusterError as error:
+        if error.status not in {404, 409}:
+            raise
+
+
+def _message(content: bytes) -> str:
+    """Return the message of an API server's Status object, or the beginning of any other content."""
+    try:
+        return str(json.loads(content)["message"])
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")

@@ -1,0 +1,350 @@
+"""The pod template of a job: the user's template and what makes its pods replicas.
+
+The user's template is kept, except for what a replica needs to work: how the worker starts, where it reports,
+its token, the mount of its checkpoints. Each part that is removed or replaced gives a warning. Everything
+else is added only where the template sets nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from adascale_controller.job import trainer_environment
+from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Manifest
+from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER, Workload
+from adascale_core import names
+
+TOKEN_FOLDER: Final = "/var/run/secrets/adascale"
+TOKEN_FILE: Final = "token"
+AGENT: Final = "adascale-agent"
+
+_RANK_FIELD: Final = f"metadata.annotations['{COMPLETION_INDEX}']"
+_TERMINATION_LOG: Final = "/dev/termination-log"
+_GRACE_SECONDS: Final = 30
+"""Kubernetes' default for `terminationGracePeriodSeconds`."""
+_AGENT_GRACE_SECONDS: Final = 5
+"""Seconds of the grace period that the agent keeps for itself, after its trainer has ended."""
+_FS_GROUP: Final = 65532
+"""The group that owns volumes, so that a program that is not root can write to them."""
+_LOST_NODE_SECONDS: Final = 5
+"""Seconds that a replica stays on a lost node. Its peers wait for it, so not Kubernetes' 300 seconds."""
+
+
+@dataclass(frozen=True)
+class BuiltPodTemplate:
+    """A PodTemplateSpec for the Indexed Job.
+
+    Args:
+        manifest: the PodTemplateSpec.
+        worker: name of the container that trains.
+        warnings: which parts of the user's template are overridden.
+    """
+
+    manifest: Manifest
+    worker: str
+    warnings: tuple[str, ...]
+
+
+def build_pod_template(workload: Workload, *, single_node: bool) -> BuiltPodTemplate:
+    """Return the pod template of a job's Indexed Job.
+
+    Args:
+        workload: the job.
+        single_node: whether all replicas must share a node, because only one node can mount the claim.
+    """
+    template: Manifest = copy.deepcopy(dict(workload.template))
+    warnings: list[str] = []
+    _set_labels(template, workload, warnings)
+    spec = _section(template, "spec")
+    _set_pod_policy(spec, warnings)
+    worker = _worker(spec)
+    _start_by_agent(worker)
+    _set_environment(worker, workload, spec, warnings)
+    _mount_volumes(worker, spec, workload, warnings)
+    _restrict(spec)
+    _tolerate_lost_nodes(spec)
+    if single_node:
+        _share_a_node(spec, workload)
+    return BuiltPodTemplate(template, worker["name"], tuple(warnings))
+
+
+# -- the parts of a template -------------------------------------------------------------------------------
+#
+# A part may be absent, null or, since the schema leaves most of a PodSpec open, of any other type. A part of
+# a wrong type is left as it is, without what would be added to it: the API server then rejects the Job and
+# names the field.
+
+
+def _section(parent: Manifest, key: str) -> Manifest:
+    """Return the object `parent[key]`, created if it is missing. Another type is left unchanged."""
+    if parent.get(key) is None:
+        parent[key] = {}
+    section = parent[key]
+    return section if isinstance(section, dict) else {}
+
+
+def _items(parent: Manifest, key: str) -> list[Any]:
+    """Return the list `parent[key]`, created if it is missing. Another type is left unchanged."""
+    if parent.get(key) is None:
+        parent[key] = []
+    items = parent[key]
+    return items if isinstance(items, list) else []
+
+
+def _objects(items: Iterable[Any]) -> list[Manifest]:
+    return [item for item in items if isinstance(item, dict)]
+
+
+def _fill(section: Manifest, key: str, value: object) -> None:
+    """Set `key` if it has no value."""
+    if section.get(key) is None:
+        section[key] = value
+
+
+def _all_containers(spec: Manifest) -> list[Manifest]:
+    init = spec.get("initContainers")
+    return [*spec["containers"], *_objects(init if isinstance(init, list) else [])]
+
+
+# -- the pod -----------------------------------------------------------------------------------------------
+
+
+def _set_labels(template: Manifest, workload: Workload, warnings: list[str]) -> None:
+    labels = _section(_section(template, "metadata"), "labels")
+    if labels.get(names.LABEL_JOB, workload.name) != workload.name:
+        warnings.append(f"label {names.LABEL_JOB} of spec.template is replaced: it selects the pods of a job")
+    labels[names.LABEL_JOB] = workload.name
+    for key, value in workload.labels.items():
+        _fill(labels, key, value)
+
+
+def _set_pod_policy(spec: Manifest, warnings: list[str]) -> None:
+    """Set the fields that are the same for all pods."""
+    policy = spec.get("restartPolicy")
+    if policy not in (None, "Never"):
+        warnings.append(
+            f"restartPolicy {policy} of spec.template is replaced by Never: the operator replaces pods"
+        )
+    spec["restartPolicy"] = "Never"
+    if spec.get("automountServiceAccountToken"):
+        warnings.append(
+            "automountServiceAccountToken of spec.template is replaced by false: "
+            "replicas have no access to the Kubernetes API"
+        )
+    spec["automountServiceAccountToken"] = False
+    _fill(spec, "enableServiceLinks", False)  # thousands of variables in a namespace with many Services
+
+
+def _tolerate_lost_nodes(spec: Manifest) -> None:
+    tolerations = _items(spec, "tolerations")
+    for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+        # The rule of the admission plugin DefaultTolerationSeconds, which would otherwise add 300 seconds.
+        tolerated = any(
+            (item.get("key") or key) == key and (item.get("effect") or "NoExecute") == "NoExecute"
+            for item in _objects(tolerations)
+        )
+        if not tolerated:
+            tolerations.append(
+                {
+                    "key": key,
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": _LOST_NODE_SECONDS,
+                }
+            )
+
+
+def _share_a_node(spec: Manifest, workload: Workload) -> None:
+    affinity = _section(_section(spec, "affinity"), "podAffinity")
+    _items(affinity, "requiredDuringSchedulingIgnoredDuringExecution").append(
+        {
+            "labelSelector": {"matchLabels": {names.LABEL_JOB: workload.name}},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+    )
+
+
+# -- the container that trains -----------------------------------------------------------------------------
+
+
+def _worker(spec: Manifest) -> Manifest:
+    """Return the container named `worker`, or the first. A container without a name gets this name."""
+    containers: Sequence[Manifest] = spec["containers"]
+    worker = next((item for item in containers if item.get("name") == names.WORKER_CONTAINER), containers[0])
+    _fill(worker, "name", names.WORKER_CONTAINER)
+    return worker
+
+
+def _start_by_agent(worker: Manifest) -> None:
+    """Put the agent before the program's command.
+
+    Without a command the image's entry point runs, which is the agent in a worker image.
+    """
+    command = worker.get("command") or []
+    if command and posixpath.basename(command[0]) != AGENT:
+        worker["command"] = [AGENT, "--", *command, *(worker.pop("args", None) or [])]
+
+
+def _set_environment(worker: Manifest, workload: Workload, spec: Manifest, warnings: list[str]) -> None:
+    """Set our environment variables, before the user's own, so that these may refer to them."""
+    log = worker.get("terminationMessagePath") or _TERMINATION_LOG
+    ours: list[Manifest] = [
+        *({"name": name, "value": _literal(value)} for name, value in _environment(workload).items()),
+        {"name": names.ENV_TERMINATION_LOG, "value": log},
+        {"name": names.ENV_TERMINATION_GRACE, "value": str(_trainer_grace(spec))},
+        {
+            "name": names.ENV_REPLICA,
+            "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": _RANK_FIELD}},
+        },
+        {
+            "name": names.ENV_ADDRESS,
+            "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},
+        },
+    ]
+    reserved = {variable["name"] for variable in ours}
+    theirs: list[Manifest] = worker.get("env") or []
+    warnings.extend(
+        f"environment variable {variable['name']} of spec.template is replaced: the operator sets it"
+        for variable in theirs
+        if variable.get("name") in reserved
+    )
+    worker["env"] = ours + [variable for variable in theirs if variable.get("name") not in reserved]
+
+
+def _environment(workload: Workload) -> dict[str, str]:
+    return trainer_environment(workload.job) | {
+        names.ENV_JOB_ID: workload.job.id,
+        names.ENV_INCARNATION: str(workload.created_at),
+        names.ENV_API_URL: workload.settings.api_url,
+        names.ENV_TOKEN_FILE: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
+        names.ENV_CHECKPOINT_DIR: workload.checkpoint_dir,
+        names.ENV_CHECKPOINT_INTERVAL: repr(workload.job.checkpoint.interval_seconds),
+    }
+
+
+def _literal(value: str) -> str:
+    """Return `value` escaped, so that the kubelet does not expand `$(NAME)` in it."""
+    return value.replace("$", "$$")
+
+
+def _trainer_grace(spec: Manifest) -> int:
+    grace = spec.get("terminationGracePeriodSeconds")
+    return max(1, (grace if isinstance(grace, int) else _GRACE_SECONDS) - _AGENT_GRACE_SECONDS)
+
+
+# -- volumes -----------------------------------------------------------------------------------------------
+
+
+def _mount_volumes(worker: Manifest, spec: Manifest, workload: Workload, warnings: list[str]) -> None:
+    """Mount the token, the checkpoints, and the folders that PyTorch writes to."""
+    mounts, volumes = _items(worker, "volumeMounts"), _items(spec, "volumes")
+    token = {
+        "serviceAccountToken": {
+            "audience": names.job_audience(workload.job.id),
+            "expirationSeconds": names.TOKEN_EXPIRATION_SECONDS,
+            "path": TOKEN_FILE,
+        }
+    }
+    token_volume = _add_volume(volumes, "token", {"projected": {"sources": [token]}})
+    required: list[Manifest] = [{"name": token_volume, "mountPath": TOKEN_FOLDER, "readOnly": True}]
+    if workload.claim_name is not None:
+        volume = _claim_volume(spec, volumes, workload.claim_name, warnings)
+        required.append({"name": volume, "mountPath": CHECKPOINT_FOLDER})
+
+    paths = {mount["mountPath"] for mount in required}
+    replaced = [mount for mount in _objects(mounts) if _mount_path(mount) in paths]
+    mounts[:] = [mount for mount in mounts if mount not in replaced]
+    warnings.extend(
+        f"volume mount {path} of spec.template is removed: the operator mounts a volume of its own there"
+        for path in sorted(_mount_path(mount) for mount in replaced if not _is_same_mount(mount, required))
+    )
+    taken = {_mount_path(mount) for mount in _objects(mounts)}
+    if "/dev/shm" not in taken:
+        # The container runtime's 64 MiB are too small for the batches of data loaders. Without a size limit
+        # the volume may grow to the pod's memory limit, which it counts against.
+        volume = _add_volume(volumes, "shm", {"emptyDir": {"medium": "Memory"}})
+        required.append({"name": volume, "mountPath": "/dev/shm"})
+    if "/tmp" not in taken and _section(worker, "securityContext").get("readOnlyRootFilesystem"):
+        required.append({"name": _add_volume(volumes, "tmp", {"emptyDir": {}}), "mountPath": "/tmp"})
+        if not worker.get("envFrom") and all(item.get("name") != "HOME" for item in worker["env"]):
+            worker["env"].append({"name": "HOME", "value": "/tmp"})  # the parent of PyTorch's caches
+    mounts.extend(required)
+
+
+def _claim_volume(spec: Manifest, volumes: list[Any], claim_name: str, warnings: list[str]) -> str:
+    """Return the name of the pod's volume of a claim: the user's if there is one, or a new one.
+
+    The kubelet mounts a claim once per pod: a pod with two volumes of one claim stays in ContainerCreating.
+    A volume that is read-only becomes writable, and the user's mounts of it read-only.
+    """
+    for volume in _objects(volumes):
+        source = volume.get("persistentVolumeClaim")
+        if not isinstance(source, dict) or source.get("claimName") != claim_name or not volume.get("name"):
+            continue
+        name = str(volume["name"])
+        if source.pop("readOnly", None):
+            for container in _all_containers(spec):
+                mounts = container.get("volumeMounts")
+                for mount in _objects(mounts if isinstance(mounts, list) else []):
+                    if mount.get("name") == name:
+                        mount["readOnly"] = True
+            warnings.append(
+                f"readOnly of volume {name} of spec.template is moved to its volume mounts: checkpoints are "
+                f"saved in PersistentVolumeClaim {claim_name} too"
+            )
+        return name
+    return _add_volume(volumes, "checkpoints", {"persistentVolumeClaim": {"claimName": claim_name}})
+
+
+def _add_volume(volumes: list[Any], role: str, source: Manifest) -> str:
+    """Add a volume and return its name."""
+    name = _unused(f"adascale-{role}", {str(volume.get("name")) for volume in _objects(volumes)})
+    volumes.append({"name": name} | source)
+    return name
+
+
+def _mount_path(mount: Mapping[str, Any]) -> str:
+    return posixpath.normpath(str(mount.get("mountPath") or "/"))
+
+
+def _is_same_mount(mount: Manifest, required: Sequence[Manifest]) -> bool:
+    """Whether a mount of the user's is one of ours, so that replacing it changes nothing."""
+    normalized = {**mount, "mountPath": _mount_path(mount)}
+    return {key: value for key, value in normalized.items() if value} in required
+
+
+def _unused(name: str, used: set[str]) -> str:
+    candidate, number = name, 2
+    while candidate in used:
+        candidate, number = f"{name}-{number}", number + 1
+    return candidate
+
+
+# -- the Pod Security Standard `restricted` ----------------------------------------------------------------
+
+
+def _restrict(spec: Manifest) -> None:
+    """Meet the standard where the template sets nothing. The namespace enforces what the template sets."""
+    pod = _section(spec, "securityContext")
+    containers = _all_containers(spec)
+    contexts = [pod, *(_section(container, "securityContext") for container in containers)]
+    if not any(context.get("runAsUser") == 0 for context in contexts):
+        _fill(pod, "runAsNonRoot", True)
+    _fill(pod, "seccompProfile", {"type": "RuntimeDefault"})
+    if pod.get("fsGroup") is None:
+        pod["fsGroup"] = _FS_GROUP
+        _fill(pod, "fsGroupChangePolicy", "OnRootMismatch")
+    for container in containers:
+        _fill(container, "terminationMessagePolicy", "FallbackToLogsOnError")
+        context = _section(container, "securityContext")
+        capabilities = _section(context, "capabilities")
+        _fill(capabilities, "drop", ["ALL"])
+        # The API server rejects `false` with these.
+        added = capabilities.get("add")
+        admin = isinstance(added, list) and ("SYS_ADMIN" in added or "CAP_SYS_ADMIN" in added)
+        if not context.get("privileged") and not admin:
+            _fill(context, "allowPrivilegeEscalation", False)

@@ -1,0 +1,173 @@
+"""Lookups: reads of the API server that the caches don't answer, as requests and as results.
+
+A job may need three: its checkpoint claim, the Events that say why the Job controller can't create pods, and
+the Events of a pod whose containers don't start. `runtime.lookup_fetcher` makes the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim, live_pods
+from adascale_controller.operator.observe.pods import Pod, PodProblem
+from adascale_controller.operator.types.conditions import Reason, has_ended
+from adascale_controller.operator.types.kubernetes import ApiObject, seconds
+from adascale_controller.operator.types.workload import Workload
+
+CONTAINER_START_TIMEOUT: Final = 10.0
+"""Seconds that a node may take for a pod's volumes and network before its Events are read. Before that they
+often report problems that disappear by themselves."""
+CONTAINER_CREATING_TIMEOUT: Final = 60.0
+"""Seconds after which a pod in ContainerCreating is reported in any case."""
+
+_START_FAILURES: Final = frozenset(
+    {"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox", "NetworkNotReady"}
+)
+"""Reasons of Events by which a node reports why it has started no container. Pod statuses don't have them."""
+_UNINFORMATIVE: Final = frozenset({"Scheduled", "SuccessfulAttachVolume"})
+"""Reasons of Events that don't explain why a pod is still in ContainerCreating."""
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """The lookups that a job needs now.
+
+    Args:
+        claim: name of the checkpoint claim.
+        claim_awaited: whether the job can't start before a claim of the user's exists.
+        short_of_pods: uid of the Indexed Job, if it has fewer pods than its parallelism.
+        slow_pod: the first pod that was assigned to a node and has started no container in time.
+    """
+
+    claim: str | None
+    claim_awaited: bool
+    short_of_pods: str | None
+    slow_pod: Pod | None
+
+
+@dataclass(frozen=True)
+class LookupResults:
+    """The newest results of a job's lookups. Each is None until it is known.
+
+    Args:
+        claim: the checkpoint claim.
+        pod_creation_failure: why the Job controller can't create pods.
+        slow_pod: uid of the pod whose Events `slow_pod_events` holds.
+        slow_pod_events: the Events of that pod.
+    """
+
+    claim: CheckpointClaim | None = None
+    pod_creation_failure: PodProblem | None = None
+    slow_pod: str | None = None
+    slow_pod_events: Sequence[ApiObject] = ()
+
+
+def needed_lookups(cached: CachedJob, now: float) -> Lookups:
+    """Return the lookups that a job needs at `now`, in seconds since 1970."""
+    job, workload, indexed_job = cached.job, cached.workload, cached.own_indexed_job
+    live = live_pods(cached.pods)
+    short = (
+        indexed_job is not None
+        and not (indexed_job.suspended or indexed_job.finished)
+        and len(live) < indexed_job.parallelism
+    )
+    slow = [pod for pod in live.values() if _seconds_creating(pod, now) > CONTAINER_START_TIMEOUT]
+    return Lookups(
+        claim=workload.claim_name if workload is not None else None,
+        claim_awaited=workload is not None
+        and workload.job.checkpoint.claim_name is not None
+        and not (workload.job.suspend or has_ended(job.status)),
+        short_of_pods=indexed_job.uid if indexed_job is not None and short else None,
+        slow_pod=min(slow, key=lambda pod: pod.rank, default=None),
+    )
+
+
+def read_claim(workload: Workload, name: str, raw: ApiObject | None) -> CheckpointClaim:
+    """Return the checkpoint claim of a job.
+
+    Args:
+        workload: the job.
+        name: name of the claim.
+        raw: the claim as read. None if it does not exist.
+    """
+    checkpoint = workload.job.checkpoint
+    modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode]
+    own = checkpoint.claim_name is None
+    return CheckpointClaim(name, own, raw is not None, single_node="ReadWriteMany" not in modes)
+
+
+def assume_claim(workload: Workload, name: str) -> CheckpointClaim:
+    """Return the checkpoint claim of a job where claims may not be read.
+
+    A claim of the user's is assumed to exist and to be ReadWriteMany. If it is not, its pods show it.
+    """
+    checkpoint = workload.job.checkpoint
+    own = checkpoint.claim_name is None
+    single_node = own and checkpoint.access_mode != "ReadWriteMany"
+    return CheckpointClaim(name, own, exists=not own, single_node=single_node)
+
+
+def pod_creation_failure(events: Iterable[ApiObject], since: float) -> PodProblem | None:
+    """Return why the Job controller can't create pods, from its FailedCreate Events since a time."""
+    recent = [(_last_seen(event), event.get("message", "")) for event in events]
+    recent = [(moment, message) for moment, message in recent if moment >= since]
+    if not recent:
+        return None
+    message = max(recent)[1]
+    exceeded = "exceeded quota" in message
+    return PodProblem(Reason.QUOTA_EXCEEDED if exceeded else Reason.POD_CREATION_FAILED, message)
+
+
+def with_start_problems(pods: Sequence[Pod], results: LookupResults, now: float) -> Sequence[Pod]:
+    """Return the pods, those that start no container with the reason.
+
+    A pod with an Event about a failed start has that as its problem after `CONTAINER_START_TIMEOUT`; any
+    other is reported as slow after `CONTAINER_CREATING_TIMEOUT`, with its newest Event if there is one.
+    """
+    return [_with_start_problem(pod, results, now) for pod in pods]
+
+
+def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
+    elapsed = _seconds_creating(pod, now)
+    if elapsed <= CONTAINER_START_TIMEOUT:
+        return pod
+    events = results.slow_pod_events if results.slow_pod == pod.uid else ()
+    failure = _newest(event for event in events if event["reason"] in _START_FAILURES)
+    if failure is not None:
+        return replace(pod, problem=PodProblem(Reason.CONTAINER_START_FAILED, failure))
+    if elapsed <= CONTAINER_CREATING_TIMEOUT:
+        return pod
+    # Thresholds that double keep the message, and with it the status, from changing in each cycle.
+    threshold = CONTAINER_CREATING_TIMEOUT
+    while 2 * threshold < elapsed:
+        threshold *= 2
+    message = (
+        f"pod {pod.name} has been in ContainerCreating for more than {threshold:.0f} s on node {pod.node}"
+    )
+    warnings = [event for event in events if event.get("type") == "Warning"]
+    others = [event for event in events if event["reason"] not in _UNINFORMATIVE]
+    detail = _newest(warnings) or _newest(others)
+    message = f"{message}: {detail}" if detail else message
+    return replace(pod, problem=PodProblem(Reason.CONTAINER_CREATING, message, blocks=False))
+
+
+def _seconds_creating(pod: Pod, now: float) -> float:
+    """Return how long a pod has been on a node without starting a container; 0 if it is not in that state."""
+    creating = pod.scheduled_at is not None and not pod.has_started and pod.problem is None
+    if not creating or pod.exit is not None or pod.deletion_deadline is not None:
+        return 0.0
+    return now - (pod.scheduled_at or 0.0)
+
+
+def _newest(events: Iterable[ApiObject]) -> str | None:
+    newest = max(events, key=_last_seen, default=None)
+    return None if newest is None else f"{newest['reason']}: {newest.get('message', '')}"
+
+
+def _last_seen(event: ApiObject) -> float:
+    """Return when an Event was last recorded, in seconds since 1970. A series records it elsewhere."""
+    series = event.get("series") or {}
+    recorded = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
+    return seconds(recorded) or 0.0

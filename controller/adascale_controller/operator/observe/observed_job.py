@@ -1,0 +1,232 @@
+"""The observed state of one AdaScaleJob."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
+from adascale_controller.operator.observe.pods import Pod, PodProblem
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.workload import Workload
+from adascale_core import names
+from adascale_core.messages import Allocation, ReplicaState
+from adascale_core.views import JobView
+
+
+@dataclass(frozen=True)
+class IndexedJob:
+    """The Indexed Job (batch/v1) of an AdaScaleJob's name.
+
+    Args:
+        uid: its uid.
+        owner: uid of the AdaScaleJob that owns it. None if no AdaScaleJob does.
+        digest: digest of the template that its pods are made from.
+        parallelism: how many pods it has when it is not suspended.
+        suspended: `spec.suspend`.
+        deleting: whether it has a deletion timestamp.
+        complete: whether index 0 has succeeded.
+        failed: reason and message, if the Job controller has failed it.
+        active_deadline_seconds: `spec.activeDeadlineSeconds`.
+    """
+
+    uid: str
+    owner: str | None
+    digest: str | None
+    parallelism: int
+    suspended: bool
+    deleting: bool
+    complete: bool
+    failed: tuple[str, str] | None
+    active_deadline_seconds: int | None = None
+
+    @classmethod
+    def read(cls, raw: ApiObject) -> Self:
+        """Return the Indexed Job in an object of the API."""
+        meta, spec = raw["metadata"], raw["spec"]
+        owners = [owner["uid"] for owner in meta.get("ownerReferences") or () if owner["kind"] == names.KIND]
+        conditions = {
+            condition["type"]: condition
+            for condition in raw.get("status", {}).get("conditions") or ()
+            if condition["status"] == "True"
+        }
+        # FailureTarget and SuccessCriteriaMet come before the pods have ended; the outcome is certain then.
+        failed = conditions.get("Failed") or conditions.get("FailureTarget")
+        return cls(
+            uid=meta["uid"],
+            owner=owners[0] if owners else None,
+            digest=(meta.get("annotations") or {}).get(names.ANNOTATION_TEMPLATE),
+            parallelism=spec.get("parallelism", 1),
+            suspended=bool(spec.get("suspend")),
+            deleting="deletionTimestamp" in meta,
+            complete="Complete" in conditions or "SuccessCriteriaMet" in conditions,
+            failed=(failed.get("reason", "Failed"), failed.get("message", "")) if failed else None,
+            active_deadline_seconds=spec.get("activeDeadlineSeconds"),
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether it creates no more pods."""
+        return self.complete or self.failed is not None
+
+
+@dataclass(frozen=True)
+class CheckpointClaim:
+    """The PersistentVolumeClaim for checkpoints.
+
+    Args:
+        name: its name.
+        own: whether the operator creates it.
+        exists: whether it exists.
+        single_node: whether only one node can mount it at a time.
+    """
+
+    name: str
+    own: bool
+    exists: bool
+    single_node: bool
+
+
+@dataclass(frozen=True)
+class CachedJob:
+    """An AdaScaleJob with its Indexed Job and pods, as the caches hold them.
+
+    Args:
+        job: the AdaScaleJob.
+        workload: what its objects are made from. None if the spec is invalid.
+        indexed_job: the Job of the same name.
+        pods: the pods of the same name.
+        lost_nodes: names of nodes that are not ready.
+    """
+
+    job: AdaScaleJob
+    workload: Workload | None
+    indexed_job: IndexedJob | None
+    pods: Sequence[Pod]
+    lost_nodes: frozenset[str]
+
+    @property
+    def own_indexed_job(self) -> IndexedJob | None:
+        """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
+        return own_indexed_job(self.job, self.indexed_job)
+
+
+@dataclass(frozen=True)
+class ObservedJob:
+    """The observed state of one AdaScaleJob at one moment.
+
+    Args:
+        job: the AdaScaleJob.
+        service: its view in the metrics service. None if the metrics service does not answer.
+        indexed_job: the Job of the same name.
+        pods: the pods of the same name.
+        claim: the claim for checkpoints. None if checkpoints are saved at a path.
+        digest: digest of the current template.
+        pod_creation_failure: why the Job controller can't create pods.
+        lost_nodes: names of nodes that are not ready.
+        now: seconds since 1970.
+        workload: what its objects are made from. None if the spec is invalid.
+    """
+
+    job: AdaScaleJob
+    service: JobView | None
+    indexed_job: IndexedJob | None
+    pods: Sequence[Pod]
+    claim: CheckpointClaim | None
+    digest: str
+    pod_creation_failure: PodProblem | None
+    lost_nodes: frozenset[str]
+    now: float
+    workload: Workload | None = None
+
+    @property
+    def current_allocation(self) -> Allocation | None:
+        """The newest allocation, from the status or from the metrics service.
+
+        With equal generations the metrics service's allocation holds, since agents follow it.
+        """
+        recorded = self.job.recorded_allocation
+        desired = self.service.desired if self.service is not None else None
+        if recorded is None or desired is None:
+            return recorded
+        return desired if desired.generation >= recorded.generation else recorded
+
+    @property
+    def own_indexed_job(self) -> IndexedJob | None:
+        """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
+        return own_indexed_job(self.job, self.indexed_job)
+
+    @property
+    def own_pods(self) -> Sequence[Pod]:
+        """The pods, if they belong to this AdaScaleJob and not to an earlier one of its name."""
+        owned = self.indexed_job is not None and self.indexed_job.owner == self.job.uid
+        return self.pods if owned else ()
+
+    @property
+    def program_finished(self) -> bool:
+        """Whether the program has finished on rank 0. Other replicas that fail afterwards do not count."""
+        indexed_job, service = self.own_indexed_job, self.service
+        return (indexed_job is not None and indexed_job.complete) or (
+            service is not None and service.complete
+        )
+
+    @property
+    def single_node(self) -> bool:
+        """Whether all replicas have to share a node."""
+        return self.claim is not None and self.claim.single_node
+
+    @property
+    def training_replicas(self) -> int:
+        """The number of replicas of the active generation, 0 if it is broken or there is none."""
+        view = self.service
+        if view is None or view.active is None or view.broken:
+            return 0
+        return view.active.replicas
+
+    @property
+    def live_pods(self) -> dict[int, Pod]:
+        """The pods that have not ended and are not being deleted, by rank."""
+        return live_pods(self.pods)
+
+    @property
+    def required_pods(self) -> int:
+        """How many pods, counted from rank 0, must stay because a trainer runs or saves there."""
+        view = self.service
+        if view is None:
+            indexed_job = self.own_indexed_job
+            return indexed_job.parallelism if indexed_job and not indexed_job.suspended else 0
+        if view.broken:
+            # The job re-enters from the last checkpoint: nothing is saved any more.
+            return 0
+        running = [replica.rank for replica in view.replicas if replica.state is ReplicaState.RUNNING]
+        # A member of the active generation that has not reported RUNNING yet is about to run.
+        return max(self.training_replicas, max(running, default=-1) + 1)
+
+    def placement_problem(self, ranks: range) -> PodProblem | None:
+        """Return why one of these ranks can't start, the lowest first. None if all can."""
+        live = self.live_pods
+        for rank in ranks:
+            pod = live.get(rank)
+            if pod is None and self.pod_creation_failure is not None:
+                return self.pod_creation_failure
+            if pod is not None and pod.problem is not None and pod.problem.blocks:
+                return pod.problem
+        return None
+
+    def start_problem(self, ranks: range) -> PodProblem | None:
+        """Return why one of these ranks can't start, or else why one starts slowly."""
+        live = self.live_pods
+        problems = (live[rank].problem for rank in ranks if rank in live)
+        return self.placement_problem(ranks) or next((problem for problem in problems if problem), None)
+
+
+def own_indexed_job(job: AdaScaleJob, indexed_job: IndexedJob | None) -> IndexedJob | None:
+    """Return the Indexed Job if the AdaScaleJob owns it and it is not being deleted."""
+    owned = indexed_job is not None and indexed_job.owner == job.uid and not indexed_job.deleting
+    return indexed_job if owned else None
+
+
+def live_pods(pods: Iterable[Pod]) -> dict[int, Pod]:
+    """Return the pods that have not ended and are not being deleted, by rank."""
+    return {pod.rank: pod for pod in pods if pod.exit is None and pod.deletion_deadline is None}

@@ -1,0 +1,116 @@
+"""The Events that a new status gives rise to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from adascale_controller.formatting import plural
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
+from adascale_controller.operator.reconcile.status import ScheduledJob
+from adascale_controller.operator.types.actions import Event, Status
+from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
+from adascale_core.messages import Allocation
+
+MAX_MESSAGE = 1000
+"""The maximum length of an Event's message, in characters; the API server's is 1024 bytes."""
+
+
+def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) -> Iterator[Event]:
+    """Yield the Events for the changes from a job's current status to a new one."""
+    current, allocation = observed.job.status, scheduled.allocation
+    recorded, training = observed.job.recorded_allocation, status["replicas"]
+    if allocation is not None and recorded is not None and allocation.generation > recorded.generation:
+        yield from _rescheduled(observed, scheduled, recorded, allocation)
+    elif allocation is not None and recorded is None:
+        yield Event("Started", f"Started on {plural(allocation.replicas, 'replica')}")
+        if observed.single_node and observed.job.valid_job.spec.max_replicas > 1 and observed.claim:
+            yield Event(
+                "SingleNode",
+                f"PersistentVolumeClaim {observed.claim.name} is not ReadWriteMany, so all replicas run on "
+                "one node; use a ReadWriteMany claim to run on several nodes",
+            )
+    trained = (current.get("attempts") or {}).get("trained", 0)
+    if training and training != trained:
+        if trained:
+            yield Event("Rescaled", f"Rescaled {trained} -> {training}")
+        else:
+            yield Event("Running", f"Training on {plural(training, 'replica')}")
+    if status["disruptions"] > current.get("disruptions", 0):
+        yield Event("ReplicaLost", "A replica was lost; re-entering from the last checkpoint", warning=True)
+    failures = scheduled.assessment.failures.count
+    if failures > current.get("failures", 0) and not scheduled.assessment.ended:
+        limit = observed.job.valid_job.backoff_limit if observed.job.job is not None else 0
+        message = f"Failure {failures} of the program (backoffLimit {limit}). {last_failure(observed)}"
+        yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
+    yield from _changed_conditions(current, status)
+
+
+def has_new_bounds(observed: ObservedJob) -> bool:
+    """Whether the spec differs from the one declared at the metrics service."""
+    job = observed.job.job
+    declared = observed.service.spec if observed.service is not None else None
+    return job is not None and declared is not None and declared != job.spec
+
+
+def _rescheduled(
+    observed: ObservedJob, scheduled: ScheduledJob, recorded: Allocation, allocation: Allocation
+) -> Iterator[Event]:
+    if scheduled.phase is JobPhase.STOPPING:
+        return
+    if allocation.replicas != recorded.replicas:
+        if recorded.replicas == 0:
+            yield Event("Resumed", f"Resumed on {plural(allocation.replicas, 'replica')}")
+        else:
+            change = f"{recorded.replicas} -> {allocation.replicas}"
+            yield Event("Rescaling", f"Rescaling {change}: {scheduled.reason}")
+    elif has_new_bounds(observed):
+        yield Event("SpecChanged", "Re-entering to apply the changed spec")
+
+
+_NORMAL = frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.FINISHED, Reason.TEMPLATE_CHANGED})
+"""Reasons whose Events are not warnings."""
+_START_PROBLEMS = frozenset(
+    {
+        Reason.UNSCHEDULABLE,
+        Reason.VOLUME_NOT_BOUND,
+        Reason.IMAGE_PULL_FAILED,
+        Reason.CONTAINER_CREATING,
+        Reason.CONTAINER_START_FAILED,
+        Reason.QUOTA_EXCEEDED,
+        Reason.POD_CREATION_FAILED,
+    }
+)
+_RECORDED = {
+    ConditionType.RUNNING: _START_PROBLEMS
+    | {
+        Reason.INSUFFICIENT_CAPACITY,
+        Reason.TEMPLATE_CHANGED,
+        Reason.METRICS_SERVICE_UNAVAILABLE,
+        Reason.NAME_CONFLICT,
+        Reason.VOLUME_NOT_FOUND,
+        Reason.INVALID_SPEC,
+    },
+    ConditionType.RESCALING: _START_PROBLEMS,
+    ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO}),
+    ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
+    ConditionType.FAILED: frozenset(Reason),
+}
+"""The reasons of each condition that are recorded as an Event when the condition changes to them."""
+
+
+def _changed_conditions(current: Mapping[str, Any], status: Status) -> Iterator[Event]:
+    for kind, reasons in _RECORDED.items():
+        new, old = condition_of(status, kind), condition_of(current, kind)
+        if new is None or new.reason not in reasons or _is_same(new, old):
+            continue
+        if kind in {ConditionType.SUSPENDED, ConditionType.COMPLETE, ConditionType.FAILED} and not new.status:
+            continue
+        if kind is ConditionType.RUNNING and condition_of(status, ConditionType.FAILED):
+            continue
+        yield Event(new.reason, new.message[:MAX_MESSAGE], warning=new.reason not in _NORMAL)
+
+
+def _is_same(new: Condition, old: Condition | None) -> bool:
+    return old is not None and (old.reason, old.status) == (new.reason, new.status)

@@ -1,0 +1,82 @@
+"""Failures of the program and lost pods, from how pods have ended.
+
+`FailureCount` has the rule for counting. The status holds the count together with what is counted, so a
+restarted operator neither loses a failure nor counts it twice. When pods are deleted, for example because the
+Indexed Job is created again, the count stays, and later failures are added to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_core.exit_codes import ExitClass, classify_exit
+from adascale_core.failure_count import FailureCount
+
+LONG_LIFE: Final = 600.0
+"""Seconds after which the Job controller no longer counts a pod's end against its backoff."""
+
+
+def read_failures(status: Mapping[str, Any]) -> FailureCount:
+    """Return the failures recorded in a status."""
+    attempts = status.get("attempts") or {}
+    return FailureCount(
+        status.get("failures", 0), attempts.get("failedGeneration", 0), attempts.get("falseStarts", 0)
+    )
+
+
+def count_failures(observed: ObservedJob) -> FailureCount:
+    """Return the failures of a job: those in its status, and those of its pods.
+
+    Pods that fail after the program has finished on rank 0 do not count.
+    """
+    recorded = read_failures(observed.job.status)
+    return recorded if observed.program_finished else with_pods(recorded, observed.own_pods)
+
+
+def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
+    """Return the recorded failures and those of the pods of the job's own Indexed Job."""
+    generations: set[int] = set()
+    starts: Counter[int] = Counter()
+    for pod in failed_pods(pods):
+        message = pod.exit.termination if pod.exit is not None else None
+        if message is not None and message.generation > 0:
+            generations.add(message.generation)
+        else:
+            starts[pod.rank] += 1
+    return recorded.with_generations(generations).with_false_starts(starts.values())
+
+
+def failed_pods(pods: Iterable[Pod]) -> list[Pod]:
+    """Return the pods that the program has failed in, by creation time."""
+    failed = [pod for pod in pods if pod.exit is not None and is_program_failure(pod.exit)]
+    return sorted(failed, key=lambda pod: (pod.created_at, pod.rank))
+
+
+def is_program_failure(end: PodExit) -> bool:
+    """Whether a pod has ended by a failure of the program, which counts against `backoffLimit`.
+
+    Not a failure: the program saved its state and left, it was killed or ran out of memory, or Kubernetes
+    ended the pod or never started it.
+    """
+    if end.exit_code is None or end.disruption:
+        return False
+    exit_class = classify_exit(end.exit_code, out_of_memory=end.reason == "OOMKilled")
+    if end.of_worker or exit_class in {ExitClass.KILLED, ExitClass.OUT_OF_MEMORY}:
+        return exit_class.is_failure
+    # The exit codes of agents have no meaning in another container.
+    return end.exit_code != 0
+
+
+def is_lost(pod: Pod, now: float) -> bool:
+    """Whether a pod was ended from outside, so that its replacement may start at once.
+
+    A pod that was killed or ran out of memory soon after its start is not lost: its replacement may end the
+    same way.
+    """
+    if pod.exit is None or pod.phase != "Failed" or is_program_failure(pod.exit):
+        return False
+    return pod.exit.disruption or pod.deletion_deadline is not None or now > pod.created_at + LONG_LIFE

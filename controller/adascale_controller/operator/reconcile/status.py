@@ -1,0 +1,292 @@
+"""The status of an AdaScaleJob."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adascale_controller.formatting import duration, plural
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
+from adascale_controller.operator.types.actions import FailedPlacement, Status
+from adascale_controller.operator.types.conditions import (
+    Condition,
+    ConditionType,
+    Reason,
+    condition_of,
+    merged,
+)
+from adascale_controller.operator.types.kubernetes import timestamp
+from adascale_core import names
+from adascale_core.messages import Allocation, GainReport
+
+TELEMETRY = frozenset(
+    {
+        "batchSize",
+        "localBatchSize",
+        "accumulation",
+        "gain",
+        "efficiency",
+        "progress",
+        "progressText",
+    }
+)
+"""Fields that change with every step. They are written at intervals, all other fields at once."""
+
+
+_OWN_FIELDS = TELEMETRY | {
+    "observedGeneration",
+    "state",
+    "replicas",
+    "desiredReplicas",
+    "selector",
+    "rescales",
+    "disruptions",
+    "failures",
+    "restarts",
+    "attempts",
+    "conditions",
+    "allocation",
+    "startTime",
+    "completionTime",
+    "claim",
+}
+
+
+@dataclass(frozen=True)
+class ScheduledJob:
+    """The allocation of a job and its reasons.
+
+    Args:
+        assessment: the phase of the job.
+        allocation: the allocation that it gets.
+        reason: the reason that the decision gives.
+        changed: whether the allocation is not the recorded one.
+        failed_placement: a larger count that could not be placed.
+    """
+
+    assessment: Assessment
+    allocation: Allocation | None
+    reason: str = ""
+    changed: bool = False
+    failed_placement: FailedPlacement | None = None
+
+    @property
+    def phase(self) -> JobPhase:
+        """The phase of the job."""
+        return self.assessment.phase
+
+
+def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
+    """Return the new status of a job."""
+    current = observed.job.status
+    allocation, ended = scheduled.allocation, scheduled.assessment.ended
+    counts = _counts(observed, scheduled)
+    # While the metrics service does not answer, the current status is the best information.
+    training = observed.training_replicas if observed.service is not None else current.get("replicas", 0)
+    if ended:
+        training = 0
+    conditions = _conditions(observed, scheduled, training, counts)
+    status: Status = {
+        "observedGeneration": observed.job.generation,
+        "state": _state(conditions, scheduled),
+        "replicas": training,
+        "desiredReplicas": allocation.replicas if allocation and not ended else 0,
+        "selector": f"{names.LABEL_JOB}={observed.job.name}",
+        **counts,
+        **_telemetry(observed),
+        "conditions": merged(
+            current.get("conditions") or (), conditions, observed.job.generation, observed.now
+        ),
+    }
+    if allocation is not None:
+        status["allocation"] = {"generation": allocation.generation, "replicas": allocation.replicas}
+        status["startTime"] = current.get("startTime") or timestamp(observed.now)
+    if ended:
+        status["completionTime"] = current.get("completionTime") or timestamp(observed.now)
+    if observed.claim is not None:
+        status["claim"] = observed.claim.name
+    return status
+
+
+def has_changed(current: Mapping[str, Any], new: Status) -> bool:
+    """Whether two statuses differ in more than telemetry and in what others have added."""
+    return _without_telemetry(current) != _without_telemetry(new)
+
+
+def own_fields(status: Mapping[str, Any]) -> Status:
+    """Return the fields and conditions that the operator writes. Others may have added more."""
+    own = {name: value for name, value in status.items() if name in _OWN_FIELDS}
+    if "conditions" in own:
+        by_type = {raw["type"]: raw for raw in own["conditions"]}
+        own["conditions"] = [by_type[kind] for kind in ConditionType if kind in by_type]
+    return own
+
+
+def _without_telemetry(status: Mapping[str, Any]) -> Status:
+    return {name: value for name, value in own_fields(status).items() if name not in TELEMETRY}
+
+
+def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
+    """Return the counters: rescales, disruptions, failures, and what they already include."""
+    current = observed.job.status
+    attempts = current.get("attempts") or {}
+    counted = attempts.get("reportedDisruptions", 0)
+    disruptions = current.get("disruptions", 0)
+    rescales = current.get("rescales", 0)
+    trained = attempts.get("trained", 0)
+    if observed.service is not None:
+        reported = observed.service.disruptions
+        if reported == counted - 1 and observed.service.failures:
+            # A peer's loss was reported first and turned out to be caused by the program's failure.
+            disruptions = max(disruptions - 1, 0)
+        else:
+            # A metrics service that lost its data counts from zero.
+            disruptions += reported - counted if reported >= counted else reported
+        counted = reported
+        if observed.training_replicas and observed.training_replicas != trained:
+            rescales += trained > 0
+            trained = observed.training_replicas
+    failures = scheduled.assessment.failures
+    return {
+        "rescales": rescales,
+        "disruptions": disruptions,
+        "failures": failures.count,
+        "restarts": disruptions + failures.count,
+        "attempts": {
+            "reportedDisruptions": counted,
+            "trained": trained,
+            "failedGeneration": failures.generation,
+            "falseStarts": failures.false_starts,
+        },
+    }
+
+
+def _telemetry(observed: ObservedJob) -> Status:
+    report = observed.service.latest if observed.service is not None else None
+    if report is None:
+        return {name: value for name, value in observed.job.status.items() if name in TELEMETRY}
+    return {
+        "batchSize": report.replicas * report.local_bsz * report.accumulation,
+        "localBatchSize": report.local_bsz,
+        "accumulation": report.accumulation,
+        "gain": _rounded(report.gain),
+        "efficiency": _rounded(report.efficiency),
+        "progress": int(report.progress),
+        "progressText": _progress(observed, report),
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _progress(observed: ObservedJob, report: GainReport) -> str:
+    job = observed.job.job
+    steps = job.spec.scale_invariant_steps if job is not None else None
+    if steps is None:
+        return f"{int(report.progress)} steps"
+    return f"{min(int(100 * report.progress / steps), 100)}%"
+
+
+# -- conditions -----------------------------------------------------------------------------------------
+
+
+def _conditions(
+    observed: ObservedJob, scheduled: ScheduledJob, training: int, counts: Status
+) -> list[Condition]:
+    assessment = scheduled.assessment
+    conditions = [
+        _running(observed, scheduled, training, counts),
+        _rescaling(observed, scheduled, training),
+        _suspended(assessment, training, observed),
+    ]
+    if assessment.phase is JobPhase.COMPLETE:
+        conditions.append(Condition(ConditionType.COMPLETE, True, assessment.reason, assessment.message))
+    if assessment.phase is JobPhase.FAILED:
+        conditions.append(Condition(ConditionType.FAILED, True, assessment.reason, assessment.message))
+    return conditions
+
+
+def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, counts: Status) -> Condition:
+    assessment, allocation = scheduled.assessment, scheduled.allocation
+
+    def condition(status: bool, reason: Reason | str, message: str) -> Condition:
+        return Condition(ConditionType.RUNNING, status, reason, message)
+
+    if assessment.ended:
+        return condition(False, assessment.reason, assessment.message.split("\n")[0].rstrip(":"))
+    if training:
+        if assessment.phase is JobPhase.BLOCKED:
+            return condition(True, assessment.reason, assessment.message)
+        return condition(True, Reason.TRAINING, f"Training on {plural(training, 'replica')}")
+    if assessment.phase is not JobPhase.RUNNABLE:
+        return condition(False, assessment.reason, assessment.message)
+    if allocation is None or allocation.replicas == 0:
+        return condition(False, Reason.INSUFFICIENT_CAPACITY, scheduled.reason)
+    problem = observed.start_problem(range(allocation.replicas))
+    if problem is not None:
+        return condition(False, problem.reason, problem.message)
+    failures = assessment.failures.count
+    if failures:
+        limit = observed.job.valid_job.backoff_limit
+        message = f"Restarting after failure {failures} of the program (backoffLimit {limit})"
+        return condition(False, Reason.PROGRAM_FAILED, message)
+    replicas = plural(allocation.replicas, "replica")
+    if counts["attempts"]["trained"]:
+        return condition(False, Reason.REENTERING, f"Re-entering on {replicas} from the last checkpoint")
+    return condition(False, Reason.STARTING, f"Starting on {replicas}")
+
+
+def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> Condition:
+    kind = ConditionType.RESCALING
+    allocation, failed = scheduled.allocation, scheduled.failed_placement
+    runnable = scheduled.phase is JobPhase.RUNNABLE
+    if runnable and training and allocation is not None and allocation.replicas != training:
+        change = f"{training} -> {allocation.replicas}"
+        problem = observed.start_problem(range(training, allocation.replicas))
+        if problem is not None:
+            continues = f"training continues on {plural(training, 'replica')}"
+            return Condition(kind, True, problem.reason, f"{change}: {problem.message}; {continues}")
+        current = condition_of(observed.job.status, kind)
+        if not scheduled.changed and current is not None and current.message.startswith(f"{change}:"):
+            return Condition(kind, True, Reason.PREPARING_REPLICAS, current.message)
+        message = f"{change}: {scheduled.reason or 'preparing replicas'}"
+        return Condition(kind, True, Reason.PREPARING_REPLICAS, message)
+    if failed is not None and not scheduled.assessment.ended:
+        message = (
+            f"{plural(failed.count, 'replica')} could not be scheduled: {failed.message}; next attempt after "
+            f"{duration(failed.pause)} or when more capacity is available"
+        )
+        return Condition(kind, False, failed.reason, message)
+    return Condition(kind, False, Reason.STABLE)
+
+
+def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> Condition:
+    kind = ConditionType.SUSPENDED
+    requested = assessment.phase is JobPhase.STOPPING and assessment.reason in {
+        Reason.SUSPENDED,
+        Reason.SCALED_TO_ZERO,
+    }
+    if requested and not training:
+        return Condition(kind, True, assessment.reason, assessment.message)
+    if requested:
+        return Condition(kind, False, assessment.reason, "Saving state")
+    current = condition_of(observed.job.status, kind)
+    resumed = current is not None and (current.status or current.reason == Reason.RESUMED)
+    return Condition(kind, False, Reason.RESUMED if resumed else Reason.STABLE)
+
+
+def _state(conditions: list[Condition], scheduled: ScheduledJob) -> str:
+    """Return the state that `kubectl get` shows."""
+    true = {condition.type for condition in conditions if condition.status}
+    for kind in (ConditionType.FAILED, ConditionType.COMPLETE, ConditionType.SUSPENDED):
+        if kind in true:
+            return str(kind)
+    if ConditionType.RUNNING in true:
+        return str(ConditionType.RESCALING if ConditionType.RESCALING in true else ConditionType.RUNNING)
+    allocation = scheduled.allocation
+    if scheduled.phase is JobPhase.RUNNABLE and allocation is not None and allocation.replicas:
+        return "Starting"
+    return "Pending"

@@ -1,0 +1,180 @@
+"""The control loop: runs the four phases for all jobs, in cycles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from adascale_controller.operator.apply.applier import Applier
+from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.service import AllocationService
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.observer import Observer, Snapshot, jobs_with_pods, observe
+from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
+from adascale_controller.operator.reconcile.reconciler import reconcile
+from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
+from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
+from adascale_controller.operator.runtime.object_cache import ObjectCache
+from adascale_controller.operator.runtime.service_jobs import ServiceJobs
+from adascale_controller.operator.runtime.settings import OperatorSettings
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.kubernetes import Resource, object_key
+from adascale_controller.operator.types.workload import PodSettings
+from adascale_core.decision import Decision
+from adascale_core.views import JobView
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two cycles while no change is reported."""
+PAUSE = 0.2
+"""The minimum number of seconds between two cycles."""
+RESYNC_INTERVAL = 300.0
+"""Seconds between two lists of all objects."""
+STALE_RESYNC_INTERVAL = 5.0
+"""Seconds between two lists of all objects while the caches are known to be stale."""
+MAX_CONCURRENT = 8
+"""Jobs whose actions are applied at the same time."""
+
+
+class ControlLoop:
+    """Keeps all AdaScaleJobs in their desired state.
+
+    Args:
+        cache: the cache of watched objects.
+        cluster: the API server.
+        service: the metrics service.
+        settings: of the operator.
+        resources: the watched resources.
+        on_cycle: is called after each cycle.
+        clock: returns seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        cache: ObjectCache,
+        cluster: Cluster,
+        service: AllocationService,
+        settings: OperatorSettings,
+        resources: Collection[Resource],
+        *,
+        on_cycle: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cache = cache
+        self._cluster = cluster
+        self._resources = resources
+        self._on_cycle = on_cycle
+        self._clock = clock
+        self._errors = ErrorIsolation()
+        self._service_jobs = ServiceJobs(service, settings.namespace)
+        self._observer = Observer(PodSettings(api_url=settings.pod_api_url or settings.api_url))
+        self._fetcher = LookupFetcher(cluster, cache.changed.set)
+        self._scheduler = Scheduler()
+        self._applier = Applier(cluster, service, cache.put, settings.identity)
+
+    async def run(self) -> None:
+        """Run cycles until cancelled."""
+        listed_at = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(INTERVAL):
+                    await self._cache.changed.wait()
+            except TimeoutError:
+                pass
+            self._cache.changed.clear()
+            interval = STALE_RESYNC_INTERVAL if self._errors.cache_is_stale else RESYNC_INTERVAL
+            if time.monotonic() - listed_at > interval:
+                listed_at = time.monotonic()
+                self._errors.cache_is_stale = False
+                await self._resync()
+            await self.cycle()
+            self._on_cycle()
+            await asyncio.sleep(PAUSE)
+
+    async def list_all(self) -> None:
+        """Fill the cache.
+
+        Raises:
+            ClusterError: the API server does not answer, or rejects a list.
+        """
+        for resource in self._resources:
+            objects, version = await self._cluster.list(resource)
+            self._cache.replace(resource, objects, version)
+
+    async def cycle(self) -> None:
+        """Observe, schedule, reconcile and apply all jobs once."""
+        views = await self._service_jobs.list()
+        snapshot = self._snapshot()
+        self._retain(snapshot)
+        jobs = await self._observe(snapshot, views)
+        assessments = {}
+        for job in jobs:
+            with self._errors.isolate(job.job.id):
+                assessments[job.job.id] = assess(job)
+        runnable = [
+            job
+            for job in jobs
+            if job.job.id in assessments and assessments[job.job.id].phase is JobPhase.RUNNABLE
+        ]
+        decisions = self._scheduler.schedule(runnable, snapshot.nodes, snapshot.pods, self._errors.isolate)
+        limit = asyncio.Semaphore(MAX_CONCURRENT)
+
+        async def reconcile_and_apply(job: ObservedJob, decision: Decision | None) -> None:
+            assessment = assessments.get(job.job.id)
+            if assessment is None or (decision is None and assessment.phase is JobPhase.RUNNABLE):
+                return  # An error kept the job from being scheduled: it stays as it is.
+            async with limit:
+                with self._errors.isolate(job.job.id):
+                    failed_placement = self._scheduler.failed_placement(job)
+                    actions = reconcile(job, assessment, decision, failed_placement)
+                    applied = await self._applier.apply(job, actions)
+                    if applied.claim_created:
+                        self._fetcher.expire_claim(job.job.uid)
+                    if applied.template_rejection is not None:
+                        self._observer.reject(job.job, f"spec.template: {applied.template_rejection}")
+                        self._cache.changed.set()
+                    self._errors.clear(job.job.id)
+
+        await asyncio.gather(*(reconcile_and_apply(job, decisions.get(job.job.id)) for job in jobs))
+        if views is not None:
+            present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
+            await self._service_jobs.deregister_deleted(
+                views, present, lambda: jobs_with_pods(self._cache.all(Resource.PODS))
+            )
+
+    async def _observe(self, snapshot: Snapshot, views: Mapping[str, JobView] | None) -> list[ObservedJob]:
+        cached = self._observer.read(snapshot, self._errors.isolate)
+        await self._fetcher.fetch(cached, self._clock())
+        jobs = []
+        for job in cached:
+            with self._errors.isolate(job.job.id):
+                lookups = self._fetcher.results(job)
+                if lookups is not None:
+                    jobs.append(observe(job, lookups, views, self._clock()))
+        return jobs
+
+    def _snapshot(self) -> Snapshot:
+        watches_nodes = Resource.NODES in self._resources
+        return Snapshot(
+            adascalejobs=self._cache.all(Resource.ADASCALEJOBS),
+            indexed_jobs=self._cache.all(Resource.JOBS),
+            pods=self._cache.all(Resource.PODS),
+            nodes=self._cache.all(Resource.NODES) if watches_nodes else None,
+        )
+
+    def _retain(self, snapshot: Snapshot) -> None:
+        """Have each phase drop its memory of jobs that are deleted."""
+        uids = snapshot.job_uids
+        self._fetcher.retain(uids)
+        self._scheduler.retain(uids)
+        self._applier.retain(uids)
+        self._errors.retain({".".join(object_key(raw)) for raw in snapshot.adascalejobs})
+
+    async def _resync(self) -> None:
+        try:
+            await self.list_all()
+        except ClusterError as error:
+            logger.warning("%s; the watches continue", error)

@@ -1,0 +1,67 @@
+"""The liveness probe of the operator's pod."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from adascale_core.errors import AdaScaleError
+
+MAX_SILENCE = 120.0
+"""Seconds without a cycle after which the probe fails."""
+
+
+class ProbeAddressError(AdaScaleError):
+    """The address of the liveness probe is invalid or in use."""
+
+    exit_code = 2
+
+
+class Health:
+    """Records the cycles of the operator. Before the first one, the operator may wait for its lease."""
+
+    def __init__(self) -> None:
+        self._last_cycle: float | None = None
+
+    def record_cycle(self) -> None:
+        """Record that a cycle has ended."""
+        self._last_cycle = time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last cycle. 0 before the first one."""
+        return 0.0 if self._last_cycle is None else time.monotonic() - self._last_cycle
+
+    @asynccontextmanager
+    async def serve(self, address: str | None) -> AsyncIterator[None]:
+        """Answer `GET /healthz` at an address (HOST:PORT). None serves nothing.
+
+        Raises:
+            ProbeAddressError: the address is invalid or in use.
+        """
+        if address is None:
+            yield
+            return
+        app = web.Application()
+        app.router.add_get("/healthz", self._answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            host, _, port = address.rpartition(":")
+            try:
+                await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
+            except (ValueError, OSError, OverflowError) as error:
+                raise ProbeAddressError(
+                    f"can't listen on {address}: {error}; give HOST:PORT, for example 0.0.0.0:8080"
+                ) from None
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, _request: web.Request) -> web.Response:
+        if self.silence > MAX_SILENCE:
+            return web.Response(status=503, text=f"no cycle for {self.silence:.0f} s\n")
+        return web.Response(text="ok\n")

@@ -1,0 +1,230 @@
+"""Fetches what the caches don't hold: claims and Events.
+
+All calls run concurrently, with a bound on their number and a deadline for each. A cycle waits for the calls
+that it starts, but not longer than `CYCLE_WAIT`; a slower call continues in the background, its result is
+used in a later cycle, and until then the job has the last known result. So a slow call of one job delays no
+other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.observe.lookups import (
+    LookupResults,
+    Lookups,
+    assume_claim,
+    needed_lookups,
+    pod_creation_failure,
+    read_claim,
+)
+from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim
+from adascale_controller.operator.types.workload import Workload
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT = 16
+"""Calls at the same time."""
+DEADLINE = 8.0
+"""Seconds after which a call fails."""
+CYCLE_WAIT = 0.25
+"""Seconds that a cycle waits for the calls that it starts."""
+CLAIM_INTERVAL = 5.0
+"""Seconds between two reads of a claim that does not exist."""
+SHORT_OF_PODS_TIMEOUT = 1.0
+"""Seconds that pods may be missing before Events are read."""
+EVENTS_INTERVAL = 5.0
+"""Seconds between two reads of Events for one job."""
+
+_NEVER = float("-inf")
+
+
+@dataclass
+class _JobLookups:
+    """What is fetched for one job.
+
+    Args:
+        results: the newest results.
+        claim_error: why the claim could not be read.
+        claim_read_at, creation_events_read_at, pod_events_read_at: start of the last reads, in seconds since
+            1970.
+        short_of_pods_since: since when pods are missing, in seconds since 1970.
+        running: the calls that have not returned.
+    """
+
+    results: LookupResults = field(default_factory=LookupResults)
+    claim_error: ClusterError | None = None
+    claim_read_at: float = _NEVER
+    creation_events_read_at: float = _NEVER
+    pod_events_read_at: float = _NEVER
+    short_of_pods_since: float | None = None
+    running: set[str] = field(default_factory=set)
+
+
+class LookupFetcher:
+    """Fetches the lookups of all jobs.
+
+    Args:
+        cluster: the API server.
+        on_result: is called when a call returns that its cycle has not waited for.
+    """
+
+    def __init__(self, cluster: Cluster, on_result: Callable[[], None]) -> None:
+        self._cluster = cluster
+        self._on_result = on_result
+        self._jobs: dict[str, _JobLookups] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def retain(self, uids: Collection[str]) -> None:
+        """Drop the results of all AdaScaleJobs with other uids."""
+        self._jobs = {uid: lookups for uid, lookups in self._jobs.items() if uid in uids}
+
+    def expire_claim(self, uid: str) -> None:
+        """Drop what is known about the claim of a job, so that the next cycle reads it."""
+        lookups = self._jobs.get(uid)
+        if lookups is not None:
+            lookups.results = replace(lookups.results, claim=None)
+
+    async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
+        """Start the calls that are due, and wait for them, but not longer than `CYCLE_WAIT`.
+
+        Args:
+            jobs: all jobs.
+            now: seconds since 1970.
+        """
+        # Calls of earlier cycles that hang take from the bound, but never all of it.
+        limit = asyncio.Semaphore(max(MAX_CONCURRENT - len(self._tasks), 1))
+        started = []
+        for job in jobs:
+            lookups = self._jobs.setdefault(job.job.uid, _JobLookups())
+            for name, call in self._due(job, lookups, now):
+                lookups.running.add(name)
+                task = asyncio.create_task(self._run(lookups, name, call, limit))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                started.append(task)
+        if started:
+            _, slow = await asyncio.wait(started, timeout=CYCLE_WAIT)
+            for task in slow:
+                task.add_done_callback(lambda _: self._on_result())
+
+    def results(self, job: CachedJob) -> LookupResults | None:
+        """Return the newest results for a job. None while its claim is unknown: its pods depend on it.
+
+        Raises:
+            ClusterError: the claim is unknown because it could not be read.
+        """
+        lookups = self._jobs.get(job.job.uid, _JobLookups())
+        claim = job.workload.claim_name if job.workload is not None else None
+        if claim is None:
+            return replace(lookups.results, claim=None)
+        if lookups.results.claim is None or lookups.results.claim.name != claim:
+            if lookups.claim_error is not None:
+                raise lookups.claim_error
+            return None
+        return lookups.results
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def _due(
+        self, job: CachedJob, lookups: _JobLookups, now: float
+    ) -> Iterable[tuple[str, Callable[[], Awaitable[None]]]]:
+        needed = needed_lookups(job, now)
+        if job.workload is not None and needed.claim is not None and "claim" not in lookups.running:
+            workload, name = job.workload, needed.claim
+            if self._claim_is_due(lookups, needed, now):
+                lookups.claim_read_at = now
+                yield "claim", lambda: self._read_claim(workload, name, lookups)
+        if needed.short_of_pods is None:
+            lookups.short_of_pods_since = None
+            lookups.results = replace(lookups.results, pod_creation_failure=None)
+        else:
+            indexed_job, since = needed.short_of_pods, lookups.short_of_pods_since
+            if since is None:
+                since = lookups.short_of_pods_since = now
+            late = now - since >= SHORT_OF_PODS_TIMEOUT
+            due = now - lookups.creation_events_read_at >= EVENTS_INTERVAL
+            if late and due and "creation" not in lookups.running:
+                lookups.creation_events_read_at = now
+                oldest = since - 2 * SHORT_OF_PODS_TIMEOUT
+                yield "creation", lambda: self._read_creation_events(job, indexed_job, oldest, lookups)
+        if needed.slow_pod is None:
+            lookups.results = replace(lookups.results, slow_pod=None, slow_pod_events=())
+        elif now - lookups.pod_events_read_at >= EVENTS_INTERVAL and "pod" not in lookups.running:
+            pod = needed.slow_pod.uid
+            lookups.pod_events_read_at = now
+            yield "pod", lambda: self._read_pod_events(job, pod, lookups)
+
+    @staticmethod
+    def _claim_is_due(lookups: _JobLookups, needed: Lookups, now: float) -> bool:
+        claim = lookups.results.claim
+        if claim is None or claim.name != needed.claim:
+            return True
+        # The claim that the operator creates is read again once it is created.
+        awaited = needed.claim_awaited and not claim.exists
+        return awaited and now - lookups.claim_read_at >= CLAIM_INTERVAL
+
+    async def _run(
+        self,
+        lookups: _JobLookups,
+        name: str,
+        call: Callable[[], Awaitable[None]],
+        limit: asyncio.Semaphore,
+    ) -> None:
+        try:
+            async with limit:
+                await call()
+        finally:
+            lookups.running.discard(name)
+
+    async def _read_claim(self, workload: Workload, name: str, lookups: _JobLookups) -> None:
+        claim: CheckpointClaim | None = None
+        try:
+            async with _deadline():
+                raw = await self._cluster.get_claim(workload.namespace, name)
+            claim = read_claim(workload, name, raw)
+        except ClusterError as error:
+            # No assumption where the claim may be known soon: it could lead to other pods.
+            if error.status != 403:
+                lookups.claim_error = error
+                return
+            claim = assume_claim(workload, name)
+        lookups.claim_error = None
+        lookups.results = replace(lookups.results, claim=claim)
+
+    async def _read_creation_events(
+        self, job: CachedJob, indexed_job: str, since: float, lookups: _JobLookups
+    ) -> None:
+        try:
+            async with _deadline():
+                events = await self._cluster.list_events(job.job.namespace, indexed_job, "FailedCreate")
+        except ClusterError as error:
+            logger.warning("%s: %s", job.job.id, error)
+            return
+        if lookups.short_of_pods_since is not None:
+            failure = pod_creation_failure(events, since)
+            lookups.results = replace(lookups.results, pod_creation_failure=failure)
+
+    async def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups) -> None:
+        try:
+            async with _deadline():
+                events = await self._cluster.list_events(job.job.namespace, pod_uid)
+        except ClusterError as error:
+            logger.warning("%s: %s", job.job.id, error)
+            return
+        lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=tuple(events))
+
+
+@asynccontextmanager
+async def _deadline() -> AsyncIterator[None]:
+    """Raise a `ClusterError` if the calls inside take longer than `DEADLINE`."""
+    try:
+        async with asyncio.timeout(DEADLINE):
+            yield
+    except TimeoutError as error:
+        raise ClusterError(f"the API server does not answer within {DEADLINE:.0f} s") from error

@@ -1,0 +1,158 @@
+"""Starts and stops the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from kubernetes.aio import client, config
+
+from adascale_client import MetricsServiceClient
+from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
+from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.health import Health
+from adascale_controller.operator.runtime.informers import run_informers, silence_event_logs
+from adascale_controller.operator.runtime.lease import LeaseElection
+from adascale_controller.operator.runtime.object_cache import ObjectCache
+from adascale_controller.operator.runtime.settings import OperatorSettings
+from adascale_controller.operator.types.kubernetes import Resource
+from adascale_core import names
+from adascale_core.errors import AdaScaleError
+
+logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL = 3.0
+"""Seconds between two tries to reach the API server at the start."""
+
+_FINAL_STATUSES = frozenset({401, 403, 404})
+"""HTTP statuses with which the API server rejects a call for good."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+T = TypeVar("T")
+
+
+class NoClusterError(AdaScaleError):
+    """No configuration names a cluster."""
+
+    exit_code = 2
+
+
+def run_operator(settings: OperatorSettings) -> None:
+    """Run the operator until SIGTERM or SIGINT.
+
+    Raises:
+        NoClusterError: no configuration names a cluster.
+        LeaseLostError: another operator may be running.
+    """
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING
+    )
+    logging.getLogger("adascale_controller").setLevel(logging.INFO)
+    silence_event_logs()
+    asyncio.run(_run(settings))
+
+
+async def _run(settings: OperatorSettings) -> None:
+    await _load_config()
+    health = Health()
+    async with client.ApiClient() as api, health.serve(settings.liveness):
+        await _run_until_signal(_run_as_leader(settings, api, health))
+
+
+async def _run_as_leader(settings: OperatorSettings, api: client.ApiClient, health: Health) -> None:
+    """Run once no other operator does."""
+    if settings.lease_namespace is None:
+        await _run_control_loop(settings, api, health, [])
+        return
+    lease = LeaseElection(api, settings.lease_namespace, names.CONTROLLER, settings.identity)
+    logger.info("Waiting for the lease")
+    await lease.acquire()
+    try:
+        await _run_control_loop(settings, api, health, [lease.hold()])
+    finally:
+        await lease.release()
+
+
+async def _run_control_loop(
+    settings: OperatorSettings,
+    api: client.ApiClient,
+    health: Health,
+    background: list[Coroutine[Any, Any, None]],
+) -> None:
+    """Run the informers, the control loop and background tasks until one of them ends."""
+    cluster = KubernetesCluster(api, settings.namespace)
+    service = MetricsServiceClient(settings.api_url, token_file=settings.token_file)
+    cache = ObjectCache()
+    resources = await _retry(lambda: _watched_resources(settings, cluster))
+    loop = ControlLoop(cache, cluster, service, settings, resources, on_cycle=health.record_cycle)
+    await _retry(loop.list_all)
+    logger.info("Running in %s", settings.namespace or "all namespaces")
+    coroutines = [run_informers(cache, resources, settings), loop.run(), *background]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        service.close()
+    logger.info("Stopped")
+
+
+async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:
+    """Return the resources that the operator may watch."""
+    resources = [Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS]
+    if settings.namespace is None and await cluster.may_list(Resource.NODES):
+        return [*resources, Resource.NODES]
+    logger.info("Not allowed to list nodes: free capacity is unknown and found out by trying")
+    return resources
+
+
+async def _retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of a call as soon as the API server answers it.
+
+    Raises:
+        ClusterError: the API server rejects the call for good.
+    """
+    while True:
+        try:
+            return await call()
+        except ClusterError as error:
+            if error.status in _FINAL_STATUSES:
+                raise
+            logger.warning("%s; retrying", error)
+        await asyncio.sleep(RETRY_INTERVAL)
+
+
+async def _run_until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Cancel the work at SIGTERM or SIGINT. Once kopf watches, it handles the signals itself."""
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        logger.info("Stopped before the first cycle")
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _load_config() -> None:
+    """Load the configuration of the pod, or else that of a kubeconfig."""
+    try:
+        config.load_incluster_config()
+    except config.ConfigException:
+        try:
+            await config.load_kube_config()
+        except config.ConfigException as error:
+            raise NoClusterError(
+                f"no cluster is configured: not in a pod, and no valid kubeconfig ({error}); set KUBECONFIG"
+            ) from error

@@ -1,0 +1,82 @@
+"""Lists the jobs of the metrics service, and deregisters those whose AdaScaleJob is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+
+from adascale_client import ServiceError
+from adascale_controller.operator.apply.service import AllocationService
+from adascale_core.views import JobView
+
+logger = logging.getLogger(__name__)
+
+MAX_DEREGISTERED = 1000
+"""How many deregistered jobs are remembered."""
+
+
+class ServiceJobs:
+    """The jobs of the metrics service.
+
+    Args:
+        service: the metrics service.
+        namespace: the only namespace whose jobs are deregistered. None for all namespaces.
+    """
+
+    def __init__(self, service: AllocationService, namespace: str | None) -> None:
+        self._service = service
+        self._namespace = namespace
+        self._answers = True
+        self._deregistered: deque[str] = deque(maxlen=MAX_DEREGISTERED)
+
+    async def list(self) -> dict[str, JobView] | None:
+        """Return all jobs by id. None if the metrics service does not answer."""
+        try:
+            views = await asyncio.to_thread(self._service.list_jobs)
+        except ServiceError as error:
+            if self._answers:
+                logger.warning("%s; training continues, replica counts stay as they are", error)
+            self._answers = False
+            return None
+        if not self._answers:
+            logger.warning("The metrics service answers again")
+        self._answers = True
+        return {view.id: view for view in views}
+
+    async def deregister_deleted(
+        self,
+        views: Mapping[str, JobView],
+        present: Collection[str],
+        with_pods: Callable[[], Collection[str]],
+    ) -> None:
+        """Delete the jobs from the metrics service that the cluster no longer has.
+
+        Args:
+            views: the jobs of the metrics service.
+            present: ids of all AdaScaleJobs.
+            with_pods: returns the ids of jobs that still have pods, which would register again.
+        """
+        deleted = [view for view in views.values() if view.id not in present and self._is_ours(view)]
+        # Reading all pods is expensive, and most cycles find no deleted job.
+        ending = with_pods() if deleted else ()
+        for view in deleted:
+            if view.id in ending:
+                continue
+            try:
+                await asyncio.to_thread(self._service.delete_job, view.id)
+                self._deregistered.append(view.id)
+                logger.info("%s is deleted; removed it from the metrics service", view.id)
+            except ServiceError as error:
+                logger.warning("%s: %s", view.id, error)
+
+    def _is_ours(self, view: JobView) -> bool:
+        """Whether the operator may delete a job that has no AdaScaleJob.
+
+        A job that only has reports was created by hand and stays, unless it was deregistered before and a
+        late report created it again.
+        """
+        watched = self._namespace in (None, view.id.partition(".")[0])
+        managed = view.spec is not None or view.desired is not None or bool(view.replicas)
+        return watched and (managed or view.id in self._deregistered)

@@ -1,0 +1,235 @@
+"""The free resources of nodes, and which nodes accept a pod, by the rules of the Kubernetes scheduler.
+
+Pods that do not belong to AdaScaleJobs take what they request; the decision shares out the rest. Not
+considered: affinity between pods, topology spread, host ports, volumes bound to a node, ResourceClaims,
+defaults of a LimitRange, requests resized in place. Where one of these keeps a replica from a node that seems
+to have room, the pod's own status shows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from decimal import Decimal
+from functools import lru_cache
+from math import ceil
+from typing import Final
+
+from kubernetes.utils import parse_quantity
+
+from adascale_controller.operator.observe.observer import is_ready
+from adascale_controller.operator.observe.pods import job_of_pod
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core.packing import PODS, Node
+
+_CPU: Final = "cpu"
+_CORDON: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+"""The taint of a cordoned node, which the node controller adds a moment after the cordon."""
+_EXCLUDING_EFFECTS: Final = ("NoSchedule", "NoExecute")
+"""The effects of taints that keep new pods away. PreferNoSchedule does not."""
+
+
+def amount(resource: str, quantity: object) -> int:
+    """Return a quantity in whole units, rounded up: cpu in thousandths, memory in bytes, the rest as counts.
+
+    An invalid quantity is 0: the API server rejects it with a message of its own.
+    """
+    return _amount(1000 if resource == _CPU else 1, str(quantity))
+
+
+@lru_cache(maxsize=4096)
+def _amount(parts: int, quantity: str) -> int:
+    try:
+        value: Decimal = parse_quantity(quantity)
+    except ValueError:
+        return 0
+    return ceil(value * parts) if value.is_finite() else 0
+
+
+# -- requests of pods ----------------------------------------------------------------------------------------
+
+
+def pod_request(spec: ApiObject) -> dict[str, int]:
+    """Return the resources that a pod requests, in the units of `amount`.
+
+    The sum of its containers, or the largest request of an init container together with the sidecars started
+    before it, if that is more; plus the pod's overhead; and one of "pods".
+    """
+    running = Counter[str]()
+    for container in _objects(spec.get("containers")):
+        running.update(_request(container))
+    sidecars = Counter[str]()
+    peak = Counter[str]()
+    for container in _objects(spec.get("initContainers")):
+        request = _request(container)
+        if container.get("restartPolicy") == "Always":
+            running.update(request)
+            sidecars.update(request)
+        else:
+            peak |= sidecars + Counter(request)
+    total = running | peak
+    of_pod = _object(spec.get("resources"))
+    limits = {name: units for name, units in _amounts(of_pod, "limits").items() if name not in total}
+    total = Counter({**total, **limits, **_amounts(of_pod, "requests")})
+    total.update(_amounts(spec, "overhead"))
+    return {**{name: units for name, units in total.items() if units > 0}, PODS: 1}
+
+
+def _request(container: ApiObject) -> dict[str, int]:
+    resources = _object(container.get("resources"))
+    # The API server copies a limit to a request that is not set.
+    return _amounts(resources, "limits") | _amounts(resources, "requests")
+
+
+def _amounts(parent: ApiObject, key: str) -> dict[str, int]:
+    return {name: amount(name, quantity) for name, quantity in _object(parent.get(key)).items()}
+
+
+# -- free resources ----------------------------------------------------------------------------------------
+
+
+def free_nodes(
+    nodes: Iterable[ApiObject], pods: Iterable[ApiObject], jobs: Collection[str] | None = None
+) -> list[Node]:
+    """Return the ready nodes, each with the resources that are free for our jobs.
+
+    Args:
+        nodes: all nodes.
+        pods: all pods of the cluster.
+        jobs: ids of the jobs to schedule, whose pods take nothing. None for all AdaScaleJobs.
+    """
+    taken: dict[str, Counter[str]] = {}
+    for pod in pods:
+        node = _object(pod.get("spec")).get("nodeName")
+        if node and not _has_ended(pod) and not _is_ours(pod, jobs):
+            taken.setdefault(node, Counter()).update(pod_request(pod["spec"]))
+    free = []
+    for node in nodes:
+        if is_ready(node):
+            name = _name(node)
+            used = taken.get(name, Counter())
+            allocatable = _amounts(_object(node.get("status")), "allocatable")
+            units = {resource: units - used[resource] for resource, units in allocatable.items()}
+            free.append(Node(name, units))
+    return free
+
+
+def _has_ended(pod: ApiObject) -> bool:
+    return _object(pod.get("status")).get("phase") in ("Succeeded", "Failed")
+
+
+def _is_ours(pod: ApiObject, jobs: Collection[str] | None) -> bool:
+    key = job_of_pod(pod)
+    return key is not None and (jobs is None or ".".join(key) in jobs)
+
+
+def _name(node: ApiObject) -> str:
+    return str(node["metadata"]["name"])
+
+
+# -- which nodes accept a pod --------------------------------------------------------------------------------
+
+
+def eligible_nodes(spec: ApiObject, nodes: Iterable[ApiObject]) -> frozenset[str]:
+    """Return the names of the nodes that accept a new pod if they have the resources.
+
+    Args:
+        spec: the PodSpec, as in a template.
+        nodes: all nodes.
+    """
+    return frozenset(_name(node) for node in nodes if _accepts(node, spec))
+
+
+def _accepts(node: ApiObject, spec: ApiObject) -> bool:
+    return (
+        is_ready(node)
+        and spec.get("nodeName") in (None, "", _name(node))
+        and _is_selected(node, spec)
+        and all(_is_tolerated(taint, spec) for taint in _taints(node))
+    )
+
+
+def _taints(node: ApiObject) -> list[ApiObject]:
+    spec = _object(node.get("spec"))
+    taints = [taint for taint in _objects(spec.get("taints")) if taint.get("effect") in _EXCLUDING_EFFECTS]
+    return [*taints, _CORDON] if spec.get("unschedulable") else taints
+
+
+def _is_tolerated(taint: ApiObject, spec: ApiObject) -> bool:
+    return any(_tolerates(toleration, taint) for toleration in _objects(spec.get("tolerations")))
+
+
+def _tolerates(toleration: ApiObject, taint: ApiObject) -> bool:
+    if toleration.get("effect") and toleration["effect"] != taint["effect"]:
+        return False
+    if toleration.get("key") and toleration["key"] != taint.get("key"):
+        return False
+    match toleration.get("operator") or "Equal":
+        case "Exists":
+            return True
+        case "Equal":
+            return bool(toleration.get("key")) and (toleration.get("value") or "") == (
+                taint.get("value") or ""
+            )
+    return False
+
+
+def _is_selected(node: ApiObject, spec: ApiObject) -> bool:
+    labels = _object(_object(node.get("metadata")).get("labels"))
+    if any(labels.get(key) != value for key, value in _object(spec.get("nodeSelector")).items()):
+        return False
+    affinity = _object(_object(spec.get("affinity")).get("nodeAffinity"))
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+    if required is None:
+        return True
+    terms = _objects(_object(required).get("nodeSelectorTerms"))
+    return any(_matches(term, labels, {"metadata.name": _name(node)}) for term in terms)
+
+
+def _matches(term: ApiObject, labels: Mapping[str, str], fields: Mapping[str, str]) -> bool:
+    """Whether a node meets all requirements of a term. An empty term matches no node."""
+    met = [
+        *(_meets(requirement, labels) for requirement in _objects(term.get("matchExpressions"))),
+        *(_meets(requirement, fields) for requirement in _objects(term.get("matchFields"))),
+    ]
+    return bool(met) and all(met)
+
+
+def _meets(requirement: ApiObject, attributes: Mapping[str, str]) -> bool:
+    key, values = requirement.get("key"), requirement.get("values")
+    actual = attributes.get(key) if isinstance(key, str) else None
+    accepted: Sequence[str] = values if isinstance(values, list) else []
+    match requirement.get("operator"):
+        case "In":
+            return actual in accepted
+        case "NotIn":
+            return actual not in accepted
+        case "Exists":
+            return actual is not None
+        case "DoesNotExist":
+            return actual is None
+        case "Gt" | "Lt" as operator:
+            numbers = _integers([actual, *accepted])
+            return numbers is not None and (numbers[0] - numbers[1]) * (1 if operator == "Gt" else -1) > 0
+    return False
+
+
+def _integers(texts: Sequence[str | None]) -> list[int] | None:
+    """Return two texts as integers. None if there are not two, or one is not an integer."""
+    if len(texts) != 2:
+        return None
+    try:
+        return [int(text or "") for text in texts]
+    except (ValueError, TypeError):
+        return None
+
+
+# -- parts of an object that may be absent or, where users write them, of any type --------------------------
+
+
+def _object(value: object) -> ApiObject:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _objects(value: object) -> list[ApiObject]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []

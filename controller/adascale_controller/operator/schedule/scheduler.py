@@ -1,0 +1,136 @@
+"""Chooses the replica counts of all jobs at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from adascale_controller.measurements import JobMeasurements
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
+from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
+from adascale_controller.operator.types.actions import FailedPlacement, Isolation
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core.batch import valid_replicas
+from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.decision import Decision, decide
+from adascale_core.job_state import JobState
+from adascale_core.packing import Demand
+from adascale_core.views import JobView
+
+
+@dataclass
+class _JobMemory:
+    """What the scheduler remembers of one job. A restarted operator measures it again."""
+
+    measurements: JobMeasurements = field(default_factory=JobMeasurements)
+    backoff: PlacementBackoff = field(default_factory=PlacementBackoff)
+
+
+class Scheduler:
+    """Chooses the replica counts of all jobs that may run."""
+
+    def __init__(self) -> None:
+        self._memories: dict[str, _JobMemory] = {}
+
+    def retain(self, uids: Collection[str]) -> None:
+        """Drop the memory of all AdaScaleJobs with other uids."""
+        self._memories = {uid: memory for uid, memory in self._memories.items() if uid in uids}
+
+    def failed_placement(self, job: ObservedJob) -> FailedPlacement | None:
+        """Return the count of a job that could not be placed and may not be scheduled yet."""
+        memory = self._memories.get(job.job.uid)
+        return memory.backoff.failed_placement(job.now) if memory is not None else None
+
+    def schedule(
+        self,
+        jobs: Iterable[ObservedJob],
+        nodes: Sequence[ApiObject] | None,
+        pods: Sequence[ApiObject],
+        isolation: Isolation,
+    ) -> dict[str, Decision]:
+        """Return the replica count of each job, by job id. A job whose state can't be computed has none.
+
+        Args:
+            jobs: the jobs that may run.
+            nodes: all nodes. None if the operator may not read nodes.
+            pods: all pods of the cluster.
+            isolation: handles the errors of a single job.
+        """
+        jobs_by_id = {job.job.id: job for job in jobs}
+        demands = {}
+        for job_id, job in jobs_by_id.items():
+            with isolation(job_id):
+                demands[job_id] = _demand(job, nodes or ())
+        capacity: Capacity
+        if nodes is None:
+            max_replicas = (job.job.valid_job.spec.max_replicas for job in jobs_by_id.values())
+            capacity = ReplicaCapacity(sum(max_replicas))
+        else:
+            capacity = NodeCapacity(free_nodes(nodes, pods, demands), demands)
+        states = []
+        for job_id in demands:
+            with isolation(job_id):
+                states.append(self._state(jobs_by_id[job_id], capacity))
+        # Durations are measured on the monotonic clock, so the decision gets its time from it too.
+        decisions = decide(states, capacity, time.monotonic())
+        for state in states:
+            cap, decision = jobs_by_id[state.id].job.valid_job.replicas, decisions[state.id]
+            if cap is not None and state.limit == cap and decision.replicas < state.replicas:
+                decisions[state.id] = replace(decision, reason=f"spec.replicas is {cap}")
+        return decisions
+
+    def _state(self, observed: ObservedJob, capacity: Capacity) -> JobState:
+        """Return a job's state for the decision."""
+        job, view = observed.job.valid_job, observed.service or JobView.empty()
+        memory = self._memories.setdefault(observed.job.uid, _JobMemory())
+        memory.measurements.update(view, time.monotonic())
+        state = memory.measurements.job_state(job, view, job.spec.scale_invariant_steps)
+        current = observed.current_allocation
+        trains_current = view.desired == current and observed.training_replicas > 0
+        most = capacity.max_replicas(job.id)
+        _update_backoff(memory.backoff, observed, most)
+        limits = [job.replicas, memory.backoff.limit(most, observed.now)]
+        return replace(
+            state,
+            arrival=float(observed.job.created_at),
+            replicas=current.replicas if current is not None else 0,
+            stable_since=state.stable_since if trains_current else None,
+            limit=min((limit for limit in limits if limit is not None), default=None),
+        )
+
+
+def _demand(observed: ObservedJob, nodes: Sequence[ApiObject]) -> Demand:
+    """Return what a job requests of the nodes."""
+    pod_spec = observed.job.template["spec"]
+    return Demand(
+        request=pod_request(pod_spec),
+        nodes=eligible_nodes(pod_spec, nodes),
+        placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
+        one_node=observed.single_node,
+    )
+
+
+def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: int) -> None:
+    current = observed.current_allocation
+    if current is None or current.replicas == 0:
+        return
+    problem = observed.placement_problem(range(current.replicas))
+    live = observed.live_pods
+    placed = 0
+    while placed in live and live[placed].is_placed:
+        placed += 1
+    spec = observed.job.valid_job.spec
+    backoff.update(
+        generation=current.generation,
+        count=current.replicas,
+        training=observed.training_replicas,
+        problem=(problem.reason, problem.message) if problem is not None else None,
+        placed=placed,
+        valid=[
+            count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas
+        ],
+        capacity=capacity,
+        now=observed.now,
+    )

@@ -1,0 +1,4 @@
+"""Types that the phases share: API objects, conditions, actions, workloads.
+
+Data only: no I/O, no clock, no decision. Imports no other package of the operator.
+"""

@@ -1,0 +1,115 @@
+"""Conditions of an AdaScaleJob, and their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from adascale_controller.operator.types.kubernetes import timestamp
+
+MAX_MESSAGE = 4096
+"""The maximum length of a message, in characters. The API allows 32768, which nobody reads."""
+
+
+class ConditionType(StrEnum):
+    """The condition types of an AdaScaleJob."""
+
+    RUNNING = "Running"
+    RESCALING = "Rescaling"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Reason(StrEnum):
+    """The reasons of conditions. `docs/kubernetes.md` describes what to do about each."""
+
+    TRAINING = "Training"
+    STARTING = "Starting"
+    REENTERING = "Reentering"
+    PREPARING_REPLICAS = "PreparingReplicas"
+    STABLE = "Stable"
+    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
+    SUSPENDED = "Suspended"
+    SCALED_TO_ZERO = "ScaledToZero"
+    RESUMED = "Resumed"
+    TEMPLATE_CHANGED = "TemplateChanged"
+    METRICS_SERVICE_UNAVAILABLE = "MetricsServiceUnavailable"
+    NAME_CONFLICT = "NameConflict"
+    CLEANING_UP = "CleaningUp"
+    UNSCHEDULABLE = "Unschedulable"
+    VOLUME_NOT_FOUND = "VolumeNotFound"
+    VOLUME_NOT_BOUND = "VolumeNotBound"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    CONTAINER_CREATING = "ContainerCreating"
+    CONTAINER_START_FAILED = "ContainerStartFailed"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    POD_CREATION_FAILED = "PodCreationFailed"
+    PROGRAM_FAILED = "ProgramFailed"
+    FINISHED = "Finished"
+    FAILED = "Failed"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    INVALID_SPEC = "InvalidSpec"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition. `reason` is a string because a status may hold reasons of other versions."""
+
+    type: ConditionType
+    status: bool
+    reason: str
+    message: str = ""
+
+
+def condition_of(status: Mapping[str, Any], kind: ConditionType) -> Condition | None:
+    """Return the condition of a type in a status. None if the status has none."""
+    for raw in status.get("conditions") or ():
+        if raw["type"] == kind:
+            return Condition(kind, raw["status"] == "True", raw["reason"], raw.get("message", ""))
+    return None
+
+
+def is_true(status: Mapping[str, Any], kind: ConditionType) -> bool:
+    """Whether a status has the condition with status True."""
+    condition = condition_of(status, kind)
+    return condition is not None and condition.status
+
+
+def has_ended(status: Mapping[str, Any]) -> bool:
+    """Whether a status has the condition Complete or Failed."""
+    return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
+
+
+def merged(
+    previous: Sequence[Mapping[str, Any]], current: Sequence[Condition], generation: int, now: float
+) -> list[dict[str, Any]]:
+    """Return the conditions as JSON, with the transition times of those whose status is unchanged.
+
+    Args:
+        previous: the conditions in the current status.
+        current: the conditions to write.
+        generation: `metadata.generation` of the spec that they were computed from.
+        now: seconds since 1970, the transition time of a condition whose status changes.
+    """
+    previous_by_type = {raw["type"]: raw for raw in previous}
+    conditions = []
+    for condition in current:
+        status = "True" if condition.status else "False"
+        old = previous_by_type.get(condition.type)
+        unchanged = old is not None and old["status"] == status
+        since = old["lastTransitionTime"] if old is not None and unchanged else timestamp(now)
+        conditions.append(
+            {
+                "type": str(condition.type),
+                "status": status,
+                "observedGeneration": generation,
+                "lastTransitionTime": since,
+                "reason": str(condition.reason),
+                "message": condition.message[:MAX_MESSAGE],
+            }
+        )
+    return conditions

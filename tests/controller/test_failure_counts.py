@@ -1,0 +1,65 @@
+"""How often the program has failed: a generation counts once, a round of starts counts once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.reconcile.failures import count_failures, read_failures, with_pods
+from adascale_core.failure_count import FailureCount
+from support.observed_jobs import failed_pod, indexed_job, job, observed, pod, view
+
+EVICTED = pod(0, phase="Failed", exit=PodExit(3, disruption=True))
+
+
+@pytest.mark.parametrize(
+    ("known", "pods", "expected"),
+    [
+        (FailureCount(), [], FailureCount()),
+        (FailureCount(), [pod(0), pod(1)], FailureCount()),
+        (FailureCount(), [failed_pod(0, 3)], FailureCount(1, 3)),
+        (FailureCount(), [failed_pod(0, 3), failed_pod(1, 3)], FailureCount(1, 3)),
+        (FailureCount(), [failed_pod(0, 3), failed_pod(0, 4)], FailureCount(2, 4)),
+        (FailureCount(1, 3), [failed_pod(0, 3)], FailureCount(1, 3)),
+        (FailureCount(1, 3), [failed_pod(0, 3), failed_pod(1, 5)], FailureCount(2, 5)),
+        (FailureCount(), [failed_pod(0), failed_pod(1), failed_pod(2)], FailureCount(1, 0, 1)),
+        (FailureCount(), [failed_pod(0), failed_pod(0), failed_pod(1)], FailureCount(2, 0, 2)),
+        (FailureCount(2, 0, 2), [failed_pod(0), failed_pod(0)], FailureCount(2, 0, 2)),
+        (FailureCount(), [EVICTED], FailureCount()),
+    ],
+    ids=str,
+)
+def test_what_counts(known: FailureCount, pods: list[Pod], expected: FailureCount) -> None:
+    assert with_pods(known, pods) == expected
+
+
+def test_what_fails_after_the_job_was_made_anew_counts_again() -> None:
+    known = with_pods(FailureCount(2, 0, 2), [])
+    assert known.count == 2
+    assert with_pods(known, [failed_pod(0)]).count == 3
+
+
+def test_what_is_counted_is_found_in_the_status_again() -> None:
+    status = {"failures": 4, "attempts": {"failedGeneration": 7, "falseStarts": 2}}
+    assert read_failures(status) == FailureCount(4, 7, 2)
+    assert read_failures({}) == FailureCount()
+
+
+def test_failures_of_an_earlier_job_of_the_same_name_are_not_its_own() -> None:
+    sighting = observed(job(), None, indexed_job(1, owner="earlier-uid"), pods=[failed_pod(0, 3)])
+    assert sighting.own_pods == ()
+    assert replace(sighting, indexed_job=None).own_pods == ()
+    assert len(replace(sighting, indexed_job=indexed_job(1)).own_pods) == 1
+
+
+@pytest.mark.parametrize(
+    ("complete", "known_by_service", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)]
+)
+def test_how_replicas_fall_when_the_first_has_finished_is_no_failure(
+    complete: bool, known_by_service: bool, expected: int
+) -> None:
+    service = view((3, 2), (3, 2), complete=known_by_service)
+    at_its_end = observed(job((3, 2)), service, indexed_job(2, complete=complete), [pod(0), failed_pod(1, 3)])
+    assert count_failures(at_its_end).count == expected

@@ -1,0 +1,754 @@
+"""The objects of an AdaScaleJob: what is added to a pod template, and that nothing of it is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.operator.apply.indexed_job import (
+    claim_manifest,
+    indexed_job_manifest,
+    resize_patch,
+    template_warnings,
+)
+from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
+from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
+from adascale_controller.operator.types.workload import (
+    CHECKPOINT_FOLDER,
+    PodSettings,
+    Workload,
+    template_digest,
+)
+from adascale_core import names
+from adascale_core.exit_codes import IGNORED_EXIT_CODES
+from adascale_core.messages import JobSpec
+
+SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
+JOB = Job("team.digits", SPEC)
+OWNER = {
+    "apiVersion": "adascale.dev/v1alpha1",
+    "kind": "AdaScaleJob",
+    "name": "digits",
+    "uid": "b7d1",
+    "controller": True,
+    "blockOwnerDeletion": True,
+}
+
+
+# -- builders ----------------------------------------------------------------------------------------------
+
+
+def container(name: str = "worker", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "image": "trainer:1", **fields}
+
+
+def template(*containers: Mapping[str, Any], metadata: Any = None, **spec: Any) -> dict[str, Any]:
+    made = {"spec": {"containers": list(containers or (container(),)), **spec}}
+    return made if metadata is None else {"metadata": metadata} | made
+
+
+def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> Workload:
+    return Workload(
+        name="digits",
+        namespace="team",
+        uid="b7d1",
+        job=replace(JOB, **of_job),
+        template=made_of or template(container(command=["python", "train.py"])),
+        created_at=1_700_000_000,
+        settings=PodSettings("http://adascale-api.adascale-system:8265"),
+    )
+
+
+def pod(made_of: Workload, single_node: bool = False) -> dict[str, Any]:
+    manifest: dict[str, Any] = indexed_job_manifest(made_of, 2, suspend=False, single_node=single_node)[
+        "spec"
+    ]["template"]
+    return manifest
+
+
+def worker(made_of: Workload) -> dict[str, Any]:
+    containers = pod(made_of)["spec"]["containers"]
+    found: dict[str, Any] = next((one for one in containers if one["name"] == "worker"), containers[0])
+    return found
+
+
+def env(made_of: Workload) -> dict[str, Any]:
+    variables = worker(made_of)["env"]
+    found = {one["name"]: one.get("value", one.get("valueFrom")) for one in variables}
+    assert len(found) == len(variables)
+    return found
+
+
+def mounts(made_of: Workload) -> dict[str, dict[str, Any]]:
+    """The volume at each place of the worker."""
+    volumes = {one["name"]: one for one in pod(made_of)["spec"]["volumes"]}
+    return {one["mountPath"]: volumes[one["name"]] | one for one in worker(made_of)["volumeMounts"]}
+
+
+# -- the Job -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_an_indexed_job_of_the_same_name_that_never_gives_up_by_count() -> None:
+    made = indexed_job_manifest(workload(), 3, suspend=False, single_node=False)
+    assert (made["apiVersion"], made["kind"]) == ("batch/v1", "Job")
+    assert made["metadata"]["name"] == "digits"
+    assert made["metadata"]["namespace"] == "team"
+    assert made["metadata"]["ownerReferences"] == [OWNER]
+    assert made["metadata"]["labels"][names.LABEL_JOB] == "digits"
+    assert made["metadata"]["annotations"] == {
+        names.ANNOTATION_TEMPLATE: template_digest(workload(), single_node=False)
+    }
+    spec = made["spec"]
+    del spec["template"]
+    assert spec == {
+        "completionMode": "Indexed",
+        "completions": 3,
+        "parallelism": 3,
+        "suspend": False,
+        "backoffLimit": 2147483647,
+        "backoffLimitPerIndex": 2147483647,
+        "podReplacementPolicy": "Failed",
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "Ignore",
+                    "onExitCodes": {
+                        "containerName": "worker",
+                        "operator": "In",
+                        "values": list(IGNORED_EXIT_CODES),
+                    },
+                },
+            ]
+        },
+    }
+
+
+def test_a_deadline_is_the_jobs() -> None:
+    made = indexed_job_manifest(workload(active_deadline_seconds=60), 1, suspend=False, single_node=False)
+    assert made["spec"]["activeDeadlineSeconds"] == 60
+
+
+def test_the_failure_policy_names_the_container_that_trains() -> None:
+    made = indexed_job_manifest(
+        workload(template(container("main"), container("logs"))), 1, suspend=False, single_node=False
+    )
+    rule = made["spec"]["podFailurePolicy"]["rules"][1]
+    assert rule["onExitCodes"]["containerName"] == "main"
+
+
+@pytest.mark.parametrize(("replicas", "size"), [(0, 1), (1, 1), (4, 4)])
+def test_completions_and_parallelism_change_together_and_are_never_zero(replicas: int, size: int) -> None:
+    made = indexed_job_manifest(workload(), replicas, suspend=True, single_node=False)["spec"]
+    patch = resize_patch(replicas, suspend=True)["spec"]
+    assert patch == {"completions": size, "parallelism": size, "suspend": True, "activeDeadlineSeconds": None}
+    assert {name: value for name, value in patch.items() if value is not None}.items() <= made.items()
+
+
+def test_a_job_whose_deadline_was_edited_gets_the_new_one() -> None:
+    assert resize_patch(2, suspend=False, active_deadline_seconds=60)["spec"]["activeDeadlineSeconds"] == 60
+
+
+# -- how a replica is started ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        ({"command": ["python", "t.py"]}, {"command": ["adascale-agent", "--", "python", "t.py"]}),
+        (
+            {"command": ["python"], "args": ["t.py", "--lr=1"]},
+            {"command": ["adascale-agent", "--", "python", "t.py", "--lr=1"]},
+        ),
+        ({"args": ["python", "t.py"]}, {"args": ["python", "t.py"]}),
+        ({}, {}),
+        ({"command": [], "args": None}, {"command": [], "args": None}),
+        (
+            {"command": ["/opt/bin/adascale-agent", "--"], "args": ["python", "t.py"]},
+            {"command": ["/opt/bin/adascale-agent", "--"], "args": ["python", "t.py"]},
+        ),
+    ],
+)
+def test_the_agent_starts_the_program(given_: dict[str, Any], expected: dict[str, Any]) -> None:
+    started = worker(workload(template(container(**given_))))
+    assert {key: started[key] for key in ("command", "args") if key in started} == expected
+
+
+def test_only_the_container_that_trains_becomes_a_replica() -> None:
+    made = workload(
+        template(container("logs", command=["tail"]), container(), initContainers=[container("prepare")])
+    )
+    others = [pod(made)["spec"]["containers"][0], pod(made)["spec"]["initContainers"][0]]
+    assert others[0]["command"] == ["tail"]
+    assert not any("env" in one or "volumeMounts" in one for one in others)
+
+
+def test_a_replica_is_told_all_it_needs() -> None:
+    told = env(workload())
+    assert told == {
+        "ADASCALE_JOB_ID": "team.digits",
+        "ADASCALE_API_URL": "http://adascale-api.adascale-system:8265",
+        "ADASCALE_TOKEN_FILE": "/var/run/secrets/adascale/token",
+        "ADASCALE_REPLICA": {
+            "fieldRef": {
+                "apiVersion": "v1",
+                "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
+            }
+        },
+        "ADASCALE_ADDRESS": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},
+        "ADASCALE_CHECKPOINT_DIR": "/var/lib/adascale/checkpoints/team.digits",
+        "ADASCALE_CHECKPOINT_INTERVAL": "30.0",
+        "ADASCALE_INCARNATION": "1700000000",
+        "ADASCALE_TERMINATION_LOG": "/dev/termination-log",
+        "ADASCALE_TERMINATION_GRACE": "25",
+        "ADASCALE_BATCH_SIZE": "4",
+        "ADASCALE_MAX_BATCH_SIZE": "256",
+        "ADASCALE_LOCAL_BSZ_BOUNDS": "4,64",
+        "ADASCALE_EFFICIENCY_TARGET": "0.5",
+        "ADASCALE_SCALE_INVARIANT_STEPS": "1000",
+    }
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(None, "25"), (120, "115"), (6, "1"), (3, "1"), (0, "1")])
+def test_a_trainer_has_the_grace_period_less_what_the_agent_needs(seconds: int | None, left: str) -> None:
+    made = workload(template(terminationGracePeriodSeconds=seconds))
+    assert env(made)[names.ENV_TERMINATION_GRACE] == left
+
+
+def test_the_agent_writes_its_last_words_where_the_template_has_them_read() -> None:
+    made = workload(template(container(terminationMessagePath="/tmp/why")))
+    assert env(made)[names.ENV_TERMINATION_LOG] == "/tmp/why"
+
+
+def test_the_users_variables_come_after_ours_and_may_refer_to_them() -> None:
+    theirs = [{"name": "RUN", "value": "$(ADASCALE_JOB_ID)"}, {"name": "A", "valueFrom": {"x": {}}}]
+    made = worker(workload(template(container(env=theirs))))
+    assert made["env"][-2:] == theirs
+
+
+def test_a_variable_of_the_protocol_is_replaced_with_a_warning() -> None:
+    made = workload(
+        template(container(env=[{"name": "ADASCALE_REPLICA", "value": "7"}, {"name": "A", "value": "1"}]))
+    )
+    assert isinstance(env(made)["ADASCALE_REPLICA"], dict)
+    assert env(made)["A"] == "1"
+    assert template_warnings(made) == (
+        "environment variable ADASCALE_REPLICA of spec.template is replaced: the operator sets it",
+    )
+
+
+def test_a_path_is_taken_by_the_letter() -> None:
+    """The kubelet would expand `$(A)`; `adascale run` does not."""
+    made = workload(checkpoint=CheckpointSettings(path="/data/$(A)"))
+    assert env(made)[names.ENV_CHECKPOINT_DIR] == "/data/$$(A)"
+
+
+# -- what is mounted ---------------------------------------------------------------------------------------
+
+
+def test_the_token_names_the_job_and_can_only_be_read() -> None:
+    token = mounts(workload())[TOKEN_FOLDER]
+    assert token["readOnly"] is True
+    assert token["projected"]["sources"] == [
+        {
+            "serviceAccountToken": {
+                "audience": "adascale.dev/jobs/team.digits",
+                "expirationSeconds": 3600,
+                "path": "token",
+            }
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "claim", "folder", "own"),
+    [
+        (CheckpointSettings(), "digits-checkpoints", f"{CHECKPOINT_FOLDER}/team.digits", True),
+        (CheckpointSettings(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
+        (CheckpointSettings(path="/data/run"), None, "/data/run", False),
+    ],
+)
+def test_state_is_saved_where_the_job_says(
+    checkpoint: CheckpointSettings, claim: str | None, folder: str, own: bool
+) -> None:
+    made = workload(checkpoint=checkpoint)
+    mounted = mounts(made).get(CHECKPOINT_FOLDER)
+    assert (mounted and mounted["persistentVolumeClaim"]) == (claim and {"claimName": claim})
+    assert env(made)[names.ENV_CHECKPOINT_DIR] == folder
+    assert (claim_manifest(made) is not None) == own
+
+
+def test_the_claim_of_the_jobs_own_asks_for_what_the_job_says() -> None:
+    made = claim_manifest(workload())
+    assert made is not None
+    assert made["metadata"]["name"] == "digits-checkpoints"
+    assert made["metadata"]["ownerReferences"] == [OWNER]
+    assert made["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
+    asked = CheckpointSettings(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
+    made = claim_manifest(workload(checkpoint=asked))
+    assert made is not None
+    assert made["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "20Gi"}},
+        "storageClassName": "nfs",
+    }
+
+
+def test_shared_memory_is_as_large_as_the_pod() -> None:
+    assert mounts(workload())["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+
+
+def test_what_the_template_mounts_is_not_mounted_again() -> None:
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
+    made = workload(
+        template(container(volumeMounts=[{"name": "shm", "mountPath": "/dev/shm/"}]), volumes=[shm])
+    )
+    assert "/dev/shm" not in mounts(made)
+    assert mounts(made)["/dev/shm/"]["emptyDir"]["sizeLimit"] == "2Gi"
+
+
+def test_a_read_only_container_has_a_place_for_temporary_files_and_a_home() -> None:
+    made = workload(template(container(securityContext={"readOnlyRootFilesystem": True})))
+    assert mounts(made)["/tmp"]["emptyDir"] == {}
+    assert env(made)["HOME"] == "/tmp"
+    assert "/tmp" not in mounts(workload())
+    assert "HOME" not in env(workload())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"env": [{"name": "HOME", "value": "/home/me"}]},
+        {"envFrom": [{"configMapRef": {"name": "settings"}}]},
+    ],
+)
+def test_a_home_that_is_or_may_be_set_is_kept(fields: dict[str, Any]) -> None:
+    made = workload(template(container(securityContext={"readOnlyRootFilesystem": True}, **fields)))
+    assert env(made).get("HOME") != "/tmp"
+
+
+def test_a_volume_of_the_template_keeps_its_name() -> None:
+    theirs = {"name": "adascale-token", "emptyDir": {}}
+    made = workload(
+        template(container(volumeMounts=[{"name": "adascale-token", "mountPath": "/data"}]), volumes=[theirs])
+    )
+    assert mounts(made)["/data"]["emptyDir"] == {}
+    assert mounts(made)[TOKEN_FOLDER]["name"] == "adascale-token-2"
+
+
+def test_what_is_mounted_at_one_of_our_places_is_left_out_with_a_warning() -> None:
+    made = workload(
+        template(
+            container(volumeMounts=[{"name": "mine", "mountPath": f"{TOKEN_FOLDER}/"}]),
+            volumes=[{"name": "mine", "emptyDir": {}}],
+        )
+    )
+    assert "projected" in mounts(made)[TOKEN_FOLDER]
+    assert f"{TOKEN_FOLDER}/" not in mounts(made)
+    assert template_warnings(made) == (
+        f"volume mount {TOKEN_FOLDER} of spec.template is removed: the operator mounts a volume of its own "
+        "there",
+    )
+
+
+# -- what every pod has ------------------------------------------------------------------------------------
+
+
+def test_pods_meet_the_restricted_standard() -> None:
+    spec = pod(workload(template(container(), container("logs"), initContainers=[container("init")])))["spec"]
+    assert spec["securityContext"] == {
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "fsGroup": 65532,
+        "fsGroupChangePolicy": "OnRootMismatch",
+    }
+    for one in (*spec["containers"], *spec["initContainers"]):
+        assert one["securityContext"]["allowPrivilegeEscalation"] is False
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize(
+    ("context", "kept"),
+    [
+        ({"privileged": True}, {"privileged": True, "capabilities": {"drop": ["ALL"]}}),
+        (
+            {"capabilities": {"add": ["SYS_ADMIN"]}},
+            {"capabilities": {"add": ["SYS_ADMIN"], "drop": ["ALL"]}},
+        ),
+        (
+            {"capabilities": {"drop": ["KILL"]}, "allowPrivilegeEscalation": True},
+            {"capabilities": {"drop": ["KILL"]}, "allowPrivilegeEscalation": True},
+        ),
+    ],
+)
+def test_what_a_template_asks_for_is_left_for_the_namespace_to_judge(
+    context: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    assert worker(workload(template(container(securityContext=context))))["securityContext"] == kept
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        template(securityContext={"runAsUser": 0}),
+        template(container(securityContext={"runAsUser": 0})),
+    ],
+)
+def test_who_asks_for_root_is_not_told_to_be_somebody_else(made_of: dict[str, Any]) -> None:
+    assert "runAsNonRoot" not in pod(workload(made_of))["spec"]["securityContext"]
+
+
+def test_a_group_of_the_templates_own_keeps_its_way_of_changing() -> None:
+    context = pod(workload(template(securityContext={"fsGroup": 7})))["spec"]["securityContext"]
+    assert context["fsGroup"] == 7
+    assert "fsGroupChangePolicy" not in context
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ours", "word"),
+    [
+        ("restartPolicy", "Always", "Never", "restartPolicy Always"),
+        ("automountServiceAccountToken", True, False, "automountServiceAccountToken"),
+    ],
+)
+def test_what_must_be_ours_is_replaced_with_a_warning(field: str, value: Any, ours: Any, word: str) -> None:
+    made = workload(template(**{field: value}))
+    assert pod(made)["spec"][field] == ours
+    assert [word in one for one in template_warnings(made)] == [True]
+    quiet = workload(template(**{field: ours}))
+    assert pod(quiet)["spec"][field] == ours
+    assert template_warnings(quiet) == ()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "added"),
+    [
+        ([], ["not-ready", "unreachable"]),
+        ([{"key": "nvidia.com/gpu", "operator": "Exists"}], ["not-ready", "unreachable"]),
+        (
+            [{"key": "node.kubernetes.io/not-ready", "operator": "Exists", "tolerationSeconds": 60,
+              "effect": "NoExecute"}],
+            ["unreachable"],
+        ),
+        (
+            [{"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoSchedule"}],
+            ["not-ready", "unreachable"],
+        ),
+        ([{"operator": "Exists"}], []),
+    ],
+)  # fmt: skip
+def test_a_lost_node_is_left_soon_unless_the_template_says_otherwise(
+    theirs: list[dict[str, Any]], added: list[str]
+) -> None:
+    tolerations = pod(workload(template(tolerations=theirs)))["spec"]["tolerations"]
+    assert tolerations[: len(theirs)] == theirs
+    assert tolerations[len(theirs) :] == [
+        {
+            "key": f"node.kubernetes.io/{one}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": 5,
+        }
+        for one in added
+    ]
+
+
+def test_replicas_share_a_node_where_only_one_can_mount_the_volume() -> None:
+    term = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": "zone"}
+    theirs = {
+        "nodeAffinity": {"x": 1},
+        "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]},
+    }
+    made = workload(template(affinity=theirs))
+    assert pod(made)["spec"]["affinity"] == theirs
+    assert pod(made, single_node=True)["spec"]["affinity"] == {
+        "nodeAffinity": {"x": 1},
+        "podAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                term,
+                {
+                    "labelSelector": {"matchLabels": {names.LABEL_JOB: "digits"}},
+                    "topologyKey": "kubernetes.io/hostname",
+                },
+            ]
+        },
+    }
+
+
+def test_labels_and_annotations_of_the_template_are_kept() -> None:
+    metadata = {"labels": {"team": "a", "app.kubernetes.io/name": "mine"}, "annotations": {"b": "c"}}
+    made = pod(workload(template(metadata=metadata)))["metadata"]
+    assert made["annotations"] == {"b": "c"}
+    assert made["labels"] == {
+        "team": "a",
+        "app.kubernetes.io/name": "mine",
+        "app.kubernetes.io/instance": "digits",
+        "app.kubernetes.io/component": "worker",
+        "app.kubernetes.io/managed-by": "adascale-operator",
+        names.LABEL_JOB: "digits",
+    }
+
+
+def test_the_label_by_which_pods_are_found_is_ours() -> None:
+    made = workload(template(metadata={"labels": {names.LABEL_JOB: "other"}}))
+    assert pod(made)["metadata"]["labels"][names.LABEL_JOB] == "digits"
+    assert len(template_warnings(made)) == 1
+
+
+# -- the digest --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "of_job",
+    [
+        {"spec": replace(SPEC, max_batch_size=512)},
+        {"spec": replace(SPEC, local_bsz_bounds=(4, 32))},
+        {"spec": replace(SPEC, batch_size=8)},
+        {"spec": replace(SPEC, max_replicas=8, efficiency_target=0.7, scale_invariant_steps=5)},
+        {"suspend": True, "backoff_limit": 9, "active_deadline_seconds": 5, "ttl_seconds_after_finished": 5},
+        {"checkpoint": CheckpointSettings(storage="9Gi")},
+    ],
+)
+def test_what_needs_no_new_pods_leaves_the_digest(of_job: dict[str, Any]) -> None:
+    assert template_digest(workload(**of_job), single_node=False) == template_digest(
+        workload(), single_node=False
+    )
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        workload(template(container(image="trainer:2", command=["python", "train.py"]))),
+        workload(checkpoint=CheckpointSettings(claim_name="shared")),
+        workload(checkpoint=CheckpointSettings(path="/data")),
+        workload(checkpoint=CheckpointSettings(interval_seconds=5.0)),
+        replace(workload(), settings=PodSettings("http://elsewhere")),
+    ],
+)
+def test_what_needs_new_pods_changes_the_digest(made: Workload) -> None:
+    assert template_digest(made, single_node=False) != template_digest(workload(), single_node=False)
+
+
+def test_sharing_a_node_needs_new_pods() -> None:
+    assert template_digest(workload(), single_node=True) != template_digest(workload(), single_node=False)
+
+
+def test_the_digest_is_that_of_earlier_versions() -> None:
+    """Jobs of an operator before an upgrade carry it; another value here would restart them all."""
+    assert template_digest(workload(), single_node=False) == "9e9aa2eeed5f97d5796c8bdbfc5767c2"
+
+
+# -- whatever the template ---------------------------------------------------------------------------------
+
+words = st.text("abcxyz", min_size=1, max_size=3)
+scalars = st.one_of(words, st.integers(0, 99), st.booleans(), st.none())
+
+
+def maybe(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects in which each field is there, null, or absent."""
+    return st.fixed_dictionaries({}, optional={key: st.none() | value for key, value in fields.items()})
+
+
+labels = st.dictionaries(
+    st.one_of(words, st.sampled_from([names.LABEL_JOB, "app.kubernetes.io/name"])), words
+)
+places = st.sampled_from(["/dev/shm", "/dev/shm/", "/tmp", "/data", TOKEN_FOLDER, CHECKPOINT_FOLDER])
+security = maybe(
+    runAsUser=st.integers(0, 2),
+    runAsNonRoot=st.booleans(),
+    readOnlyRootFilesystem=st.booleans(),
+    privileged=st.booleans(),
+    allowPrivilegeEscalation=st.booleans(),
+    capabilities=maybe(
+        add=st.lists(st.sampled_from(["SYS_ADMIN", "NET_RAW"])), drop=st.lists(st.just("ALL"))
+    ),
+    fsGroup=st.integers(0, 9),
+    seccompProfile=st.just({"type": "Localhost"}),
+)
+containers = st.builds(
+    lambda name, fields: {"name": name, "image": "i"} | fields,
+    st.sampled_from(["worker", "logs", "main"]),
+    maybe(
+        command=st.lists(st.sampled_from(["python", "adascale-agent", "--"]), max_size=3),
+        args=st.lists(words, max_size=2),
+        env=st.lists(
+            st.fixed_dictionaries(
+                {"name": st.sampled_from(["A", "HOME", names.ENV_REPLICA, names.ENV_BATCH_SIZE])},
+                optional={"value": words},
+            ),
+            unique_by=lambda one: one["name"],
+        ),
+        envFrom=st.just([{"secretRef": {"name": "s"}}]),
+        volumeMounts=st.lists(
+            st.fixed_dictionaries({"name": st.just("v"), "mountPath": places}), unique_by=lambda one: str(one)
+        ),
+        securityContext=security,
+        resources=st.just({"limits": {"cpu": "1"}}),
+        terminationMessagePolicy=st.just("File"),
+        ports=scalars,
+    ),
+)
+templates = st.builds(
+    lambda metadata, spec, mains: {"metadata": metadata, "spec": spec | {"containers": mains}},
+    st.none() | maybe(labels=labels, annotations=st.dictionaries(words, words)),
+    maybe(
+        initContainers=st.lists(containers, max_size=2),
+        volumes=st.just([{"name": "v", "emptyDir": {}}]),
+        tolerations=st.lists(
+            maybe(
+                key=st.sampled_from(["gpu", "node.kubernetes.io/not-ready"]),
+                effect=st.sampled_from(["NoSchedule", "NoExecute"]),
+            ),
+            max_size=3,
+        ),
+        affinity=maybe(podAffinity=maybe(requiredDuringSchedulingIgnoredDuringExecution=st.just([{"a": 1}]))),
+        restartPolicy=st.sampled_from(["Never", "Always"]),
+        automountServiceAccountToken=st.booleans(),
+        enableServiceLinks=st.booleans(),
+        terminationGracePeriodSeconds=st.integers(0, 99),
+        securityContext=security,
+        hostname=words,
+        nodeSelector=st.dictionaries(words, words),
+    ),
+    st.lists(containers, min_size=1, max_size=3),
+)
+
+OURS = ("restartPolicy", "automountServiceAccountToken")
+"""What is never the template's."""
+
+
+def kept(theirs: Any, made: Any, place: str = "") -> None:
+    """That `made` has all that is in `theirs`: members of objects, items of lists in order."""
+    if theirs is None:
+        return
+    if isinstance(theirs, dict):
+        for key, value in theirs.items():
+            kept(value, made.get(key), f"{place}.{key}")
+    elif isinstance(theirs, list):
+        assert len(made) >= len(theirs), place
+        rest = iter(made)
+        for item in theirs:
+            assert any(holds(item, one) for one in rest), (place, item, made)
+    else:
+        assert made == theirs, place
+
+
+def holds(theirs: Any, made: Any) -> bool:
+    try:
+        kept(theirs, made)
+    except (AssertionError, KeyError, TypeError):
+        return False
+    return True
+
+
+def without_ours(made_of: dict[str, Any], warned: str) -> dict[str, Any]:
+    """The template less what may be replaced, each of which must have been warned of."""
+    rest = copy.deepcopy(made_of)
+    for field in OURS:
+        rest["spec"].pop(field, None)
+    job_label = ((rest.get("metadata") or {}).get("labels") or {}).pop(names.LABEL_JOB, "digits")
+    assert job_label == "digits" or names.LABEL_JOB in warned
+    mains = rest["spec"]["containers"]
+    main = next((one for one in mains if one["name"] == "worker"), mains[0])
+    command, args = main.pop("command", None), main.pop("args", None)
+    started = main | {"command": ["adascale-agent", "--", *command, *(args or [])]} if command else main
+    if command and command[0] == "adascale-agent":
+        started = main | {"command": command, "args": args}
+    main.update(started)
+    for variable in list(main.get("env") or []):
+        if variable["name"] in (names.ENV_REPLICA, names.ENV_BATCH_SIZE):
+            assert variable["name"] in warned
+            main["env"].remove(variable)
+    for mount in list(main.get("volumeMounts") or []):
+        if mount["mountPath"] in (TOKEN_FOLDER, CHECKPOINT_FOLDER):
+            assert mount["mountPath"] in warned
+            main["volumeMounts"].remove(mount)
+    return rest
+
+
+@given(templates, st.booleans())
+def test_what_a_template_says_stays(made_of: dict[str, Any], single_node: bool) -> None:
+    before = copy.deepcopy(made_of)
+    made = workload(made_of)
+    manifest = indexed_job_manifest(made, 2, suspend=False, single_node=single_node)
+    assert made_of == before
+    assert json.loads(json.dumps(manifest)) == manifest
+    kept(without_ours(made_of, "\n".join(template_warnings(made))), manifest["spec"]["template"])
+
+
+@given(templates, st.booleans())
+def test_pods_are_always_those_of_the_operator(made_of: dict[str, Any], single_node: bool) -> None:
+    made = pod(workload(made_of), single_node)
+    spec = made["spec"]
+    assert made["metadata"]["labels"][names.LABEL_JOB] == "digits"
+    assert (spec["restartPolicy"], spec["automountServiceAccountToken"]) == ("Never", False)
+    volumes = [one["name"] for one in spec["volumes"]]
+    assert len(set(volumes)) == len(volumes)
+    found = worker(workload(made_of))
+    places = [one["mountPath"].rstrip("/") for one in found["volumeMounts"]]
+    assert {TOKEN_FOLDER, CHECKPOINT_FOLDER, "/dev/shm"} <= set(places)
+    variables = [one["name"] for one in found["env"]]
+    assert len(set(variables)) == len(variables)
+
+
+NODE = {
+    "metadata": {"name": "node1", "labels": {"a": "1"}},
+    "spec": {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
+    "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+}
+junk = st.one_of(
+    st.integers(), words, st.just([1]), st.just([["a"]]), st.just([{}]), st.just({"a": 1}), st.just({})
+)
+open_places = [
+    ("securityContext",), ("tolerations",), ("affinity",), ("affinity", "podAffinity"), ("volumes",),
+    ("initContainers",), ("terminationGracePeriodSeconds",), ("restartPolicy",), ("nodeSelector",),
+    ("resources",), ("overhead",), ("affinity", "nodeAffinity"), ("nodeName",),
+    ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"),
+    ("affinity", "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"),
+    ("securityContext", "runAsUser"), ("securityContext", "capabilities"),
+]  # fmt: skip
+of_containers = [
+    ("securityContext",), ("securityContext", "capabilities"), ("securityContext", "capabilities", "add"),
+    ("volumeMounts",), ("resources",), ("resources", "requests"), ("envFrom",), ("terminationMessagePath",),
+]  # fmt: skip
+
+
+def put(section: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    for key in place[:-1]:
+        if not isinstance(section.get(key), dict):
+            section[key] = {}
+        section = section[key]
+    section[place[-1]] = copy.deepcopy(value)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(open_places), junk), max_size=3),
+    st.lists(st.tuples(st.sampled_from(of_containers), junk), max_size=3),
+)
+def test_what_is_no_pod_template_is_left_for_the_api_server_to_refuse(
+    of_pod: list[tuple[tuple[str, ...], Any]], of_worker: list[tuple[tuple[str, ...], Any]]
+) -> None:
+    """The schema leaves most of a PodSpec open, and nobody's mistake may end the operator."""
+    made_of = template(container(command=["python"]))
+    for place, value in of_pod:
+        put(made_of["spec"], place, value)
+    for place, value in of_worker:
+        put(made_of["spec"]["containers"][0], place, value)
+    before = copy.deepcopy(made_of)
+    manifest = indexed_job_manifest(workload(made_of), 2, suspend=False, single_node=True)
+    assert made_of == before
+    json.dumps(manifest)
+    pod_request(made_of["spec"])
+    eligible_nodes(made_of["spec"], [NODE])

@@ -1,0 +1,88 @@
+"""Backoff for replica counts that could not be placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adascale_controller.operator.schedule.placement_backoff import (
+    FIRST_PAUSE,
+    MAX_PAUSE,
+    TIMEOUT_TRAINING,
+    TIMEOUT_WAITING,
+    PlacementBackoff,
+)
+
+UNSCHEDULABLE = ("Unschedulable", "0/2 nodes are available")
+
+
+def update(backoff: PlacementBackoff, now: float, **changes: Any) -> None:
+    """Record that 4 replicas are being placed while 2 train."""
+    state: dict[str, Any] = {
+        "generation": 5, "count": 4, "training": 2, "problem": UNSCHEDULABLE, "placed": 2,
+        "valid": [1, 2, 4, 8], "capacity": 8, "now": now,
+    }  # fmt: skip
+    backoff.update(**{**state, **changes})
+
+
+def backoff_after(elapsed: float = TIMEOUT_TRAINING, **changes: Any) -> PlacementBackoff:
+    """Return the backoff of a job whose placement has failed for some seconds, from time 0."""
+    backoff = PlacementBackoff()
+    update(backoff, 0.0, **changes)
+    update(backoff, elapsed, **changes)
+    return backoff
+
+
+def test_a_count_fails_after_a_timeout() -> None:
+    assert backoff_after(TIMEOUT_TRAINING - 1).limit(8, TIMEOUT_TRAINING) is None
+    assert backoff_after().limit(8, TIMEOUT_TRAINING) == 2
+
+
+def test_the_timeout_is_shorter_while_nothing_trains() -> None:
+    waiting = backoff_after(TIMEOUT_WAITING, training=0, placed=1)
+    assert waiting.limit(8, TIMEOUT_WAITING) == 1
+
+
+def test_a_failed_count_is_limited_until_its_pause_is_over_or_capacity_grows() -> None:
+    backoff = backoff_after()
+    end = TIMEOUT_TRAINING + FIRST_PAUSE
+    assert backoff.limit(8, end - 1) == 2
+    assert backoff.limit(9, end - 1) is None
+    assert backoff.limit(8, end) is None
+    assert backoff.failed_placement(end - 1) is not None
+    assert backoff.failed_placement(end) is None
+
+
+def test_pauses_double_up_to_a_maximum() -> None:
+    backoff, now, pauses = PlacementBackoff(), 0.0, []
+    for generation in range(6):
+        update(backoff, now, generation=generation)
+        now += TIMEOUT_TRAINING
+        update(backoff, now, generation=generation)
+        failed = backoff.failed_placement(now)
+        assert failed is not None
+        pauses.append(failed.pause)
+        now = failed.until
+    assert pauses == [60, 120, 240, 480, 900, MAX_PAUSE]
+
+
+def test_the_timeout_restarts_when_the_problem_disappears_in_between() -> None:
+    backoff = PlacementBackoff()
+    update(backoff, 0.0)
+    update(backoff, 30.0, problem=None)
+    update(backoff, 40.0)
+    now = 40.0 + TIMEOUT_TRAINING - 1
+    update(backoff, now)
+    assert backoff.failed_placement(now) is None
+
+
+def test_a_count_that_trains_is_no_longer_limited() -> None:
+    backoff = backoff_after()
+    update(backoff, 90.0, generation=6, count=4, training=4, problem=None)
+    assert backoff.failed_placement(90.0) is None
+
+
+def test_a_count_without_a_smaller_valid_count_does_not_fail() -> None:
+    smallest = backoff_after(count=1, training=0, placed=0)
+    assert smallest.failed_placement(TIMEOUT_TRAINING) is None
+    only = backoff_after(count=4, training=0, placed=0, valid=[4, 8])
+    assert only.failed_placement(TIMEOUT_TRAINING) is None

@@ -1,0 +1,95 @@
+"""Whether the folder that a user names for the state is one that all replicas share."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
+from adascale_controller.operator.observe.shared_storage import why_not_shared
+
+CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
+
+
+def template(mounts: dict[str, str], **volumes: dict[str, Any]) -> dict[str, Any]:
+    """A template whose worker mounts volumes, by where."""
+    mounted = [{"mountPath": place, "name": name} for place, name in mounts.items()]
+    containers = [
+        {"name": "beside", "image": "i", "volumeMounts": [{"mountPath": "/beside", "name": "data"}]},
+        {"name": "worker", "image": "i", "volumeMounts": mounted},
+    ]
+    return {"spec": {"containers": containers, "volumes": [{"name": n} | v for n, v in volumes.items()]}}
+
+
+@pytest.mark.parametrize(
+    ("path", "mounts"),
+    [
+        ("/data", {"/data": "data"}),
+        ("/data/", {"/data": "data"}),
+        ("/data/run/1", {"/other": "tmp", "/data/": "data"}),
+        ("/data/run", {"/": "data"}),
+        ("/data/run", {"/data": "tmp", "/data/run": "data"}),
+    ],
+)
+@pytest.mark.parametrize("kind", [CLAIM, {"nfs": {}}, {"hostPath": {}}, {"csi": {}}])
+def test_a_path_in_a_volume_that_pods_share_is_taken(
+    path: str, mounts: dict[str, str], kind: dict[str, Any]
+) -> None:
+    assert why_not_shared(template(mounts, data=kind, tmp={"emptyDir": {}}), path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "mounts", "kind", "why"),
+    [
+        ("/data", {}, CLAIM, "container worker mounts no volume at /data or above it"),
+        ("/beside", {}, CLAIM, "container worker mounts no volume at /beside"),
+        ("/database", {"/data": "data"}, CLAIM, "mounts no volume at /database"),
+        ("/data", {"/data/run": "data"}, CLAIM, "mounts no volume at /data"),
+        ("/data/../x", {"/data": "data"}, CLAIM, "mounts no volume"),
+        (
+            "/data/x",
+            {"/data": "data"},
+            {"emptyDir": {}},
+            "volume data, mounted at /data by .*, is of type emptyDir",
+        ),
+        (
+            "/data",
+            {"/data": "data"},
+            {"ephemeral": {}},
+            "is of type ephemeral: each pod has its own",
+        ),
+        ("/data", {"/data": "data"}, {"configMap": {}}, "is read-only"),
+    ],
+)
+def test_a_path_that_each_pod_sees_something_else_at_is_told_of(
+    path: str, mounts: dict[str, str], kind: dict[str, Any], why: str
+) -> None:
+    told = why_not_shared(template(mounts, data=kind), path)
+    assert told is not None
+    assert re.search(why, told)
+
+
+@pytest.mark.parametrize(("most", "is_taken"), [(1, True), (2, False)])
+def test_a_spec_is_refused_only_where_there_may_be_several_replicas(most: int, is_taken: bool) -> None:
+    raw = {
+        "metadata": {
+            "name": "digits",
+            "namespace": "team",
+            "uid": "5a0d",
+            "generation": 1,
+            "creationTimestamp": "2026-03-01T10:00:00Z",
+        },
+        "spec": {
+            "batchSize": 4,
+            "maxBatchSize": 64,
+            "maxReplicas": most,
+            "checkpoint": {"path": "/data"},
+            "template": template({}),
+        },
+    }
+    job = AdaScaleJob.read(raw, SpecReader())
+    assert (job.job is not None) == is_taken
+    if not is_taken:
+        assert "spec.checkpoint.path: container worker mounts no volume at /data" in (job.invalid or "")

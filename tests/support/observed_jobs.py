@@ -1,0 +1,177 @@
+"""Builders of observed jobs, for tests of the operator's pure phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
+from adascale_controller.operator.observe.observed_job import CheckpointClaim, IndexedJob, ObservedJob
+from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
+from adascale_controller.operator.reconcile.job_phase import assess
+from adascale_controller.operator.reconcile.reconciler import reconcile
+from adascale_controller.operator.types.actions import Actions, FailedPlacement
+from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
+from adascale_core.decision import Decision
+from adascale_core.messages import (
+    ActiveAllocation,
+    Allocation,
+    GainReport,
+    JobSpec,
+    Registration,
+    ReplicaState,
+)
+from adascale_core.termination_message import TerminationMessage
+from adascale_core.views import JobView, ReplicaView
+
+NOW = 1_800_000_000.0
+DIGEST = "current-template"
+SPEC = JobSpec(4, 64, (4, 16), 1, 8, 1000)
+
+
+def job(
+    recorded: tuple[int, int] | None = None, *, status: Mapping[str, Any] | None = None, **spec: Any
+) -> AdaScaleJob:
+    """Return an AdaScaleJob with a recorded allocation (generation, replicas); `spec` are fields of `Job`."""
+    current = dict(status or {})
+    if recorded is not None:
+        current["allocation"] = {"generation": recorded[0], "replicas": recorded[1]}
+        current.setdefault("startTime", "2027-01-15T08:00:00Z")
+    parsed = Job(
+        "team.digits", spec.pop("spec", SPEC), **{"checkpoint": CheckpointSettings(path="/data"), **spec}
+    )
+    return AdaScaleJob("team", "digits", "job-uid", 1, int(NOW) - 100, parsed, status=current)
+
+
+def indexed_job(parallelism: int, **changes: Any) -> IndexedJob:
+    """Return the Indexed Job of the AdaScaleJob."""
+    built = IndexedJob("indexed-job-uid", "job-uid", DIGEST, parallelism, False, False, False, None)
+    return replace(built, **changes)
+
+
+def pod(rank: int, **changes: Any) -> Pod:
+    """Return a running pod."""
+    built = Pod(
+        f"digits-{rank}",
+        f"pod-{rank}",
+        rank,
+        "node1",
+        "Running",
+        NOW - 50,
+        scheduled_at=NOW - 49,
+        running=True,
+    )
+    return replace(built, **changes)
+
+
+def failed_pod(rank: int, generation: int = 0, *, created_at: float = NOW - 50, **changes: Any) -> Pod:
+    """Return a pod whose program has failed in a generation."""
+    end = PodExit(3, termination=TerminationMessage(generation, 3, "Traceback\nValueError: no"), **changes)
+    return pod(
+        rank,
+        uid=f"pod-{rank}-{created_at}",
+        created_at=created_at,
+        phase="Failed",
+        running=False,
+        exit=end,
+    )
+
+
+def pending_pod(rank: int, reason: Reason = Reason.UNSCHEDULABLE) -> Pod:
+    """Return a pod that can't be scheduled."""
+    problem = PodProblem(reason, f"message of {reason}")
+    return pod(rank, node=None, scheduled_at=None, phase="Pending", running=False, problem=problem)
+
+
+def registration(rank: int, state: ReplicaState = ReplicaState.RUNNING, generation: int = 1) -> Registration:
+    """Return the registration of a rank's agent."""
+    return Registration(rank, f"agent-{rank}", state, generation, f"host-{rank}", 1000 + generation)
+
+
+def replica(rank: int, state: ReplicaState = ReplicaState.RUNNING, generation: int = 1) -> ReplicaView:
+    """Return a rank's replica as the metrics service shows it."""
+    return ReplicaView.of(registration(rank, state, generation), 0.0)
+
+
+def report(generation: int = 1, replicas: int = 1, progress: float = 500.0, gain: float = 2.0) -> GainReport:
+    """Return the report of a step."""
+    return GainReport(generation, 10, progress, 0, replicas, 8, 1, 2.0 * replicas, gain, 1.0, 2.0, 0.1, 1.0)
+
+
+def view(
+    desired: tuple[int, int] | None = None,
+    active: tuple[int, int] | None = None,
+    *,
+    running: Iterable[int] | None = None,
+    **changes: Any,
+) -> JobView:
+    """Return the job in the metrics service. The ranks of the active generation run by default."""
+    generation = active[0] if active else 1
+    ranks = running if running is not None else range(active[1] if active else 0)
+    built = replace(
+        JobView.empty("team.digits"),
+        spec=SPEC,
+        version=1,
+        desired=Allocation(*desired) if desired else None,
+        active=ActiveAllocation(*active, "host-0", 1000) if active else None,
+        replicas=tuple(replica(rank, generation=generation) for rank in ranks),
+    )
+    return replace(built, **changes)
+
+
+def observed(
+    job_: AdaScaleJob | None = None,
+    service: JobView | None = None,
+    indexed_job_: IndexedJob | None = None,
+    pods: Sequence[Pod] | None = None,
+    **changes: Any,
+) -> ObservedJob:
+    """Return an observed job. The pods of the Indexed Job run by default."""
+    count = indexed_job_.parallelism if indexed_job_ is not None and not indexed_job_.suspended else 0
+    built = ObservedJob(
+        job=job_ or job(),
+        service=service,
+        indexed_job=indexed_job_,
+        pods=tuple(pod(rank) for rank in range(count)) if pods is None else pods,
+        claim=None,
+        digest=DIGEST,
+        pod_creation_failure=None,
+        lost_nodes=frozenset(),
+        now=NOW,
+    )
+    return replace(built, **changes)
+
+
+def training_job(recorded: tuple[int, int] = (1, 2), **spec: Any) -> ObservedJob:
+    """Return a job that trains with its recorded allocation."""
+    return observed(job(recorded, **spec), view(recorded, recorded), indexed_job(recorded[1]))
+
+
+def own_claim(*, exists: bool = True, single_node: bool = False) -> CheckpointClaim:
+    """Return the claim that the operator creates."""
+    return CheckpointClaim("digits-checkpoints", own=True, exists=exists, single_node=single_node)
+
+
+def actions_for(
+    observed_job: ObservedJob,
+    replicas: int | None = None,
+    reason: str = "",
+    failed_placement: FailedPlacement | None = None,
+) -> Actions:
+    """Return the actions for a job, as a cycle computes them; `replicas` is the decision."""
+    decision = None if replicas is None else Decision(replicas, reason)
+    return reconcile(observed_job, assess(observed_job), decision, failed_placement)
+
+
+def with_status(observed_job: ObservedJob, actions: Actions) -> ObservedJob:
+    """Return the job with the status of the actions written."""
+    return replace(observed_job, job=replace(observed_job.job, status=actions.status))
+
+
+def condition(actions: Actions, kind: ConditionType) -> Condition:
+    """Return a condition in the status of the actions."""
+    found = condition_of(actions.status, kind)
+    assert found is not None
+    return found
