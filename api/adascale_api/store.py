@@ -215,7 +215,7 @@ def register(connection: Connection, job_id: str, registration: Registration, no
     kept = changed.state.replicas.get(registration.rank)
     # One that has been replaced may still talk; it is no sign of life of the one that took its place.
     if kept is not None and kept.instance == registration.instance:
-        due_at = None if kept.state in rendezvous.GONE else now + HEARTBEAT_TIMEOUT
+        due_at = None if kept.state in rendezvous.EXITED_STATES else now + HEARTBEAT_TIMEOUT
         connection.execute(
             _upsert_heartbeat(connection.dialect.name),
             {"job_key": job.key, "rank": kept.rank, "seen_at": now, "due_at": due_at},

@@ -1,17 +1,18 @@
-"""Errors that a user can cause, one tree.
+"""The base classes of errors that a user can cause.
 
-Every message says what was got, what is allowed, and what to do. Programs print the message of an
-`AdaScaleError` and leave with its exit code; only a defect of ours shows a traceback.
+A message states the value that was found, the values that are allowed, and what to do. Programs print the
+message of an `AdaScaleError` and exit with its exit code. A traceback is only shown for a defect of the
+program.
 """
 
 
 class AdaScaleError(Exception):
-    """Something that the user can put right."""
+    """An error that the user can correct."""
 
     exit_code = 1
 
 
 class InvalidJobError(AdaScaleError):
-    """A job, or the bounds in it, that no number of replicas could satisfy."""
+    """A job whose bounds no number of replicas satisfies."""
 
     exit_code = 2

@@ -1,6 +1,7 @@
-"""What workers, api and controller tell each other, as frozen dataclasses.
+"""The messages between workers, api and controller, as frozen dataclasses.
 
-The edge (pydantic in the api, JSON in the clients) builds these; field names are the names in the JSON.
+Their fields have the names of the JSON members. The api validates the JSON (pydantic) before it builds a
+message.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 
 class Message:
-    """Something that travels as a JSON object."""
+    """A message that is sent as a JSON object."""
 
     def to_json(self) -> dict[str, Any]:
-        """The message as the JSON object's members."""
+        """Return the members of the message's JSON object."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The message from a JSON object's members; unknown members are left aside."""
-        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in members.items() if name in known})
+        """Return the message of a JSON object's members. Unknown members are ignored."""
+        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in members.items() if name in own})
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,18 @@ class GainReport(Message):
     """A snapshot of training, posted by rank 0.
 
     Args:
-        generation: the allocation that it was measured in.
-        step: optimizer steps since the job began, over all generations.
+        generation: the generation in which it was measured.
+        step: optimizer steps since the job was created, over all generations.
         progress: sum of gains so far, in steps at `batch_size`.
-        epoch: the epoch being trained, from 0.
+        epoch: the present epoch, from 0.
         replicas, local_bsz, accumulation: the batch plan (K, b, a).
         scale: S = K*b*a / batch_size.
         gain: how many steps at `batch_size` one step is worth, between 1 and S for S >= 1.
         grad_sqr: estimated squared norm of the true gradient.
         grad_var: estimated variance of a gradient at `batch_size`.
-        step_time: mean seconds per optimizer step since the last report; 0: not measured yet.
-        time: when the step was done, in seconds since 1970 by the worker's clock.
-        loss: mean training loss since the last report, if the program told it.
+        step_time: mean seconds per optimizer step since the last report; 0 if not measured yet.
+        time: when the step was made, in seconds since 1970 by the worker's clock.
+        loss: mean training loss since the last report; None if the program does not report it.
     """
 
     generation: int
@@ -69,13 +70,19 @@ class GainReport(Message):
 
     @property
     def plan(self) -> BatchPlan:
-        """The batch plan it was measured with."""
+        """The batch plan with which it was measured."""
         return BatchPlan(self.replicas, self.local_bsz, self.accumulation)
 
 
 @dataclass(frozen=True)
 class StepTime(Message):
-    """The time that a step takes with one batch plan, in seconds: the median of `reports` reports."""
+    """The measured step time of a batch plan.
+
+    Args:
+        replicas, local_bsz, accumulation: the batch plan (K, b, a).
+        step_time: seconds per optimizer step, the median over the reports.
+        reports: the number of reports.
+    """
 
     replicas: int
     local_bsz: int
@@ -85,13 +92,23 @@ class StepTime(Message):
 
     @property
     def plan(self) -> BatchPlan:
-        """The batch plan it was measured with."""
+        """The batch plan with which it was measured."""
         return BatchPlan(self.replicas, self.local_bsz, self.accumulation)
 
 
 @dataclass(frozen=True)
 class JobSpec(Message):
-    """What the metrics service has to know of a job to predict its gain, as the controller declares it."""
+    """The bounds of a job, as the controller declares them to the metrics service.
+
+    Args:
+        batch_size: the batch size for which the learning rate was tuned (B0), in samples.
+        max_batch_size: upper bound of the global batch size; None if unbounded.
+        local_bsz_bounds: (lower, upper) bounds of the local batch size; None if unbounded.
+        min_replicas, max_replicas: the bounds of the replica count.
+        scale_invariant_steps: steps at `batch_size` after which the job is complete; None if the program
+            decides.
+        efficiency_target: lower bound of the efficiency while throughput is unknown, 0 to 1.
+    """
 
     batch_size: int
     max_batch_size: int | None = None
@@ -103,7 +120,7 @@ class JobSpec(Message):
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The spec from a JSON object's members."""
+        """Return the spec of a JSON object's members."""
         pair = members.get("local_bsz_bounds")
         return super().from_json({**members, "local_bsz_bounds": None if pair is None else tuple(pair)})
 
@@ -113,7 +130,7 @@ class JobSpec(Message):
         return BatchBounds(self.batch_size, self.max_batch_size, self.local_bsz_bounds)
 
     def environment(self) -> dict[str, str | None]:
-        """What a trainer is told of the job by environment variables; none: it must not be set."""
+        """Return the environment variables of a trainer; None for a variable that must not be set."""
         pair = self.local_bsz_bounds
         steps = self.scale_invariant_steps
         return {
@@ -127,7 +144,7 @@ class JobSpec(Message):
 
 @dataclass(frozen=True)
 class Allocation(Message):
-    """The replica count that a job is given, numbered by its generation (from 1)."""
+    """The replica count of a job in one generation (from 1)."""
 
     generation: int
     replicas: int
@@ -135,13 +152,13 @@ class Allocation(Message):
 
 @dataclass(frozen=True)
 class ActiveAllocation(Allocation):
-    """An allocation whose replicas are all there, with the address at which rank 0 serves its rendezvous.
+    """An allocation that trainers run in, with the address at which rank 0 serves its rendezvous.
 
     Args:
-        master_addr, master_port: that address; port 0 where nobody can enter it any more, since it was
-            found running by a service that had lost its data.
-        instances: the agents it was given to, by rank; empty: not told.
-        spec: what its trainers work with, the same for all of them; none: what they were started with.
+        master_addr, master_port: that address. The port is 0 if no replica can enter it any more: the
+            service has lost its state and found this generation running.
+        instances: the agents that may enter it, by rank; empty if any may.
+        spec: the bounds with which all its trainers work; None for those in the environment of their agents.
     """
 
     master_addr: str
@@ -151,7 +168,7 @@ class ActiveAllocation(Allocation):
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The allocation from a JSON object's members."""
+        """Return the allocation of a JSON object's members."""
         spec = members.get("spec")
         return super().from_json(
             {
@@ -162,34 +179,35 @@ class ActiveAllocation(Allocation):
         )
 
     def with_spec(self, declared: JobSpec | None, before: JobSpec | None) -> ActiveAllocation:
-        """This allocation with the spec for its trainers, to be chosen once, when it becomes active.
+        """Return this allocation with the spec for its trainers, chosen once, when it becomes active.
 
         Args:
-            declared: what the job is declared to be by now.
-            before: what the trainers of the last generation worked with. It stays where this replica
-                count is not valid for what is declared: one that is comes with a later allocation, and no
-                program is to fail until then.
+            declared: the job's current spec.
+            before: the spec of the last active allocation. It stays if the current spec does not allow this
+                replica count: an allowed count follows with a later allocation, and until then no program
+                    fails.
         """
         fits = declared is not None and is_valid_replicas(declared.bounds, self.replicas)
         return replace(self, spec=declared if fits else before)
 
     def admits(self, rank: int, instance: str) -> bool:
-        """Whether the agent `instance` of `rank` may enter: neither surplus, nor replaced, nor unheard of."""
+        """Whether the agent `instance` of `rank` may enter: it was present when this became active."""
         return rank < self.replicas and (not self.instances or self.instances[rank] == instance)
 
 
 @dataclass(frozen=True)
 class AllocationView(Message):
-    """What an agent, a trainer and the controller are told of a job's generations.
+    """The generations of a job, as agents, trainers and the controller get them.
 
     Args:
-        version: changes whenever anything here does; a reader waits for a version other than its own.
-        desired: the newest allocation, if there is one.
-        active: the allocation that trainers run in or are moving to, if there is one.
-        broken: whether the active generation has lost a replica and is over.
-        complete: whether the job has come to its end.
-        used_port: the port that rank 0 tells, where a generation was given it already; else 0. Where
-            rank 0 is idle and there is nothing to enter, it was given in vain: another one is needed.
+        version: changes whenever another field does. A client waits for a version other than its own.
+        desired: the newest allocation; None before the first.
+        active: the allocation that trainers run in or move to; None before the first.
+        broken: whether the active generation has lost a replica, and so has ended.
+        complete: whether the program has finished.
+        used_port: the registered port of rank 0 if it was assigned to a generation already, else 0. If rank
+            0 is idle and there is no generation to enter, it has missed that generation and needs another
+            port.
     """
 
     version: int
@@ -201,7 +219,7 @@ class AllocationView(Message):
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The view from a JSON object's members."""
+        """Return the view of a JSON object's members."""
         desired, active = members.get("desired"), members.get("active")
         return cls(
             version=members["version"],
@@ -212,53 +230,53 @@ class AllocationView(Message):
             used_port=members.get("used_port", 0),
         )
 
-    def is_over(self, generation: int) -> bool:
-        """Whether trainers of `generation` have to leave it: it is broken, or a newer one is active."""
+    def has_ended(self, generation: int) -> bool:
+        """Whether trainers must leave `generation`: it is broken, or a newer generation is active."""
         if self.active is None or self.active.generation < generation:
             return False
         return self.broken or self.active.generation > generation
 
-    def next_after(self, generation: int) -> ActiveAllocation | None:
-        """The allocation to enter after `generation`, once there is one."""
+    def next_allocation(self, generation: int) -> ActiveAllocation | None:
+        """Return the active allocation if it is newer than `generation` and not broken, else None."""
         if self.active is None or self.broken or self.active.generation <= generation:
             return None
         return self.active
 
 
 class ReplicaState(StrEnum):
-    """What an agent is doing, as it registers it."""
+    """The state of a replica, as its agent registers it."""
 
     WAITING = "waiting"
-    """Ready for the next generation."""
+    """Ready for its first generation."""
     RUNNING = "running"
-    """Its trainer runs in the generation that it names."""
+    """Its trainer runs in the registered generation."""
     REENTERING = "reentering"
-    """Its trainer has saved and left the generation; ready for the next one."""
+    """Its trainer has saved its state and left the generation. Ready for the next one."""
     LOST = "lost"
-    """Its trainer was killed, or lost a peer; ready for the next generation."""
+    """Its trainer was killed, or has lost a peer. Ready for the next generation."""
     FAILED = "failed"
-    """The user's program failed; the agent leaves."""
+    """The user's program has failed. The agent exits."""
     TERMINATED = "terminated"
-    """The agent was asked to leave, and did so with the state saved where a step was left to do it."""
+    """The agent was asked to exit, and its trainer has saved its state if it reached a step in time."""
     FINISHED = "finished"
-    """The user's program came to its end; the agent leaves."""
+    """The user's program has finished. The agent exits."""
 
 
 @dataclass(frozen=True)
 class Registration(Message):
-    """What the agent of one replica is doing and where it is.
+    """The state and address of a replica.
 
     Args:
         rank: index of the replica, from 0.
-        instance: random text that tells this agent from an earlier one of the same rank.
-        state: what the agent is doing.
+        instance: random text that distinguishes the agent from other agents of the same rank.
+        state: the state of the replica.
         generation: the last generation that its trainer has run in, or runs in; 0 if none.
         address: host name or IP address at which the other replicas reach it.
-        port: port of the listening socket kept for the next generation.
-        exit_code: of the trainer, where it has ended; negative for a signal.
-        log: the last lines that the trainer wrote, where it failed.
-        prepared: while its trainer runs, the newest generation that it has the next one ready for; none
-            where it makes nothing ready.
+        port: port of the listening socket for the next generation.
+        exit_code: exit code of the trainer, -n for signal n; None if it has not ended.
+        log: the last lines of the trainer's output; None if it has not failed.
+        prepared: while the trainer runs, the newest generation for which the next trainer is ready; None if
+            the agent prepares none.
     """
 
     rank: int
@@ -273,9 +291,9 @@ class Registration(Message):
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The registration from a JSON object's members.
+        """Return the registration of a JSON object's members.
 
         Raises:
-            ValueError: the state is not one.
+            ValueError: the state is not a `ReplicaState`.
         """
         return super().from_json({**members, "state": ReplicaState(members["state"])})

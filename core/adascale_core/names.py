@@ -1,6 +1,7 @@
-"""Names and numbers that two parts must agree on, each written once.
+"""Names and numbers that several packages share.
 
-Environment variables reach a trainer from its agent and an agent from the controller.
+Names of Kubernetes objects and environment variables, defaults, limits and timeouts.
+Exit codes are in `exit_codes`, job ids in `job_id`, file names of checkpoints in `checkpoint_manifest`.
 """
 
 from __future__ import annotations
@@ -15,54 +16,55 @@ KIND = "AdaScaleJob"
 PLURAL = "adascalejobs"
 DEFAULT_NAMESPACE = "default"
 WORKER_CONTAINER = "worker"
+"""The container that runs the agent; without a container of this name, the first one does."""
 
-# -- what a cluster calls the parts, and what is theirs -------------------------------------------------
+# -- other Kubernetes objects ---------------------------------------------------------------------------
 
 SYSTEM_NAMESPACE = "adascale-system"
 CONTROLLER = "adascale-controller"
-"""The operator's workload, service account and lease."""
+"""The operator's Deployment, service account and Lease."""
 API_SERVICE = "adascale-api"
-"""The metrics service's workload, Service and service account."""
+"""The metrics service's StatefulSet, Service and service account."""
 FIELD_MANAGER = "adascale-operator"
 LABEL_JOB = f"{API_GROUP}/job"
-"""On every object that belongs to a job: the job's name."""
+"""Label of every object that belongs to a job: the job's name."""
 ANNOTATION_TEMPLATE = f"{API_GROUP}/template"
-"""On a Job: a digest of all that its pods were made from."""
+"""Annotation of an Indexed Job: a digest of what its pods were created from."""
 API_AUDIENCE = f"{API_GROUP}/api"
-"""Audience of the operator's own token."""
+"""Audience of the operator's token."""
 TOKEN_EXPIRATION_SECONDS = 3600
-"""How long a worker's token lives; the kubelet renews it before."""
+"""Lifetime of a worker's token. The kubelet renews the token before."""
 
 
 def job_audience(job: str) -> str:
-    """The audience of the tokens that may write for the job of this full id, and for no other."""
+    """Return the audience of the tokens that may write for the job of this full id only."""
     return f"{API_GROUP}/jobs/{job}"
 
 
-# -- the environment of an agent and of its trainer -----------------------------------------------------
+# -- environment variables of agents and trainers -------------------------------------------------------
 
 ENV_JOB_ID = "ADASCALE_JOB_ID"
 ENV_API_URL = "ADASCALE_API_URL"
 ENV_TOKEN = "ADASCALE_TOKEN"
-"""The bearer token itself; a file is preferred where there is one, since tokens in files can be renewed."""
+"""The bearer token. A file is preferred, since the token in a file can be renewed."""
 ENV_TOKEN_FILE = "ADASCALE_TOKEN_FILE"
 ENV_REPLICA = "ADASCALE_REPLICA"
-"""This agent's replica index, from 0."""
+"""Index of the replica, from 0."""
 ENV_ADDRESS = "ADASCALE_ADDRESS"
-"""The address at which other replicas reach this one."""
+"""Host name or IP address at which other replicas reach this one."""
 ENV_SERVICE_TIMEOUT = "ADASCALE_SERVICE_TIMEOUT"
-"""Seconds within which the service must answer an agent for the first time."""
+"""Seconds within which the metrics service must answer an agent for the first time."""
 ENV_INCARNATION = "ADASCALE_INCARNATION"
-"""When the job was made, in seconds since 1970: tells it from an earlier job of the same name."""
+"""When the job was created, in seconds since 1970. It distinguishes jobs of the same name."""
 ENV_TERMINATION_LOG = "ADASCALE_TERMINATION_LOG"
-"""A file in which an agent says why its program has failed."""
+"""The file to which an agent writes its termination message."""
 ENV_TERMINATION_GRACE = "ADASCALE_TERMINATION_GRACE"
-"""Seconds that a trainer has to save and leave once its agent is asked to leave."""
+"""Seconds that a trainer has to save its state after its agent gets SIGTERM."""
 ENV_GENERATION = "ADASCALE_GENERATION"
 ENV_LISTEN_FD = "ADASCALE_LISTEN_FD"
-"""On rank 0: the descriptor of the socket, already listening, that serves the generation's rendezvous."""
+"""On rank 0: descriptor of the listening socket that serves the generation's rendezvous."""
 ENV_AGENT_FD = "ADASCALE_AGENT_FD"
-"""The descriptor on which a trainer, started ahead of time, says that it is ready and learns its place."""
+"""Descriptor over which a standby trainer reports that it is ready, and gets its rank assignment."""
 ENV_BATCH_SIZE = "ADASCALE_BATCH_SIZE"
 ENV_MAX_BATCH_SIZE = "ADASCALE_MAX_BATCH_SIZE"
 ENV_LOCAL_BSZ_BOUNDS = "ADASCALE_LOCAL_BSZ_BOUNDS"
@@ -71,29 +73,36 @@ ENV_EFFICIENCY_TARGET = "ADASCALE_EFFICIENCY_TARGET"
 ENV_SCALE_INVARIANT_STEPS = "ADASCALE_SCALE_INVARIANT_STEPS"
 ENV_CHECKPOINT_DIR = "ADASCALE_CHECKPOINT_DIR"
 ENV_CHECKPOINT_INTERVAL = "ADASCALE_CHECKPOINT_INTERVAL"
-"""Seconds between two checkpoints while training goes on undisturbed."""
+"""Seconds between two periodic checkpoints."""
 
-# -- numbers --------------------------------------------------------------------------------------------
+# -- defaults of settings -------------------------------------------------------------------------------
 
 DEFAULT_EFFICIENCY_TARGET = 0.5
 DEFAULT_BACKOFF_LIMIT = 3
 DEFAULT_CHECKPOINT_INTERVAL = 30.0
+"""Seconds."""
 DEFAULT_API_PORT = 8265
 DEFAULT_SERVICE_TIMEOUT = 60.0
+"""Seconds."""
+
+# -- limits ---------------------------------------------------------------------------------------------
 
 MAX_NAME_LENGTH = 58
-"""Of a job: with '-' and an index it must still be the name of a host (63)."""
+"""Of a job's name: with '-' and an index of 4 digits it is a host name of at most 63 characters."""
 MAX_BATCH_SIZE = 2**20
-"""No batch may have more samples."""
+"""Samples in a global batch."""
 MAX_STEPS = 2**53 - 1
-"""No job may have more: integers up to here are exact in any JSON reader."""
+"""Steps of a job: integers up to this one are exact in every JSON parser."""
 MAX_REPLICAS = 1024
-"""No job may ask for more: every count up to it is looked at."""
+"""Replicas of a job: validation examines every count up to this one."""
+
+# -- intervals and timeouts, in seconds -----------------------------------------------------------------
+
 REPORT_INTERVAL = 0.25
-"""Seconds between two reports of a trainer."""
+"""Between two reports of a trainer."""
 HEARTBEAT_INTERVAL = 3.0
-"""Seconds between two registrations of an agent."""
+"""Between two registrations of an agent."""
 HEARTBEAT_TIMEOUT = 20.0
-"""Seconds without a registration after which a replica counts as lost."""
+"""Without a registration, after which a replica is lost."""
 LEAVE_GRACE = 10.0
-"""Seconds that a trainer has to leave a generation that is over, before its agent ends it."""
+"""For a trainer to leave a broken generation, before its agent kills it. Below HEARTBEAT_TIMEOUT."""

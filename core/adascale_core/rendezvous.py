@@ -1,24 +1,24 @@
 """When a generation of replicas becomes active, as a pure state machine.
 
-The controller writes the allocation it wants; agents register what they are doing; whenever all replicas
-of the desired allocation are there, it becomes the active one and trainers move over to it. A replica that
-is lost breaks the active generation: the same count is then desired again under the next number, so that
-its peers can re-enter without waiting for the controller.
+The controller writes the desired allocation. Agents register what they are doing. When all replicas of the
+desired allocation are present, it becomes active, and trainers move to it. A lost replica breaks the active
+generation: the same count is then desired again in the next generation, so that its peers can enter that
+without waiting for the controller.
 
-Invariants, for any order of events, while the state is kept:
-- generations of `desired` and of `active` only rise, and `active` is never ahead of `desired`;
-- an allocation becomes active only when each of its replicas is idle, or runs a generation that is not
-  over and so will follow, with its next trainer ready where it makes one ready, and under a number that
-  none of them has been in;
-- it is active for those agents only that were there then, so an agent that was replaced can't enter;
-- the spec of an active allocation never changes: a changed spec is for the next generation;
-- a port of rank 0 is given to one generation only.
+Invariants, for any order of events, while the state is not lost:
+- The generations of `desired` and `active` never decrease, and `active` is never newer than `desired`.
+- An allocation becomes active only when each of its replicas is idle, or runs a generation that has not
+  ended and has its next trainer ready if it prepares one. Its generation is newer than any that they have
+  been in.
+- Only the agents that were present when it became active may enter it, so a replaced agent cannot.
+- Each port of rank 0 is assigned to one generation only.
 
-What an agent does: it registers whenever it does something else, and again as a heartbeat. While its
-trainer runs and `view.is_over(own generation)`, it makes the trainer leave. While it is idle it enters
-`view.next_after(own generation)` if that `admits` it. Rank 0 keeps a listening socket for the next
-generation; it opens another when a trainer has taken that over, and when it is idle, has nothing to enter
-and sees its own port as `view.used_port`, which was then given to a generation that it has missed.
+Protocol of an agent: it registers whenever its state changes, and again as a heartbeat. While its trainer
+runs and `view.has_ended(own generation)`, it makes the trainer leave. While it is idle, it enters
+`view.next_allocation(own generation)` if that `admits` it. The agent of rank 0 keeps a listening socket for
+the next generation. It opens another one when a trainer has taken over the socket. It also opens another one
+when it is idle, has no generation to enter, and `view.used_port` is its own port: then the port was assigned
+to a generation that it has missed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ from adascale_core.messages import (
     ReplicaState,
 )
 
-IDLE = frozenset({ReplicaState.WAITING, ReplicaState.REENTERING, ReplicaState.LOST})
-"""Phases of an agent that is ready for the next generation."""
+IDLE_STATES = frozenset({ReplicaState.WAITING, ReplicaState.REENTERING, ReplicaState.LOST})
+"""States of an agent that is ready for the next generation."""
 
-LEFT = frozenset({ReplicaState.REENTERING, ReplicaState.LOST, ReplicaState.FAILED, ReplicaState.TERMINATED})
-"""Phases that mean: the generation that the agent names goes on without this replica, so not at all."""
+DEPARTED_STATES = frozenset(
+    {ReplicaState.REENTERING, ReplicaState.LOST, ReplicaState.FAILED, ReplicaState.TERMINATED}
+)
+"""States in which the replica has left the generation that its agent names, which is broken by that."""
 
-GONE = frozenset({ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED})
-"""Phases after which an agent leaves, so that its silence means nothing."""
+EXITED_STATES = frozenset({ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED})
+"""States after which an agent exits and sends no more heartbeats."""
 
 NO_PORT = 0
-"""In place of the port of a generation that nobody can enter any more."""
+"""The port of a generation that no replica can enter any more."""
 
-_ORDER = {
+_STATE_ORDER = {
     ReplicaState.WAITING: 0,
     ReplicaState.RUNNING: 1,
     ReplicaState.REENTERING: 2,
@@ -60,33 +62,33 @@ _ORDER = {
     ReplicaState.TERMINATED: 3,
     ReplicaState.FINISHED: 3,
 }
-"""An agent goes through the states of one generation in this order."""
+"""The order in which an agent goes through the states within one generation."""
 
-_MEMORY = 256
-"""How many replaced agents and given ports are remembered, the latest: enough for messages on their way."""
+_HISTORY_LENGTH = 256
+"""How many replaced agents and assigned ports are kept, the latest: enough for delayed messages."""
 
 
 class StaleAllocationError(AdaScaleError):
-    """An allocation whose generation is not newer than the one that is desired."""
+    """An allocation whose generation is not newer than the desired one."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What is known of a job's generations and replicas.
+    """The generations and replicas of a job.
 
     Args:
-        desired: the newest allocation.
-        active: the allocation that trainers run in, or are moving to.
-        broken: whether the active generation has lost a replica and is over.
-        replicas: the last registration of each rank that is heard of.
-        silent: the last registration of each rank that was not heard of for too long.
-        replaced: agents whose place another one of their rank has taken, the latest last. They are not
-            listened to, unless that other one falls silent or leaves.
-        given: ports that were given to a generation, each with the agent that keeps it, the latest last.
-        failures: generations that the user's program has failed in.
-        disruptions: generations that were lost for another reason.
-        failed: the last generation counted in `failures`.
-        disrupted: the last generation counted in `disruptions`.
+        desired: the newest allocation; None before the first.
+        active: the allocation that trainers run in or move to; None before the first.
+        broken: whether the active generation has lost a replica.
+        replicas: rank -> the last registration, of the replicas whose heartbeats arrive.
+        failures: the number of generations in which the user's program failed.
+        disruptions: the number of generations that were lost for another reason.
+        expired: rank -> the last registration, of the replicas whose heartbeats have expired.
+        replaced_agents: instances of agents that another agent of their rank has replaced, the latest last.
+            Their registrations are ignored, unless the other agent has expired or exited.
+        assigned_ports: (instance, port) pairs that were assigned to a generation, the latest last.
+        last_failed: the newest generation that is counted in `failures`; 0 if none is.
+        last_disrupted: the newest generation that is counted in `disruptions`; 0 if none is.
     """
 
     desired: Allocation | None = None
@@ -95,56 +97,57 @@ class Rendezvous:
     replicas: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
     failures: int = 0
     disruptions: int = 0
-    silent: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
-    replaced: tuple[str, ...] = ()
-    given: tuple[tuple[str, int], ...] = ()
-    failed: int = 0
-    disrupted: int = 0
+    expired: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
+    replaced_agents: tuple[str, ...] = ()
+    assigned_ports: tuple[tuple[str, int], ...] = ()
+    last_failed: int = 0
+    last_disrupted: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether the user's program has come to its end."""
+        """Whether the user's program has finished on rank 0."""
         first = self.replicas.get(0)
         return first is not None and first.state is ReplicaState.FINISHED
 
     def view(self, version: int) -> AllocationView:
-        """What others are told of this state, known as `version`."""
+        """Return the view of this state that clients get, as `version`."""
         first = self.replicas.get(0)
-        spent = first.port if first and (first.instance, first.port) in self.given else NO_PORT
-        return AllocationView(version, self.desired, self.active, self.broken, self.complete, spent)
+        is_used = first is not None and (first.instance, first.port) in self.assigned_ports
+        used_port = first.port if first is not None and is_used else NO_PORT
+        return AllocationView(version, self.desired, self.active, self.broken, self.complete, used_port)
 
     def to_json(self) -> dict[str, Any]:
-        """The state as a JSON object's members."""
+        """Return the members of the state's JSON object."""
         return {
             "desired": self.desired.to_json() if self.desired else None,
             "active": self.active.to_json() if self.active else None,
             "broken": self.broken,
-            "replicas": [told.to_json() for told in self.replicas.values()],
+            "replicas": [registration.to_json() for registration in self.replicas.values()],
             "failures": self.failures,
             "disruptions": self.disruptions,
-            "silent": [told.to_json() for told in self.silent.values()],
-            "replaced": list(self.replaced),
-            "given": [list(pair) for pair in self.given],
-            "failed": self.failed,
-            "disrupted": self.disrupted,
+            "expired": [registration.to_json() for registration in self.expired.values()],
+            "replaced_agents": list(self.replaced_agents),
+            "assigned_ports": [list(pair) for pair in self.assigned_ports],
+            "last_failed": self.last_failed,
+            "last_disrupted": self.last_disrupted,
         }
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The state from what `to_json` made of it."""
+        """Return the state of the JSON object that `to_json` has made."""
         desired, active = members["desired"], members["active"]
         return cls(
             desired=Allocation.from_json(desired) if desired else None,
             active=ActiveAllocation.from_json(active) if active else None,
             broken=members["broken"],
-            replicas=_by_rank(Registration.from_json(told) for told in members["replicas"]),
+            replicas=_by_rank(map(Registration.from_json, members["replicas"])),
             failures=members["failures"],
             disruptions=members["disruptions"],
-            silent=_by_rank(Registration.from_json(told) for told in members["silent"]),
-            replaced=tuple(members["replaced"]),
-            given=tuple((instance, port) for instance, port in members["given"]),
-            failed=members["failed"],
-            disrupted=members["disrupted"],
+            expired=_by_rank(map(Registration.from_json, members["expired"])),
+            replaced_agents=tuple(members["replaced_agents"]),
+            assigned_ports=tuple((instance, port) for instance, port in members["assigned_ports"]),
+            last_failed=members["last_failed"],
+            last_disrupted=members["last_disrupted"],
         )
 
 
@@ -157,7 +160,7 @@ def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None
         declared: the job's current spec, which the next active allocation gets; None if it is not declared.
 
     Raises:
-        StaleAllocationError: a newer one, or another one of this generation, is desired already.
+        StaleAllocationError: a newer allocation, or another one of this generation, is desired already.
     """
     if state.desired is not None and allocation.generation <= state.desired.generation:
         if allocation == state.desired:
@@ -178,34 +181,24 @@ def register(state: Rendezvous, registration: Registration, declared: JobSpec | 
         registration: what the agent is doing.
         declared: as for `allocate`.
     """
-    now, rank = registration, registration.rank
-    if rank == 0 and state.complete:
+    if registration.rank == 0 and state.complete:
         return state
-    before = state.replicas.get(rank) or state.silent.get(rank)
-    if before is not None and before.instance == now.instance and _is_late(before, now):
+    before = state.replicas.get(registration.rank) or state.expired.get(registration.rank)
+    if before is not None and _is_outdated(registration, before):
         return state
-    told = state
-    successor = state.replicas.get(rank)
-    if now.instance not in state.replaced or successor is None or successor.state in GONE:
-        told = replace(
-            state,
-            replicas=_by_rank([*state.replicas.values(), now]),
-            silent=_by_rank(one for one in state.silent.values() if one.rank != rank),
-            replaced=_replaced(state, before, now),
-        )
-        if now.state is ReplicaState.FAILED:
-            told = _count_failure(told, now)
-        if (
-            told.complete
-            and rank == 0
-            and told.active is not None
-            and now.generation < told.active.generation
-        ):
-            # The program came to its end on the way to a generation that now will never be.
-            return replace(told, broken=True)
-    if _breaks(told, now):
-        told = _break(told, disrupted=now.state is not ReplicaState.FAILED, newest=now.generation)
-    return _activate_if_ready(told, declared)
+    after = state
+    if not _is_replaced(state, registration):
+        after = _with_registration(state, registration, before)
+        if registration.state is ReplicaState.FAILED:
+            after = _count_failure(after, registration)
+        is_first = registration.rank == 0 and after.complete
+        if is_first and after.active is not None and registration.generation < after.active.generation:
+            # The program has finished before it entered the active generation, which can never begin now.
+            return replace(after, broken=True)
+    if _breaks_generation(after, registration):
+        disrupted = registration.state is not ReplicaState.FAILED
+        after = _break_generation(after, disrupted=disrupted, newest=registration.generation)
+    return _activate_if_ready(after, declared)
 
 
 def expire(state: Rendezvous, ranks: Iterable[int], declared: JobSpec | None = None) -> Rendezvous:
@@ -216,120 +209,163 @@ def expire(state: Rendezvous, ranks: Iterable[int], declared: JobSpec | None = N
         ranks: the ranks of these agents.
         declared: as for `allocate`.
     """
-    gone = {rank for rank in ranks if rank in state.replicas}
-    if not gone or state.complete:
+    overdue = {rank for rank in ranks if rank in state.replicas}
+    if not overdue or state.complete:
         return state
-    told = list(state.replicas.values())
-    left = replace(
+    after = replace(
         state,
-        replicas=_by_rank(one for one in told if one.rank not in gone),
-        silent=_by_rank([*state.silent.values(), *(one for one in told if one.rank in gone)]),
+        replicas=_by_rank(state.replicas[rank] for rank in state.replicas if rank not in overdue),
+        expired=_by_rank(
+            [*state.expired.values(), *(state.replicas[rank] for rank in state.replicas if rank in overdue)]
+        ),
     )
     active = state.active
-    if active is not None and not state.broken and any(rank < active.replicas for rank in gone):
-        left = _break(left, disrupted=True)
-    return _activate_if_ready(left, declared)
+    if active is not None and not state.broken and any(rank < active.replicas for rank in overdue):
+        after = _break_generation(after, disrupted=True)
+    return _activate_if_ready(after, declared)
 
 
-def _by_rank(told: Iterable[Registration]) -> Mapping[int, Registration]:
-    return MappingProxyType({one.rank: one for one in told})
+# -- registrations --------------------------------------------------------------------------------------
 
 
-def _replaced(state: Rendezvous, before: Registration | None, now: Registration) -> tuple[str, ...]:
-    if before is None or before.instance == now.instance:
-        return state.replaced
-    return (*(one for one in state.replaced if one != now.instance), before.instance)[-_MEMORY:]
+def _by_rank(registrations: Iterable[Registration]) -> Mapping[int, Registration]:
+    return MappingProxyType({registration.rank: registration for registration in registrations})
 
 
-def _is_late(before: Registration, now: Registration) -> bool:
-    """Whether `now` was overtaken on its way by `before`, from the same agent."""
-    return (now.generation, _ORDER[now.state]) < (before.generation, _ORDER[before.state])
+def _is_outdated(registration: Registration, before: Registration) -> bool:
+    """Whether `before`, of the same agent, was sent after `registration` and arrived first."""
+    if registration.instance != before.instance:
+        return False
+    order = (registration.generation, _STATE_ORDER[registration.state])
+    return order < (before.generation, _STATE_ORDER[before.state])
 
 
-def _count_failure(state: Rendezvous, now: Registration) -> Rendezvous:
-    """Count the failure of a generation once, also where a peer that it took along was heard first."""
-    surplus = state.active is not None and now.rank >= state.active.replicas
-    before = FailureCount(state.failures, state.failed)
-    after = before.with_generations([now.generation])
-    if surplus or state.complete or after == before:
+def _is_replaced(state: Rendezvous, registration: Registration) -> bool:
+    """Whether another agent of its rank has replaced the agent, and still runs."""
+    successor = state.replicas.get(registration.rank)
+    if registration.instance not in state.replaced_agents or successor is None:
+        return False
+    return successor.state not in EXITED_STATES
+
+
+def _with_registration(
+    state: Rendezvous, registration: Registration, before: Registration | None
+) -> Rendezvous:
+    replaced = state.replaced_agents
+    if before is not None and before.instance != registration.instance:
+        others = (instance for instance in replaced if instance != registration.instance)
+        replaced = (*others, before.instance)[-_HISTORY_LENGTH:]
+    return replace(
+        state,
+        replicas=_by_rank([*state.replicas.values(), registration]),
+        expired=_by_rank(other for other in state.expired.values() if other.rank != registration.rank),
+        replaced_agents=replaced,
+    )
+
+
+def _count_failure(state: Rendezvous, registration: Registration) -> Rendezvous:
+    """Count the failure of a generation once.
+
+    A peer that was lost as a consequence may have registered first: then its disruption becomes this failure.
+    """
+    is_surplus = state.active is not None and registration.rank >= state.active.replicas
+    before = FailureCount(state.failures, state.last_failed)
+    after = before.with_generations([registration.generation])
+    if is_surplus or state.complete or after == before:
         return state
     return replace(
         state,
         failures=after.count,
-        failed=after.generation,
-        disruptions=state.disruptions - (state.disrupted == now.generation),
+        last_failed=after.generation,
+        disruptions=state.disruptions - (state.last_disrupted == registration.generation),
     )
 
 
-def _breaks(state: Rendezvous, now: Registration) -> bool:
-    """Whether the active generation is over because of this registration."""
+# -- breaking a generation ------------------------------------------------------------------------------
+
+
+def _breaks_generation(state: Rendezvous, registration: Registration) -> bool:
+    """Whether the active generation is broken because of this registration."""
     active = state.active
     if active is None or state.broken or state.complete:
         return False
-    ahead = now.generation > active.generation
-    if not active.admits(now.rank, now.instance):
-        joins = now.rank < active.replicas and state.replicas[now.rank] == now
-        # One that runs all the same, in a generation it takes for current, was overlooked: the state was
-        # lost, and what was found again is not all there is.
-        overlooked = now.state is ReplicaState.RUNNING and now.generation >= active.generation
-        return joins or overlooked
-    # One that leaves for good will not come, from whichever generation it was on its way.
-    leaves = now.state in {ReplicaState.FAILED, ReplicaState.TERMINATED}
-    return leaves or ahead or (now.state in LEFT and now.generation == active.generation)
+    if not active.admits(registration.rank, registration.instance):
+        replaces = registration.rank < active.replicas and state.replicas[registration.rank] == registration
+        # A trainer that is not admitted runs in a generation that is not older: the state was lost, and the
+        # adopted generation does not include all trainers.
+        is_unknown = (
+            registration.state is ReplicaState.RUNNING and registration.generation >= active.generation
+        )
+        return replaces or is_unknown
+    # An agent that exits will not enter the active generation, whichever generation it was in before.
+    exits = registration.state in {ReplicaState.FAILED, ReplicaState.TERMINATED}
+    is_newer = registration.generation > active.generation
+    departs = registration.state in DEPARTED_STATES and registration.generation == active.generation
+    return exits or is_newer or departs
 
 
-def _break(state: Rendezvous, *, disrupted: bool, newest: int = 0) -> Rendezvous:
-    """The active generation is over; its size, or less if less is desired by now, is desired anew."""
-    assert state.active is not None
-    assert state.desired is not None
-    replicas = min(state.active.replicas, state.desired.replicas)
+def _break_generation(state: Rendezvous, *, disrupted: bool, newest: int = 0) -> Rendezvous:
+    """Mark the active generation as broken, and desire its count, or fewer if fewer are desired, again.
+
+    Args:
+        state: the state before.
+        disrupted: whether the generation counts as a disruption.
+        newest: the newest generation that a replica names; the next generation is newer.
+    """
+    active, desired = state.active, state.desired
+    if active is None or desired is None:
+        return state
     return replace(
         state,
         broken=True,
-        desired=Allocation(max(state.desired.generation, newest) + 1, replicas),
+        desired=Allocation(max(desired.generation, newest) + 1, min(active.replicas, desired.replicas)),
         disruptions=state.disruptions + disrupted,
-        disrupted=state.active.generation if disrupted else state.disrupted,
+        last_disrupted=active.generation if disrupted else state.last_disrupted,
     )
 
 
+# -- activating a generation ----------------------------------------------------------------------------
+
+
 def _activate_if_ready(state: Rendezvous, declared: JobSpec | None) -> Rendezvous:
-    """Make the desired allocation active if all its replicas are there."""
+    """Make the desired allocation active if all its replicas are present."""
     desired = state.desired
     if desired is None or state.complete or (state.active and state.active.generation >= desired.generation):
         return state
     if desired.replicas == 0:
         return _activate(state, desired, [], NO_PORT, declared)
-    told = [state.replicas.get(rank) for rank in range(desired.replicas)]
-    members = [one for one in told if one is not None and _is_there(state, one)]
+    registrations = [state.replicas.get(rank) for rank in range(desired.replicas)]
+    members = [member for member in registrations if member is not None and _is_present(state, member)]
     if len(members) < desired.replicas:
         return state
-    newest = max(one.generation for one in members)
+    newest = max(member.generation for member in members)
     if state.active is None and newest >= desired.generation and _all_run(members, newest):
-        # The state was lost while training went on: what runs is what is active.
+        # The state was lost while training continued: the running generation is adopted.
         return _activate(state, replace(desired, generation=newest), members, NO_PORT, declared)
     first = members[0]
-    if (first.instance, first.port) in state.given:
+    if (first.instance, first.port) in state.assigned_ports:
         return state
-    # Nobody enters a generation again; numbers can be behind only where the state was lost.
+    # No replica may enter a generation twice; `desired` can be older than `newest` only if the state was
+    # lost.
     desired = replace(desired, generation=max(desired.generation, newest + 1))
-    given = (*state.given, (first.instance, first.port))[-_MEMORY:]
-    return _activate(replace(state, given=given), desired, members, first.port, declared)
+    ports = (*state.assigned_ports, (first.instance, first.port))[-_HISTORY_LENGTH:]
+    return _activate(replace(state, assigned_ports=ports), desired, members, first.port, declared)
 
 
-def _is_there(state: Rendezvous, told: Registration) -> bool:
-    """Whether the replica is idle, or in a generation that is not over and so follows when it is."""
-    if told.state is not ReplicaState.RUNNING:
-        return told.state in IDLE
-    if state.view(0).is_over(told.generation):
+def _is_present(state: Rendezvous, member: Registration) -> bool:
+    """Whether the replica is idle, or will be when its present generation ends."""
+    if member.state is not ReplicaState.RUNNING:
+        return member.state in IDLE_STATES
+    if state.view(0).has_ended(member.generation):
         return False
-    if state.desired is None or state.active is None or told.prepared is None:
-        # Where nothing is active the state was lost, and so was what this one should make ready for.
+    if state.desired is None or state.active is None or member.prepared is None:
+        # If no generation is active, the state was lost, and with it the generation to prepare for.
         return True
-    return told.prepared >= state.desired.generation
+    return member.prepared >= state.desired.generation
 
 
 def _all_run(members: Sequence[Registration], generation: int) -> bool:
-    return all(told.state is ReplicaState.RUNNING and told.generation == generation for told in members)
+    return all(member.state is ReplicaState.RUNNING and member.generation == generation for member in members)
 
 
 def _activate(
@@ -344,7 +380,7 @@ def _activate(
         desired.replicas,
         members[0].address if members else "",
         port,
-        tuple(told.instance for told in members),
+        tuple(member.instance for member in members),
     )
     before = state.active.spec if state.active is not None else None
     return replace(state, desired=desired, active=active.with_spec(declared, before), broken=False)

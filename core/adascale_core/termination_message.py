@@ -1,8 +1,8 @@
-"""Why a worker's program has failed, as the termination message of its pod.
+"""Why a worker's program has failed, as the termination message of its container.
 
-The agent writes it where Kubernetes picks it up; the operator reads it from the pod's status. It is text
-that people understand in `kubectl describe`: a first line that says in which generation the program failed
-and how, then the last lines of its output.
+The agent writes it to the file that Kubernetes reads it from; the operator reads it from the pod's status.
+It is plain text for `kubectl describe`: the first line names the generation and the exit code, the last
+lines of the program's output follow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 from adascale_core.exit_codes import signal_name
 
 LIMIT = 4096
-"""Bytes that Kubernetes keeps of a termination message."""
+"""Bytes of a termination message that Kubernetes keeps."""
 
 _FIRST_LINE = re.compile(
     r"(?:generation (?P<generation>[1-9][0-9]{0,9})|before any generation)"
@@ -24,12 +24,12 @@ _FIRST_LINE = re.compile(
 
 @dataclass(frozen=True)
 class TerminationMessage:
-    """What an agent says when it leaves because its program has failed.
+    """The message of an agent that exits because its program has failed.
 
     Args:
-        generation: the last generation that its program has run in; 0: none.
-        exit_code: of the agent: the program's own, 128+n where signal n has ended it.
-        log: the last lines that the program wrote, or what was wrong.
+        generation: the last generation that its program has run in; 0 if none.
+        exit_code: exit code of the agent: that of the program, or 128+n for signal n.
+        log: the last lines of the program's output, or an error message.
     """
 
     generation: int
@@ -37,19 +37,19 @@ class TerminationMessage:
     log: str = ""
 
     def to_text(self, limit: int = LIMIT) -> str:
-        """The message: in UTF-8 at most `limit` bytes, for which the first lines of the log are left out."""
+        """Return the message as text of at most `limit` bytes in UTF-8. A long log loses its first lines."""
         first = self._first_line
         log = _end_of(self.log, limit - len(first) - 1)
         return f"{first}\n{log}" if log else first
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """What `to_text` made the text from; none where it is anything else."""
+        """Return the message that `to_text` has written; None for any other text."""
         first, _, log = text.partition("\n")
-        told = _FIRST_LINE.fullmatch(first)
-        if told is None:
+        match = _FIRST_LINE.fullmatch(first)
+        if match is None:
             return None
-        return cls(int(told["generation"] or 0), int(told["code"]), log)
+        return cls(int(match["generation"] or 0), int(match["code"]), log)
 
     @property
     def _first_line(self) -> str:
@@ -59,8 +59,8 @@ class TerminationMessage:
 
 
 def _end_of(text: str, limit: int) -> str:
-    """The last whole lines of `text` that fit in `limit` bytes; of a single line that does not, its end."""
-    # What has no place in UTF-8, halves of surrogate pairs, would make the whole message invalid.
+    """Return the last whole lines of `text` that fit in `limit` bytes; the end of a single longer line."""
+    # Unpaired surrogates cannot be encoded in UTF-8, and would make the whole message invalid.
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return data.decode()
@@ -69,5 +69,5 @@ def _end_of(text: str, limit: int) -> str:
     kept = data[-limit:]
     is_whole = data[-limit - 1 : -limit] == b"\n"
     lines = kept if is_whole else kept.partition(b"\n")[2]
-    # A character may have been cut in two; its end is left over, at the beginning.
+    # The cut may have left the end of a multi-byte character at the beginning.
     return (lines or kept).decode(errors="ignore")

@@ -205,6 +205,6 @@ def view(active: int | None, *, broken: bool = False) -> AllocationView:
 def test_a_view_says_what_is_over_and_what_is_next(
     seen: AllocationView, own: int, over: bool, enters: bool
 ) -> None:
-    assert seen.is_over(own) is over
-    following: Any = seen.next_after(own)
+    assert seen.has_ended(own) is over
+    following: Any = seen.next_allocation(own)
     assert following == (seen.active if enters else None)

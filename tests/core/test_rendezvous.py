@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 
 from adascale_core.messages import Allocation, AllocationView, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import (
-    GONE,
-    IDLE,
+    EXITED_STATES,
+    IDLE_STATES,
     NO_PORT,
     Rendezvous,
     StaleAllocationError,
@@ -149,12 +149,12 @@ def test_an_allocation_becomes_active_with_the_last_of_its_replicas() -> None:
 @pytest.mark.parametrize("replica_state", [WAITING, REENTERING, LOST, RUNNING])
 def test_a_replica_that_is_idle_or_runs_undisturbed_is_there(replica_state: ReplicaState) -> None:
     state = after(running(1, 1), told(1, replica_state, 0), Allocation(2, 2))
-    assert active(state) == ((2, 2) if replica_state in IDLE else (1, 1))
+    assert active(state) == ((2, 2) if replica_state in IDLE_STATES else (1, 1))
     state = after(running(1, 2), Allocation(2, 1))
     assert active(state) == (2, 1)
 
 
-@pytest.mark.parametrize("replica_state", sorted(GONE))
+@pytest.mark.parametrize("replica_state", sorted(EXITED_STATES))
 def test_a_replica_that_has_left_is_not_there(replica_state: ReplicaState) -> None:
     state = after(running(1, 1), told(1, replica_state, 0), Allocation(2, 2))
     assert active(state) == (1, 1)
@@ -164,14 +164,14 @@ def test_a_replica_that_has_left_is_not_there(replica_state: ReplicaState) -> No
 def test_replicas_that_do_not_come_cost_nothing() -> None:
     state = after(running(1, 1), Allocation(2, 4), told(1, WAITING, 0), told(3, WAITING, 0))
     assert active(state) == (1, 1)
-    assert not state.view(1).is_over(1)
+    assert not state.view(1).has_ended(1)
     assert active(after(state, told(2, WAITING, 0))) == (2, 4)
 
 
 def test_surplus_replicas_learn_that_their_generation_is_over_and_have_no_place_in_the_next() -> None:
     view = after(running(1, 2), Allocation(2, 1)).view(1)
-    following = view.next_after(1)
-    assert view.is_over(1)
+    following = view.next_allocation(1)
+    assert view.has_ended(1)
     assert following is not None
     assert following.admits(0, "agent-0")
     assert not following.admits(1, "agent-1")
@@ -180,7 +180,7 @@ def test_surplus_replicas_learn_that_their_generation_is_over_and_have_no_place_
 def test_no_replica_at_all_may_be_wanted_and_training_stops_at_once() -> None:
     state = after(running(1, 2), Allocation(2, 0))
     assert active(state) == (2, 0)
-    assert state.view(1).is_over(1)
+    assert state.view(1).has_ended(1)
     state = after(state, told(0, REENTERING, 1), told(1, REENTERING, 1), Allocation(3, 2))
     assert active(state) == (3, 2)
 
@@ -221,7 +221,7 @@ def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_wante
     state = register(running(3, 2), told(1, replica_state, 3))
     assert active(state) is None
     assert desired(state) == (4, 2)
-    assert state.view(1).is_over(3)
+    assert state.view(1).has_ended(3)
 
 
 def test_a_generation_breaks_once() -> None:
@@ -385,12 +385,12 @@ def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_sil
     state = expire(state, [0])
     state = register(state, told(0, LOST, 1, port=7))
     assert active(state) == (3, 1)
-    assert state.replaced == ("next",)
+    assert state.replaced_agents == ("next",)
     assert register(state, told(0, WAITING, 0, agent="next")) == state
 
 
 def test_an_agent_that_is_replaced_or_unheard_of_has_no_place() -> None:
-    following = running(1, 2).view(1).next_after(0)
+    following = running(1, 2).view(1).next_allocation(0)
     assert following is not None
     assert following.admits(1, "agent-1")
     assert not following.admits(1, "next")
@@ -411,11 +411,11 @@ def test_a_port_is_given_to_one_generation_only() -> None:
 def test_a_port_given_in_vain_is_told_so_that_rank_0_opens_another() -> None:
     state = after(Rendezvous(), Allocation(1, 2), told(0, WAITING, 0, port=7), told(1, WAITING, 0))
     assert state.view(1).used_port == 7
-    assert state.view(1).next_after(0), "where it is spent well"
+    assert state.view(1).next_allocation(0), "where it is spent well"
     state = register(state, told(1, LOST, 1))
     assert active(state) is None, "rank 0 has not seen generation 1, and 7 is given already"
     assert state.view(1).used_port == 7
-    assert not state.view(1).next_after(0)
+    assert not state.view(1).next_allocation(0)
     state = register(state, told(0, WAITING, 0, port=8))
     assert active(state) == (2, 2)
     state = after(state, told(1, TERMINATED, 2), told(1, WAITING, 0, agent="next"))
@@ -468,14 +468,14 @@ def test_what_runs_is_what_is_active_once_it_is_published_again() -> None:
     assert active(state) == (5, 2)
     assert state.active is not None
     assert state.active.master_port == NO_PORT, "the port that rank 0 tells is for the next generation"
-    assert not state.view(1).is_over(5)
+    assert not state.view(1).has_ended(5)
     assert active(allocate(state, Allocation(6, 1))) == (6, 1)
 
 
 def test_what_runs_moves_on_where_more_is_published() -> None:
     state = after(Rendezvous(), Allocation(6, 2), told(0, RUNNING, 5), told(1, WAITING, 0))
     assert active(state) == (6, 2)
-    assert state.view(1).is_over(5)
+    assert state.view(1).has_ended(5)
 
 
 def test_what_runs_is_adopted_where_the_published_number_lags_behind() -> None:
@@ -503,7 +503,7 @@ def test_a_trainer_that_was_overlooked_is_told_to_leave_by_a_number_above_its_ow
     assert desired(state) == (6, 1)
     state = register(state, told(0, WAITING, 0, agent="next", port=7))
     assert active(state) == (6, 1)
-    assert state.view(1).is_over(5)
+    assert state.view(1).has_ended(5)
 
 
 def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() -> None:
@@ -517,9 +517,9 @@ def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() ->
 def test_the_state_survives_the_trip_through_json() -> None:
     state = after(running(1, 3), told(2, WAITING, 0, agent="next"), told(0, FAILED, 1), told(1, LOST, 1))
     state = expire(state, [1])
-    assert state.replaced
-    assert state.given
-    assert state.silent
+    assert state.replaced_agents
+    assert state.assigned_ports
+    assert state.expired
     assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
@@ -554,7 +554,7 @@ class Agent:
 
     @property
     def is_over(self) -> bool:
-        return self.entered is not None and self.seen is not None and self.seen.is_over(self.generation)
+        return self.entered is not None and self.seen is not None and self.seen.has_ended(self.generation)
 
     def see(self, view: AllocationView) -> bool:
         """Act on a view; whether there is something new to tell."""
@@ -569,7 +569,7 @@ class Agent:
             if prepares and desired is not None:
                 self.prepared = desired.generation
             return prepares
-        following = view.next_after(self.generation)
+        following = view.next_allocation(self.generation)
         if following is None or not following.admits(self.rank, self.instance):
             missed = self.rank == 0 and view.used_port == self.port
             if missed:
@@ -695,7 +695,7 @@ class World(RuleBasedStateMachine):
         if replica_state is FAILED:
             self.failed.add(agent.generation)
         self.tell(agent)
-        if replica_state in GONE:
+        if replica_state in EXITED_STATES:
             self.agents.remove(agent)
 
     @precondition(lambda self: self.agents)
@@ -742,7 +742,7 @@ class World(RuleBasedStateMachine):
         undisturbed = {
             agent.entered
             for agent in self.agents
-            if agent.entered and agent not in self.adrift and not self.view.is_over(agent.generation)
+            if agent.entered and agent not in self.adrift and not self.view.has_ended(agent.generation)
         }
         assert len(undisturbed) <= 1
 
@@ -785,7 +785,7 @@ class World(RuleBasedStateMachine):
                 [
                     one.rank
                     for one in self.state.replicas.values()
-                    if one.instance not in instances and one.state not in GONE
+                    if one.instance not in instances and one.state not in EXITED_STATES
                 ],
             )
         )
@@ -833,4 +833,4 @@ def test_a_program_that_ends_on_the_way_to_a_generation_takes_its_peers_out_of_i
     assert active(state) == (2, 2)
     state = register(register(state, told(1, RUNNING, 2)), told(0, FINISHED, 1))
     assert state.complete
-    assert state.view(1).is_over(2)
+    assert state.view(1).has_ended(2)

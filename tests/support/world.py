@@ -22,7 +22,7 @@ from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_core import names
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.rendezvous import IDLE, Rendezvous, StaleAllocationError, allocate, expire, register
+from adascale_core.rendezvous import IDLE_STATES, Rendezvous, StaleAllocationError, allocate, expire, register
 from adascale_core.views import JobView, ReplicaView
 
 Object = dict[str, Any]
@@ -58,10 +58,10 @@ class Agent:
 
     def step(self, view: AllocationView) -> None:
         """Do what the service's view asks for."""
-        if self.state is ReplicaState.RUNNING and view.is_over(self.generation):
+        if self.state is ReplicaState.RUNNING and view.has_ended(self.generation):
             self.state = ReplicaState.REENTERING
-        elif self.state in IDLE:
-            following = view.next_after(self.generation)
+        elif self.state in IDLE_STATES:
+            following = view.next_allocation(self.generation)
             if following is not None and following.admits(self.rank, self.instance):
                 self.state, self.generation = ReplicaState.RUNNING, following.generation
                 self.port += 1
@@ -458,7 +458,7 @@ class World:
         """No pod may be taken from a generation that is whole and at work."""
         state = self.service.state
         for agent in self.agents.values():
-            at_work = agent.state is ReplicaState.RUNNING and not state.view(1).is_over(agent.generation)
+            at_work = agent.state is ReplicaState.RUNNING and not state.view(1).has_ended(agent.generation)
             known = state.active is not None and state.active.generation == agent.generation
             assert not (at_work and known and agent.rank >= size), f"rank {agent.rank} was not saved"
 
@@ -467,7 +467,7 @@ class World:
         """The generations that take themselves for current."""
         view = self.service.state.view(1)
         running = [agent for agent in self.agents.values() if agent.state is ReplicaState.RUNNING]
-        return {agent.generation for agent in running if not view.is_over(agent.generation)}
+        return {agent.generation for agent in running if not view.has_ended(agent.generation)}
 
     def settle(self, cycles: int = 60) -> None:
         """Let everything go its way, with nothing new happening."""

@@ -47,7 +47,7 @@ class Reporter:
     @property
     def generation_is_over(self) -> bool:
         """Whether the service has told that this generation has to be left."""
-        return self._view is not None and self._view.is_over(self._generation)
+        return self._view is not None and self._view.has_ended(self._generation)
 
     def report(self, report: GainReport) -> None:
         """Post `report` as soon as may be."""

@@ -154,7 +154,7 @@ class Agent:
             self._link.tell(self._registration(replica_state, code))
         while not self._terminating and not self._job_is_complete:
             view = self._link.view
-            following = view.next_after(self._generation) if view is not None else None
+            following = view.next_allocation(self._generation) if view is not None else None
             if following is not None and following.admits(self._rank, self._instance):
                 trainer = self._enter(following)
                 if trainer is not None:
@@ -331,7 +331,7 @@ class Agent:
         while self._rank > 0 and not self._terminating and time.monotonic() < give_up:
             if self._job_is_complete:
                 return True
-            if self._link.view is not None and self._link.view.is_over(self._generation):
+            if self._link.view is not None and self._link.view.has_ended(self._generation):
                 return False
             self._next_event()
         return True
@@ -344,7 +344,7 @@ class Agent:
         if exit_class is ExitClass.REENTRY:
             return ReplicaState.REENTERING
         view = self._link.view
-        over = view is not None and view.is_over(self._generation)
+        over = view is not None and view.has_ended(self._generation)
         disrupted = exit_class in {ExitClass.PEER_LOST, ExitClass.KILLED}
         if disrupted or over or self._terminating:
             return ReplicaState.LOST
@@ -406,7 +406,7 @@ _PARENT = os.getppid()
 
 def _grace(view: AllocationView | None, generation: int) -> float | None:
     """Seconds that a trainer of `generation` may still take; none while it is current."""
-    if view is None or not view.is_over(generation):
+    if view is None or not view.has_ended(generation):
         return None
     if view.complete:
         # It is on its way to a generation that will never be; it has nothing to save.
