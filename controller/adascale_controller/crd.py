@@ -63,9 +63,8 @@ def crd_yaml() -> str:
 def spec_schema() -> Schema:
     """Return the structural schema of `spec`, without CEL rules.
 
-    A structural schema is the subset of OpenAPI v3 that Kubernetes accepts: no references, no `null` type,
-        and
-    `x-kubernetes-*` extensions in place of unions and open objects.
+    A structural schema is the subset of OpenAPI v3 that Kubernetes accepts: it has no references and no type
+    `null`, and `x-kubernetes-*` extensions in place of unions and open objects.
     """
     json_schema = AdaScaleJobSpec.model_json_schema(by_alias=True)
     return structural_schema(json_schema, json_schema["$defs"])

@@ -1,4 +1,5 @@
-"""Runs a job on this machine: the metrics service and an agent per replica, as processes.
+"""Runs a job on one machine: the metrics service and one agent per replica, as processes.
 
-It acts and tells; what to do is decided by `adascale_core.decision`, on what the metrics service knows.
+This package starts and stops processes and prints messages. `adascale_core.decision` decides the replica count, from
+what the metrics service reports.
 """

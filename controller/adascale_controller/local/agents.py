@@ -1,4 +1,4 @@
-"""The agents of a run: one process per replica, started, asked to leave and told of when they end."""
+"""The agents of a run: one process per replica."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.processes import Process, tail
+from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
 
 ADDRESS = "127.0.0.1"
-LEAVE_TIMEOUT = 20.0
-"""Seconds that agents have to save and leave before they are ended."""
+STOP_TIMEOUT = 20.0
+"""Seconds that agents have to save and exit before they are killed."""
 
 
 @dataclass(frozen=True)
 class AgentExit:
-    """An agent that has ended.
+    """The exit of an agent.
 
     Args:
-        rank: index of its replica.
-        code: its exit code, negative for a signal.
-        dismissed: whether it was asked to leave.
+        rank: the index of its replica.
+        code: its exit code; negative for a signal.
+        requested: whether it was requested to stop.
     """
 
     rank: int
     code: int
-    dismissed: bool
+    requested: bool
 
 
 class Agents:
-    """Starts and ends agents.
+    """Starts and stops agents.
 
     Args:
-        program: what they run.
-        environ: what they are told of the metrics service and the job.
-        devices: GPUs, one for each replica; none: on the CPU.
+        command: the program that their trainers run.
+        environ: the environment variables for the metrics service and the job.
+        devices: one GPU for each replica; empty to train on the CPU.
         folder: the state folder.
-        lock: the descriptor of the folder's lock, which they hold as long as they live.
+        lock: the descriptor of the folder's lock, which the agents inherit.
     """
 
     def __init__(
         self,
-        program: LocalCommand,
+        command: LocalCommand,
         environ: Mapping[str, str],
         devices: Sequence[str],
         folder: StateDir,
         lock: int,
     ) -> None:
-        self._program = program
-        self._environ = {**program.environ, **environ, names.ENV_ADDRESS: ADDRESS}
+        self._command = command
+        self._environ = {**command.environ, **environ, names.ENV_ADDRESS: ADDRESS}
         self._devices = devices
         self._folder = folder
         self._lock = lock
-        self._processes: dict[int, Process] = {}
-        self._dismissed: set[int] = set()
+        self._processes: dict[int, ChildProcess] = {}
+        self._stopping: set[int] = set()
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks whose agents have not ended, or not been asked about yet."""
+        """The ranks whose agents run, or whose exits have not been collected."""
         return frozenset(self._processes)
 
     def start(self, rank: int) -> None:
@@ -69,58 +69,57 @@ class Agents:
         environ = {**self._environ, names.ENV_REPLICA: str(rank)}
         if self._devices:
             environ["CUDA_VISIBLE_DEVICES"] = self._devices[rank]
-        # -P: what lies in the user's folder must not be taken for a library.
-        command = [sys.executable, "-P", "-m", "adascale_worker.agent", "--", *self._program.command]
+        # -P: a file in the user's folder must not shadow a library.
+        command = [sys.executable, "-P", "-m", "adascale_worker.agent", "--", *self._command.command]
         log = self._folder.replica_log(rank).absolute()
-        self._processes[rank] = Process(command, environ, log, [self._lock], self._program.cwd)
+        self._processes[rank] = ChildProcess(command, environ, log, [self._lock], self._command.cwd)
 
-    def dismiss(self, rank: int) -> None:
-        """Ask the agent of `rank` to save and leave."""
-        if rank in self._processes and rank not in self._dismissed:
-            self._dismissed.add(rank)
+    def request_stop(self, rank: int) -> None:
+        """Request the agent of `rank` to save and exit."""
+        if rank in self._processes and rank not in self._stopping:
+            self._stopping.add(rank)
             self._processes[rank].terminate()
 
-    def ended(self) -> list[AgentExit]:
-        """The agents that have ended since the last time."""
-        gone = []
+    def collect_exits(self) -> list[AgentExit]:
+        """Return the exits since the last call, by rank."""
+        exits = []
         for rank, process in sorted(self._processes.items()):
             code = process.exit_code
             if code is not None:
-                gone.append(AgentExit(rank, code, rank in self._dismissed))
+                exits.append(AgentExit(rank, code, rank in self._stopping))
                 del self._processes[rank]
-                self._dismissed.discard(rank)
-        return gone
+                self._stopping.discard(rank)
+        return exits
 
-    def last_lines(self, rank: int, lines: int = 20) -> str:
-        """What the replica of `rank` wrote last."""
+    def log_tail(self, rank: int, lines: int = 20) -> str:
+        """Return the last lines of the replica's log."""
         return tail(self._folder.replica_log(rank), lines)
 
-    def leave(self, hurry: Callable[[], bool], while_waiting: Callable[[], None]) -> list[AgentExit]:
-        """Ask all to save and leave, and wait for it.
+    def stop_all(self, kill_now: Callable[[], bool], while_waiting: Callable[[], None]) -> list[AgentExit]:
+        """Request all agents to save and exit, and wait for it.
 
         Args:
-            hurry: whether to wait no longer.
-            while_waiting: called again and again meanwhile.
+            kill_now: whether to kill them without more waiting.
+            while_waiting: called repeatedly during the wait.
 
         Returns:
-            those that had to be ended.
+            The exits of the agents that had to be killed.
         """
         for rank in self.ranks:
-            self.dismiss(rank)
-        give_up = time.monotonic() + LEAVE_TIMEOUT
+            self.request_stop(rank)
+        deadline = time.monotonic() + STOP_TIMEOUT
         while True:
-            self.ended()
+            self.collect_exits()
             if not self._processes:
                 return []
-            if hurry() or time.monotonic() > give_up:
-                return self.kill()
+            if kill_now() or time.monotonic() > deadline:
+                return self._kill_all()
             while_waiting()
             time.sleep(0.05)
 
-    def kill(self) -> list[AgentExit]:
-        """End all at once; those that it hit."""
+    def _kill_all(self) -> list[AgentExit]:
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
-            process.wait(LEAVE_TIMEOUT)
-        return self.ended()
+            process.wait(STOP_TIMEOUT)
+        return self.collect_exits()

@@ -1,4 +1,4 @@
-"""The user's program as this machine can run it: its command, its folder, its environment."""
+"""The training program as it runs on this machine: its command, working directory and environment."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _REFERENCE = re.compile(r"\$\$|\$\(([-._A-Za-z][-._A-Za-z0-9]*)\)")
 
 
 class LocalCommandError(AdaScaleError):
-    """A job whose program can't run on this machine."""
+    """A job whose program cannot run on this machine."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class LocalCommand:
-    """What the agents run.
+    """The program that the trainers run.
 
     Args:
         command: the program and its arguments.
-        environ: its environment, besides what each replica is told of its place.
-        cwd: the folder that it runs in.
-        ignored: the settings of the job that this machine ignores.
+        environ: its environment, without the variables of its replica.
+        cwd: its working directory.
+        ignored: descriptions of the settings of the job that do not apply on this machine.
     """
 
     command: tuple[str, ...]
@@ -42,30 +42,30 @@ class LocalCommand:
 
 
 def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], threads: int) -> LocalCommand:
-    """The program of `job` on this machine.
+    """Return the program of `job` on this machine.
 
-    `python` is the interpreter that runs us, for that one has what a trainer needs. References to
-    variables are resolved as Kubernetes does.
+    `python` is replaced by the interpreter of this process, in which the worker package is installed. References
+    to environment variables are expanded as Kubernetes does.
 
     Args:
         job: the job.
-        checkpoints: where its state is saved.
-        environ: our own environment, which it inherits.
-        threads: threads that a replica may use for its computations.
+        checkpoints: the folder of its checkpoints.
+        environ: the environment that the program inherits.
+        threads: threads that each replica uses for computations.
 
     Raises:
-        LocalCommandError: there is no such program.
+        LocalCommandError: the program does not exist.
     """
     if not job.command:
         raise LocalCommandError(
-            f"job {job.short_id} names no program: give the container {names.WORKER_CONTAINER!r} of "
-            "spec.template a command, as in [python, train.py]; its image is not used on this machine"
+            f"job {job.short_id} has no command: set the command of container {names.WORKER_CONTAINER!r} in "
+            "spec.template, such as [python, train.py]; its image is not used on this machine"
         )
-    cwd, ignored = _folder(job)
+    cwd, ignored = _working_dir(job)
     own = {**job.env, **trainer_environment(job)}
-    env = {name: _resolve(value, own) for name, value in own.items()}
+    env = {name: _expand(value, own) for name, value in own.items()}
     path = os.pathsep.join((str(Path(sys.executable).parent), environ.get("PATH", os.defpath)))
-    command = [_resolve(part, env) for part in job.command]
+    command = [_expand(part, env) for part in job.command]
     if _PYTHON.match(command[0]):
         command[0] = sys.executable
     _require_program(command, cwd, path)
@@ -83,32 +83,30 @@ def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], thr
     )
 
 
-def _folder(job: Job) -> tuple[Path, list[str]]:
-    """Where it runs: its working directory names a place in an image, which needn't be here."""
-    here = Path.cwd()
+def _working_dir(job: Job) -> tuple[Path, list[str]]:
+    """Return the working directory, and what is ignored: a workingDir of the image may not exist here."""
+    current = Path.cwd()
     if job.working_dir is None:
-        return here, []
-    there = here / job.working_dir
-    if there.is_dir():
-        return there, []
-    return here, [f"the working directory {job.working_dir}, which is not on this machine; it runs in {here}"]
+        return current, []
+    requested = current / job.working_dir
+    if requested.is_dir():
+        return requested, []
+    return current, [f"workingDir {job.working_dir}, which does not exist here; using {current}"]
 
 
-def _resolve(text: str, env: Mapping[str, str]) -> str:
-    """`$(NAME)` replaced by its value where it has one, and `$$` by `$`."""
-    return _REFERENCE.sub(lambda found: "$" if found[0] == "$$" else env.get(found[1], found[0]), text)
+def _expand(text: str, env: Mapping[str, str]) -> str:
+    """Return `text` with `$(NAME)` replaced by the variable's value, if it has one, and `$$` by `$`."""
+    return _REFERENCE.sub(lambda match: "$" if match[0] == "$$" else env.get(match[1], match[0]), text)
 
 
 def _require_program(command: Sequence[str], cwd: Path, path: str) -> None:
-    """What would fail on each replica, told before anything starts."""
+    """Check that the program and its script exist, before anything is started."""
     program = command[0]
     if shutil.which(cwd / program if os.sep in program else program, path=path) is None:
-        raise LocalCommandError(
-            f"the program {program!r} of the job's command is not there, or may not be run"
-        )
+        raise LocalCommandError(f"the program {program!r} of the job's command is missing or not executable")
     script = command[1] if program == sys.executable and len(command) > 1 else "-"
     if not script.startswith("-") and not (cwd / script).exists():
         raise LocalCommandError(
-            f"the script {script!r} of the job's command is not in {cwd}: "
-            "run the same command from the folder that its path starts in"
+            f"the script {script!r} of the job's command does not exist in {cwd}: change to the folder that its "
+            "path is relative to"
         )

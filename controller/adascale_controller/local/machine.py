@@ -1,4 +1,4 @@
-"""What this machine has to offer."""
+"""The GPUs and CPU cores of this machine."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
-MIN_ON_CPU = 4
-"""Replicas that run at once at most where there is no GPU, however few cores there are."""
+MIN_CPU_REPLICAS = 4
+"""The default limit of replicas without a GPU is not lower than this, even with fewer cores."""
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
+def cpu_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that this process may use, as values for CUDA_VISIBLE_DEVICES.
 
-    Asked of the driver's own tool, for importing torch here would cost more time than all else.
+    They are listed by nvidia-smi, because importing torch takes seconds.
     """
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        devices = [device.strip() for device in chosen.split(",")]
-        # As CUDA does: what follows an invalid name doesn't count.
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = [device.strip() for device in visible.split(",")]
+        # Like CUDA, ignore the devices after the first invalid one.
         end = next((i for i, device in enumerate(devices) if device in ("", "-1")), len(devices))
         return devices[:end]
     try:
@@ -38,6 +38,6 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
     return re.findall(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", listed, flags=re.MULTILINE)
 
 
-def default_capacity(devices: Sequence[str]) -> int:
-    """How many replicas run at once, where the user doesn't say."""
-    return len(devices) or max(MIN_ON_CPU, cores())
+def default_replica_limit(devices: Sequence[str]) -> int:
+    """Return the most replicas at once if the user does not limit them."""
+    return len(devices) or max(MIN_CPU_REPLICAS, cpu_cores())

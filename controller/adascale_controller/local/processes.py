@@ -1,4 +1,4 @@
-"""Processes that end with this one: each in a session of its own, its output in a file."""
+"""Child processes that end with this process, each in its own session, with its output in a file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class Process:
+class ChildProcess:
     """A child process.
 
-    A session of its own keeps the terminal's Ctrl-C from it: that goes to this process, which asks its
-    children to leave in order. When this process dies, the kernel sends the child a SIGTERM; so children
-    are to be started from the main thread, whose end is what the kernel minds.
+    It has its own session, so a Ctrl-C of the terminal reaches only this process, which stops its children in
+    order. If this process dies, the kernel sends the child a SIGTERM. Start children from the main thread: the
+    kernel watches the thread that started them.
 
     Args:
         command: the program and its arguments.
         environ: its environment.
         log: the file that its output is appended to.
         pass_fds: descriptors that it inherits.
-        cwd: the folder that it runs in; none: this process's.
+        cwd: its working directory; None for that of this process.
 
     Raises:
-        OSError: it can't be started.
+        OSError: it cannot be started.
     """
 
     def __init__(
@@ -56,20 +55,20 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs."""
+        """Its exit code, negative for a signal; None while it runs."""
         return self._popen.poll()
 
     def terminate(self) -> None:
-        """Ask it to leave."""
+        """Send it a SIGTERM."""
         self._popen.terminate()
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """Kill it and the processes of its group."""
         if self._popen.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> bool:
-        """Wait for its end; whether it has come."""
+        """Wait for its exit; whether it exited within `timeout` seconds."""
         try:
             self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -78,21 +77,21 @@ class Process:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What the child runs before its program; it may only call the kernel, for this is after a fork."""
-    if _libc is None:
+    """Return the function that the child runs between fork and exec, where only system calls are safe."""
+    if sys.platform != "linux":
         return None
-    prctl = _libc.prctl
+    prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
-            os._exit(1)  # The parent died before the kernel was told to mind it.
+            os._exit(1)  # The parent died before prctl took effect.
 
     return prepare
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - 200 * lines, 0))

@@ -1,9 +1,10 @@
-"""The metrics service as a process of this run, at one address for as long as the run lasts."""
+"""The process of the metrics service, which keeps its address for the duration of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import socket
 import sys
@@ -11,37 +12,39 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from adascale_controller.local.processes import Process, tail
+from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import describe_exit
 from adascale_core.names import ENV_TOKEN
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 60.0
-"""Seconds within which the service must tell its port."""
+"""Seconds that the service has to start listening."""
 STOP_TIMEOUT = 5.0
+"""Seconds that the service has to exit before it is killed."""
 
 
 class ServiceProcessError(AdaScaleError):
-    """The metrics service can't be started."""
+    """A metrics service that does not start."""
 
-    exit_code = 69
+    exit_code = os.EX_UNAVAILABLE
 
 
 class PortTakenError(AdaScaleError):
-    """The port that was asked for is in use."""
+    """A port that was requested and is in use."""
 
     exit_code = 2
 
 
 class ServiceProcess:
-    """Starts the metrics service, and starts it again where it was.
+    """Starts the metrics service, and restarts it at the same address.
 
     Args:
         folder: the state folder.
         environ: its environment.
-        port: where it listens; 0: anywhere.
-        lock: the descriptor of the folder's lock.
+        port: the port that it listens on; 0 for a free one.
+        lock: the descriptor of the folder's lock, which the service inherits.
     """
 
     def __init__(self, folder: StateDir, environ: Mapping[str, str], port: int, lock: int) -> None:
@@ -50,55 +53,54 @@ class ServiceProcess:
         self._folder = folder
         self._environ = {**environ, ENV_TOKEN: self.token}
         self._lock = lock
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The service's address."""
         return f"http://{HOST}:{self.port}"
 
     @property
     def log(self) -> Path:
-        """What it writes."""
+        """The file with its output."""
         return self._folder.service_log
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal; none while it runs."""
+        """Its exit code, negative for a signal; None while it runs or before it is started."""
         return self._process.exit_code if self._process else None
 
-    def start(self, stop: Callable[[], bool]) -> bool:
-        """Start it and wait until it listens; false if `stop` said not to.
+    def start(self, cancelled: Callable[[], bool]) -> bool:
+        """Start the service and wait until it listens; False if cancelled before that.
 
         Raises:
-            ServiceProcessError: it doesn't come up.
+            ServiceProcessError: it does not start.
         """
         self._folder.port_file.unlink(missing_ok=True)
-        # -P: what lies in the user's folder must not be taken for a library.
+        # -P: a file in the user's folder must not shadow a library.
         command = [sys.executable, "-P", "-m", "adascale_api", "--host", HOST, "--port", str(self.port)]
         command += ["--database", f"sqlite:///{self._folder.database.absolute()}"]
         command += ["--port-file", str(self._folder.port_file.absolute())]
-        self._process = Process(command, self._environ, self._folder.service_log, [self._lock])
-        give_up = time.monotonic() + START_TIMEOUT
-        while (port := self._told_port()) is None:
-            if stop():
+        self._process = ChildProcess(command, self._environ, self.log, [self._lock])
+        deadline = time.monotonic() + START_TIMEOUT
+        while (port := self._read_port()) is None:
+            if cancelled():
                 return False
             if self._process.exit_code is not None:
                 raise ServiceProcessError(
-                    f"the metrics service ended with exit code {self._process.exit_code}:\n"
-                    f"{tail(self._folder.service_log)}"
+                    f"the metrics service did not start ({describe_exit(self._process.exit_code)}):\n"
+                    f"{tail(self.log)}"
                 )
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise ServiceProcessError(
-                    f"the metrics service did not start within {START_TIMEOUT:.0f} s: "
-                    f"see {self._folder.service_log}"
+                    f"the metrics service did not start within {START_TIMEOUT:.0f} s: see {self.log}"
                 )
             time.sleep(0.02)
         self.port = port
         return True
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the service."""
         if self._process is None or self._process.exit_code is not None:
             return
         self._process.terminate()
@@ -106,27 +108,27 @@ class ServiceProcess:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT)
 
-    def _told_port(self) -> int | None:
+    def _read_port(self) -> int | None:
         with contextlib.suppress(OSError, ValueError):
             return int(self._folder.port_file.read_text())
         return None
 
 
-def choose_port(preferred: int, *, insist: bool) -> int:
-    """`preferred` if it is free, else 0, for any free one.
+def choose_port(preferred: int, *, required: bool) -> int:
+    """Return `preferred` if it is free, else 0, which stands for any free port.
 
     Raises:
-        PortTakenError: it is taken, and the user insists on it.
+        PortTakenError: it is not free, and `required`.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, preferred))
         except OSError as error:
-            if not insist and error.errno == errno.EADDRINUSE:
+            if not required and error.errno == errno.EADDRINUSE:
                 return 0
+            reason = error.strerror.lower() if error.strerror else error
             raise PortTakenError(
-                f"port {preferred} can't be used: {error.strerror.lower() if error.strerror else error}; "
-                "give another with --port, or none to have a free one chosen"
+                f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free port"
             ) from None
     return preferred

@@ -1,4 +1,4 @@
-"""Keeps the metrics service up, and asks it what it knows."""
+"""Restarts the metrics service when it exits, and reads the job's state from it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from adascale_core.exit_codes import describe_exit
 from adascale_core.views import JobView
 
 MIN_WAIT = 0.02
-"""Seconds between two looks, at least."""
-MAX_RESTARTS = 5
-"""Restarts within a minute; after more of them it won't be up again."""
+"""Seconds between two reads of the job, at least."""
+MAX_RESTARTS_PER_MINUTE = 5
 
 
 class ServiceSupervisor:
-    """Looks after the metrics service of a run.
+    """Supervises the metrics service of a run.
 
     Args:
         process: the service.
-        client: the way to it.
-        job_id: the job that is run.
-        display: what the user sees.
-        signals: by which the user asks to leave.
+        client: calls it.
+        job_id: the job of the run.
+        display: shows messages to the user.
+        signals: the user's requests to stop.
     """
 
     def __init__(
@@ -42,59 +41,58 @@ class ServiceSupervisor:
         self._job_id = job_id
         self._display = display
         self._signals = signals
-        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
-        self._unanswered = 0
+        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS_PER_MINUTE)
+        self._failed_reads = 0
         self._version: int | None = None
 
-    def keep_up(self, now: float) -> None:
-        """Start the service again if it has ended.
+    def restart_if_exited(self, now: float) -> None:
+        """Restart the service if it has exited.
+
+        Args:
+            now: seconds on a monotonic clock.
 
         Raises:
-            ServiceProcessError: it ends again and again, or doesn't start.
+            ServiceProcessError: it exits too often, or does not start.
         """
         code = self._process.exit_code
         if code is None:
             return
-        if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < 60:
+        if len(self._restarts) == MAX_RESTARTS_PER_MINUTE and now - self._restarts[0] < 60:
             raise ServiceProcessError(
-                f"the metrics service ended {MAX_RESTARTS + 1} times within a minute "
+                f"the metrics service exited {MAX_RESTARTS_PER_MINUTE + 1} times within a minute "
                 f"({describe_exit(code)}): see {self._process.log}"
             )
         self._restarts.append(now)
-        self._display.note(
-            f"The metrics service is gone ({describe_exit(code)}); starting it again at the same address",
-            "yellow",
+        self._display.message(
+            f"The metrics service exited ({describe_exit(code)}); restarting it at the same address", "yellow"
         )
-        self._process.start(lambda: self._signals.asked)
+        self._process.start(lambda: self._signals.stop_requested)
 
-    def look(self) -> JobView | None:
-        """What the service knows of the job; none if it doesn't answer, which training doesn't wait for."""
+    def get_job(self) -> JobView | None:
+        """Return the service's view of the job; None if it does not answer, during which training continues."""
         try:
             view = self._client.get_job(self._job_id)
         except ServiceError as error:
-            self._unanswered += 1
-            # Once, it may just be ending: then that is what there is to tell.
-            if self._unanswered == 2 and self._process.exit_code is None:
-                self._display.note(
-                    f"No answer from the metrics service; training goes on ({error})", "yellow"
-                )
+            self._failed_reads += 1
+            # The first failed read may be due to an exit, which has its own message.
+            if self._failed_reads == 2 and self._process.exit_code is None:
+                self._display.message(f"Training continues without the metrics service: {error}", "yellow")
             return None
-        if self._unanswered > 1:
-            self._display.note("The metrics service answers again")
-        self._unanswered = 0
+        if self._failed_reads > 1:
+            self._display.message("The metrics service answers again")
+        self._failed_reads = 0
         self._version = view.version
         return view
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the job's generations to change since the last look, but no longer than some seconds."""
-        give_up = time.monotonic() + seconds
-        # Changes come in flocks: let them gather for a moment.
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait until the job's allocation or generation changes, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        # Several changes at once, such as the registrations of all replicas, are read together.
         time.sleep(MIN_WAIT)
         try:
             if self._version is not None:
                 self._client.get_allocation(self._job_id, self._version, seconds)
                 return
         except ServiceError:
-            # The next look will say so.
-            self._version = None
-        time.sleep(max(give_up - time.monotonic(), 0.0))
+            self._version = None  # The next read of the job reports the error.
+        time.sleep(max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,51 @@
+"""The most replicas that a run may have at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adascale_controller.formatting import plural
+from adascale_controller.job import Job
+from adascale_controller.local.machine import default_replica_limit
+from adascale_core.batch import require_valid_replicas
+from adascale_core.errors import AdaScaleError
+
+
+class ReplicaLimitError(AdaScaleError):
+    """A limit that is too low for the job, or too high for the machine."""
+
+    exit_code = 2
+
+
+def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> int:
+    """Return the most replicas at once.
+
+    Args:
+        job: the job.
+        requested: the limit that the user set with --replicas; None for the machine's default.
+        devices: the GPUs of this machine; empty to train on the CPU.
+
+    Raises:
+        ReplicaLimitError: the job needs more replicas, or there are fewer GPUs.
+    """
+    limit = requested or default_replica_limit(devices)
+    if devices and limit > len(devices):
+        raise ReplicaLimitError(
+            f"--replicas {limit} exceeds the {plural(len(devices), 'GPU')} of this machine, and each replica "
+            "needs one; to train on the CPU, set CUDA_VISIBLE_DEVICES to the empty string"
+        )
+    spec = job.spec
+    fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
+    needs = f"{job.short_id} needs at least {plural(fewest, 'replica')}"
+    if fewest > limit:
+        source = f"--replicas is {limit}" if requested else f"the default on this machine is {limit}"
+        raise ReplicaLimitError(
+            f"{needs}, but {source}: use --replicas {fewest} or more, or lower spec.minReplicas"
+        )
+    cap = spec.max_replicas if job.replicas is None else job.replicas
+    if fewest > cap:
+        raise ReplicaLimitError(
+            f"{needs}, but spec.replicas is {cap}: raise spec.replicas to {fewest} or more, or lower "
+            "spec.minReplicas"
+        )
+    return min(limit, cap, spec.max_replicas)
