@@ -1,20 +1,20 @@
-"""Numbers as people read them."""
+"""Formats numbers and durations for people."""
 
 from __future__ import annotations
 
 
 def count(number: float) -> str:
-    """A whole number, in groups of three digits."""
+    """Return a whole number in groups of three digits: `1,234`."""
     return f"{number:,.0f}"
 
 
 def plural(number: int, noun: str) -> str:
-    """A number of things, as in `1 replica` and `2 replicas`."""
+    """Return a number with a noun: `1 replica`, `2 replicas`."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """A number with as many decimals as give it `digits` digits, and no more."""
+    """Return a number with `digits` significant digits; whole numbers keep all theirs."""
     if number == 0:
         return "0"
     whole = len(f"{abs(number):.0f}") if abs(number) >= 1 else 0
@@ -24,24 +24,24 @@ def significant(number: float, digits: int = 3) -> str:
 
 
 def trimmed(number: float) -> str:
-    """A number in three digits at most, without zeros at the end."""
+    """Return a number with at most three significant digits, without trailing zeros."""
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
-def percent(share: float) -> str:
-    """A share of 1."""
-    return f"{100 * share:.0f}%"
+def percent(fraction: float) -> str:
+    """Return a fraction in percent: `45%`."""
+    return f"{100 * fraction:.0f}%"
 
 
 def clock(seconds: float) -> str:
-    """A span of time as `m:ss`, or `h:mm:ss`."""
+    """Return a duration as `m:ss` or `h:mm:ss`."""
     whole = max(int(seconds), 0)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def duration(seconds: float) -> str:
-    """A span of time in words."""
+    """Return a duration with units: `1.2 s`, `3 min 4 s`, `2 h 1 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

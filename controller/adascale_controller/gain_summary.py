@@ -1,10 +1,8 @@
-"""The gain of a job, for people."""
+"""Renders the gain of a job for people."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,26 +12,16 @@ from rich.text import Text
 from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
 from adascale_core.views import GainView, PredictionView
 
-
-def service_urls(root: Path, job_id: str) -> list[str]:
-    """Where runs of a job, whose state folders are in `root` or are `root`, have announced their service."""
-    found = []
-    for file in sorted([root / "service.json", *root.glob("*/service.json")]):
-        try:
-            told = json.loads(file.read_text())
-            if told["job"] == job_id:
-                found.append(str(told["url"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return found
+MAX_FRESH_SECONDS = 10.0
+"""The age of a report is shown if it is older than this."""
 
 
 def render_gain(gain: GainView, now: float) -> RenderableType:
-    """The answer of `GET /jobs/{id}/gain`, as a person would want to read it.
+    """Return the latest report of a job and the predictions for other replica counts.
 
     Args:
         gain: the answer of the metrics service.
-        now: the time, in seconds since 1970.
+        now: seconds since 1970.
     """
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(style="dim")
@@ -42,7 +30,7 @@ def render_gain(gain: GainView, now: float) -> RenderableType:
         facts.add_row(name, text)
     parts: list[RenderableType] = [Text(gain.job, "bold"), facts]
     if gain.predictions:
-        parts += [Text(), _predictions(gain.predictions, gain.report.replicas)]
+        parts += [Text(), _predictions_table(gain.predictions, gain.report.replicas)]
     return Group(*parts)
 
 
@@ -60,26 +48,26 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
     if report.loss is not None:
         facts.append(("loss", significant(report.loss)))
     age = now - report.time
-    if age > 10:
+    if age > MAX_FRESH_SECONDS:
         facts.append(("reported", f"{clock(age)} ago"))
     return facts
 
 
-def _predictions(predictions: Sequence[PredictionView], replicas: int) -> Table:
+def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
     for header in ("replicas", "local batch", "scale", "gain", "efficiency", "progress per second"):
         table.add_column(header, justify="right")
-    for predicted in predictions:
-        batch = str(predicted.local_bsz)
-        if predicted.accumulation > 1:
-            batch += f" x {predicted.accumulation}"
+    for prediction in predictions:
+        batch = str(prediction.local_bsz)
+        if prediction.accumulation > 1:
+            batch += f" x {prediction.accumulation}"
         table.add_row(
-            str(predicted.replicas),
+            str(prediction.replicas),
             batch,
-            trimmed(predicted.scale),
-            significant(predicted.gain),
-            percent(predicted.efficiency),
-            significant(predicted.goodput),
-            style="bold" if predicted.replicas == replicas else "",
+            trimmed(prediction.scale),
+            significant(prediction.gain),
+            percent(prediction.efficiency),
+            significant(prediction.goodput),
+            style="bold" if prediction.replicas == replicas else "",
         )
     return table

@@ -1,4 +1,4 @@
-"""Which replica counts a job may run on, as a table."""
+"""Renders the replica counts that a job may run on, for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ROWS = 64
 
 
 def render_valid_replicas(job: Job) -> RenderableType:
-    """The valid replica counts of a job, with the batches that each may use."""
+    """Return a table of the valid replica counts of a job, with the batches that each may use."""
     spec = job.spec
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
@@ -25,35 +25,35 @@ def render_valid_replicas(job: Job) -> RenderableType:
         choice = batch_choice(spec.bounds, replicas)
         table.add_row(
             str(replicas),
-            _range(choice.local_bsz[0], choice.local_bsz[-1]),
+            _format_range(choice.local_bsz[0], choice.local_bsz[-1]),
             str(choice.accumulation),
-            _range(choice[0].global_bsz, _largest(choice)),
-            trimmed(_largest(choice) / spec.batch_size),
+            _format_range(choice[0].global_bsz, _largest_batch(choice)),
+            trimmed(_largest_batch(choice) / spec.batch_size),
         )
     parts: list[RenderableType] = [table]
     if len(counts) > MAX_ROWS:
-        rest = counts[MAX_ROWS:]
-        parts.append(Text(f" and {plural(len(rest), 'more count')} up to {rest[-1]}"))
-    missing = sorted(set(range(spec.min_replicas, spec.max_replicas + 1)) - set(counts))
-    if missing:
-        parts.append(Text(f" not valid: {_runs(missing)}", "yellow"))
+        others = counts[MAX_ROWS:]
+        parts.append(Text(f" and {plural(len(others), 'more count')} up to {others[-1]}"))
+    invalid = sorted(set(range(spec.min_replicas, spec.max_replicas + 1)) - set(counts))
+    if invalid:
+        parts.append(Text(f" not valid: {_format_ranges(invalid)}", "yellow"))
     return Group(*parts)
 
 
-def _largest(choice: BatchChoice) -> int:
+def _largest_batch(choice: BatchChoice) -> int:
     return choice[len(choice) - 1].global_bsz
 
 
-def _range(least: int, most: int) -> str:
-    return count(least) if least == most else f"{count(least)} to {count(most)}"
+def _format_range(low: int, high: int) -> str:
+    return count(low) if low == high else f"{count(low)} to {count(high)}"
 
 
-def _runs(numbers: list[int]) -> str:
-    """Ascending numbers, those that follow each other as a range."""
-    runs: list[list[int]] = []
+def _format_ranges(numbers: list[int]) -> str:
+    """Return ascending numbers, with consecutive ones as a range: `1, 3 to 5`."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    return ", ".join(_range(run[0], run[-1]) for run in runs)
+            ranges.append([number])
+    return ", ".join(_format_range(numbers[0], numbers[-1]) for numbers in ranges)

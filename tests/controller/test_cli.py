@@ -1,4 +1,4 @@
-"""The command line as a real process: what it prints, where, and its exit code."""
+"""The command line as a real process: its output and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A metrics service that knows of a job with a report, and of one without."""
+    """A metrics service with a job that has a report, and a job without."""
     started = Service(tmp_path_factory.mktemp("service"), job="default.digits")
     client = MetricsServiceClient(started.url, TOKEN)
     client.declare_job("default.digits", JobSpec(4, 256, (4, 64), 1, 4, 12_000))
@@ -38,33 +38,33 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 # -- help ------------------------------------------------------------------------------------------------
 
 
-def test_without_a_command_the_commands_are_listed() -> None:
+def test_no_command_lists_the_commands() -> None:
     shown = adascale()
     assert shown.returncode == 2
     for command in ("run", "validate", "gain"):
         assert f" {command} " in shown.stdout + shown.stderr
 
 
-def test_help_names_every_option() -> None:
+def test_help_lists_every_option() -> None:
     shown = adascale("run", "--help").stdout
     for option in ("--replicas", "--until", "--state-dir", "--port", "--fresh"):
         assert option in shown
 
 
-def test_the_version_is_shown() -> None:
+def test_version_shows_the_version() -> None:
     assert adascale("--version").stdout == "adascale 0.1.0\n"
 
 
-def test_an_option_that_there_is_not_is_refused() -> None:
-    refused = adascale("run", "job.yaml", "--replica", "2")
-    assert refused.returncode == 2
-    assert "--replicas" in refused.stderr
+def test_an_unknown_option_is_an_error_that_suggests_one() -> None:
+    failed = adascale("run", "job.yaml", "--replica", "2")
+    assert failed.returncode == 2
+    assert "--replicas" in failed.stderr
 
 
 # -- validate --------------------------------------------------------------------------------------------
 
 
-def test_a_right_job_is_shown_with_its_valid_counts(tmp_path: Path) -> None:
+def test_a_valid_job_is_shown_with_its_replica_counts(tmp_path: Path) -> None:
     job = write_job(
         tmp_path / "job.yaml",
         ["python"],
@@ -83,61 +83,61 @@ def test_a_right_job_is_shown_with_its_valid_counts(tmp_path: Path) -> None:
     assert "not valid: 11 to 12" in shown.stdout
 
 
-def test_the_job_that_we_ship_is_valid() -> None:
+def test_the_example_job_is_valid() -> None:
     assert adascale("validate", "deploy/adascalejob.yaml").returncode == 0
 
 
-def test_a_wrong_job_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", ["python"], maxBatchSize=2, bakoffLimit=1)
     for command in ("validate", "run"):
-        refused = adascale(command, job)
-        assert refused.returncode == 2
-        assert refused.stdout == ""
-        assert refused.stderr.splitlines() == [
+        failed = adascale(command, job)
+        assert failed.returncode == 2
+        assert failed.stdout == ""
+        assert failed.stderr.splitlines() == [
             f"adascale: {job}:8: spec.maxBatchSize: 2 is below batchSize 4: "
             "raise maxBatchSize, or lower batchSize",
             f"          {job}:9: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
         ]
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
-    refused = adascale("validate", "absent.yaml")
-    assert refused.returncode == 2
-    assert refused.stderr == "adascale: absent.yaml: no such file\n"
+def test_a_missing_file_is_an_error() -> None:
+    failed = adascale("validate", "absent.yaml")
+    assert failed.returncode == 2
+    assert failed.stderr == "adascale: absent.yaml: no such file\n"
 
 
-# -- run, refused ----------------------------------------------------------------------------------------
+# -- errors of run ----------------------------------------------------------------------------------------
 
 
-def test_a_job_that_needs_more_replicas_than_there_may_be_is_refused(tmp_path: Path) -> None:
+def test_a_job_that_needs_more_replicas_than_the_limit_is_an_error(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", ["python"], batchSize=12, minReplicas=5, maxReplicas=8)
-    refused = adascale("run", job, "--state-dir", tmp_path / "state", "--replicas", 5)
-    assert refused.returncode == 2
-    assert refused.stderr == (
-        "adascale: test needs at least 6 replicas at once, and --replicas is 5: "
-        "give --replicas 6 or more, or lower spec.minReplicas\n"
+    failed = adascale("run", job, "--state-dir", tmp_path / "state", "--replicas", 5)
+    assert failed.returncode == 2
+    assert failed.stderr == (
+        "adascale: test needs at least 6 replicas, but --replicas is 5: "
+        "use --replicas 6 or more, or lower spec.minReplicas\n"
     )
     assert not (tmp_path / "state").exists()
 
 
-def test_a_port_that_is_taken_is_refused_if_it_was_asked_for(tmp_path: Path, service: Service) -> None:
+def test_a_port_in_use_is_an_error_if_it_is_requested(tmp_path: Path, service: Service) -> None:
     job = write_job(tmp_path / "job.yaml", ["python", "-c", "pass"])
-    refused = adascale("run", job, "--state-dir", tmp_path / "state", "--port", service.port)
-    assert refused.returncode == 2
-    assert f"port {service.port} can't be used: address already in use" in refused.stderr
+    failed = adascale("run", job, "--state-dir", tmp_path / "state", "--port", service.port)
+    assert failed.returncode == 2
+    assert f"cannot listen on port {service.port}: address already in use" in failed.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_state_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", ["python", "-c", "pass"])
-    refused = adascale("run", job, "--state-dir", "/proc/state")
-    assert refused.returncode == 2
-    assert "the state folder /proc/state can't be made" in refused.stderr
+    failed = adascale("run", job, "--state-dir", "/proc/state")
+    assert failed.returncode == 2
+    assert "cannot create the state folder /proc/state" in failed.stderr
 
 
 # -- gain ------------------------------------------------------------------------------------------------
 
 
-def test_the_gain_of_a_job_is_shown_for_people(service: Service) -> None:
+def test_gain_shows_the_gain_and_predictions(service: Service) -> None:
     shown = adascale("gain", "digits", "--url", service.url)
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
@@ -148,44 +148,44 @@ def test_the_gain_of_a_job_is_shown_for_people(service: Service) -> None:
     assert "replicas local batch scale gain efficiency progress per second" in text
 
 
-def test_the_gain_of_a_job_is_shown_for_programs(service: Service) -> None:
+def test_gain_prints_the_json_of_the_service(service: Service) -> None:
     shown = adascale("gain", "default.digits", "--url", service.url, "--json")
     answer = json.loads(shown.stdout)
     assert {name: answer[name] for name in REPORT} == REPORT
     assert answer["efficiency"] == 0.78125
 
 
-def test_the_service_is_found_where_the_run_announced_it(tmp_path: Path, service: Service) -> None:
+def test_gain_finds_the_service_in_the_state_folder(tmp_path: Path, service: Service) -> None:
     folder = tmp_path / "default.digits"
     folder.mkdir()
-    announced = {"url": service.url, "pid": 1, "job": "default.digits"}
-    (folder / "service.json").write_text(json.dumps(announced))
+    service_file = {"url": service.url, "pid": 1, "job": "default.digits"}
+    (folder / "service.json").write_text(json.dumps(service_file))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "service.json").write_text("{")
-    for place in (tmp_path, folder):
-        shown = adascale("gain", "digits", "--state-dir", place)
+    for state_dir in (tmp_path, folder):
+        shown = adascale("gain", "digits", "--state-dir", state_dir)
         assert shown.returncode == 0, shown.stderr
     unknown = adascale("gain", "other", "--state-dir", tmp_path)
     assert unknown.returncode == 69
-    assert "no run of other is under way" in unknown.stderr
+    assert "no run of job other found in" in unknown.stderr
 
 
 @pytest.mark.parametrize("job", ["unknown", "silent"])
-def test_a_job_without_a_gain_is_told_in_the_services_words(service: Service, job: str) -> None:
-    refused = adascale("gain", job, "--url", service.url)
-    assert refused.returncode == 1
-    assert refused.stderr.startswith(f"adascale: the metrics service answers 404: job default.{job} ")
+def test_a_job_without_a_gain_is_an_error_of_the_service(service: Service, job: str) -> None:
+    failed = adascale("gain", job, "--url", service.url)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith(f"adascale: the metrics service answers 404: job default.{job} ")
 
 
-def test_an_address_that_nobody_answers_at_is_told() -> None:
-    refused = adascale("gain", "digits", "--url", "http://127.0.0.1:9")
-    assert refused.returncode == 69
-    assert refused.stderr == (
+def test_a_service_that_does_not_answer_is_an_error() -> None:
+    failed = adascale("gain", "digits", "--url", "http://127.0.0.1:9")
+    assert failed.returncode == 69
+    assert failed.stderr == (
         "adascale: the metrics service at http://127.0.0.1:9 does not answer: connection refused\n"
     )
 
 
-def test_a_name_that_is_none_is_told() -> None:
-    refused = adascale("gain", "No_Name", "--url", "http://127.0.0.1:9")
-    assert refused.returncode == 2
-    assert "job name 'No_Name' is not valid" in refused.stderr
+def test_an_invalid_job_name_is_an_error() -> None:
+    failed = adascale("gain", "No_Name", "--url", "http://127.0.0.1:9")
+    assert failed.returncode == 2
+    assert "job name 'No_Name' is not valid" in failed.stderr

@@ -1,4 +1,4 @@
-"""What a run shows, on a terminal and off one, down to the character."""
+"""The exact output of a run, on a terminal and to a pipe."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from rich.console import Console, RenderableType
 
 from adascale_controller.formatting import clock, count, duration, plural, significant, trimmed
 from adascale_controller.local import display as displays
-from adascale_controller.local.display import LiveDisplay, PlainDisplay, Status, open_display
-from adascale_controller.local.generations import GenerationSummary, Span
-from adascale_controller.local.generations_table import generations_table, repeated_steps, result_text
+from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
+from adascale_controller.local.generations import GenerationSummary, Range
+from adascale_controller.local.generations_table import generations_table, repeated_steps
+from adascale_controller.local.run_report import format_result
 from adascale_core.messages import GainReport
 
 REPORT = GainReport(
     generation=2, step=1704, progress=4512.4, epoch=3, replicas=2, local_bsz=32, accumulation=1, scale=16.0,
     gain=7.6, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.2134,
 )  # fmt: skip
-STATUS = Status("2 -> 4 replicas", 4512.4, 12_000, REPORT, 42.0)
+STATUS = RunStatus("2 -> 4 replicas", 4512.4, 12_000, REPORT, 42.0)
 GENERATIONS = [
-    GenerationSummary(1, 1, Span(4, 4), Span(1, 1), 1.0, 1.0, 1496, 0, 20.41, None),
-    GenerationSummary(2, 2, Span(31, 64), Span(15.5, 32), 24.3, 0.81, 757, 18, 1205.5, 2.94),
-    GenerationSummary(12, 16, Span(1024, 2048), Span(4096, 8192), 901.2, 0.2, 123_456, 0, 3.0, 0.1),
+    GenerationSummary(1, 1, Range(4, 4), Range(1, 1), 1.0, 1.0, 1496, 0, 20.41, None),
+    GenerationSummary(2, 2, Range(31, 64), Range(15.5, 32), 24.3, 0.81, 757, 18, 1205.5, 2.94),
+    GenerationSummary(12, 16, Range(1024, 2048), Range(4096, 8192), 901.2, 0.2, 123_456, 0, 3.0, 0.1),
 ]
 
 
@@ -33,19 +34,19 @@ def console(*, terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
 
 
 def rendered(renderable: RenderableType, width: int = 80) -> list[str]:
-    where, text = console(terminal=False, width=width)
-    where.print(renderable)
+    target, text = console(terminal=False, width=width)
+    target.print(renderable)
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines() -> None:
+def test_a_terminal_has_a_live_display_and_a_pipe_a_plain_one() -> None:
     assert isinstance(open_display(console(terminal=True)[0]), LiveDisplay)
     assert isinstance(open_display(console(terminal=False)[0]), PlainDisplay)
 
 
 def test_the_status_fits_80_columns() -> None:
-    where, text = console(terminal=True)
-    display = LiveDisplay(where)
+    target, text = console(terminal=True)
+    display = LiveDisplay(target)
     display.update(STATUS)
     display.close()
     lines = [line for line in text.getvalue().splitlines() if "steps" in line or "loss" in line]
@@ -53,18 +54,18 @@ def test_the_status_fits_80_columns() -> None:
     assert "  loss 0.213   gain 7.6 of 16 (48%)   2 replicas x batch 32   2 -> 4 replicas" in lines[1]
 
 
-def test_progress_is_never_told_to_be_complete_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_progress_is_never_shown_as_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(displays, "PLAIN_INTERVAL", 0.0)
-    where, text = console(terminal=False)
-    PlainDisplay(where).update(replace(STATUS, progress=11_999.9))
+    target, text = console(terminal=False)
+    PlainDisplay(target).update(replace(STATUS, progress=11_999.9))
     assert "99%" in text.getvalue()
 
 
-def test_a_pipe_gets_whole_lines_and_the_status_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    where, text = console(terminal=False)
-    display = PlainDisplay(where)
-    display.note("a long sentence " * 10)
-    display.note("[red]not markup")
+def test_a_pipe_gets_unwrapped_messages_and_the_status_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, text = console(terminal=False)
+    display = PlainDisplay(target)
+    display.message("a long sentence " * 10)
+    display.message("[red]not markup")
     display.update(STATUS)
     monkeypatch.setattr(displays, "PLAIN_INTERVAL", 0.0)
     display.update(STATUS)
@@ -76,11 +77,11 @@ def test_a_pipe_gets_whole_lines_and_the_status_now_and_then(monkeypatch: pytest
     ]
 
 
-def test_a_job_without_an_end_shows_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_an_unbounded_job_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(displays, "PLAIN_INTERVAL", 0.0)
-    where, text = console(terminal=False)
+    target, text = console(terminal=False)
     report = replace(REPORT, loss=None, accumulation=3, replicas=1)
-    PlainDisplay(where).update(Status("", 4512.4, None, report))
+    PlainDisplay(target).update(RunStatus("", 4512.4, None, report))
     assert text.getvalue() == "   0:00  4,512 steps  gain 7.6 of 16 (48%)  1 replica x batch 32 x 3\n"
 
 
@@ -94,20 +95,20 @@ def test_the_table_of_generations_fits_80_columns() -> None:
     ]
 
 
-def test_a_row_tells_all_of_its_generation() -> None:
+def test_a_row_shows_all_values_of_its_generation() -> None:
     rows = [line.split("  ") for line in rendered(generations_table(GENERATIONS), width=120)]
     assert [cell.strip() for cell in rows[-2] if cell.strip()] == [
         "2", "2", "31 to 64", "15.5 to 32", "24", "81%", "757", "1205.5", "2.9 s",
     ]  # fmt: skip
 
 
-def test_steps_made_again_are_told_if_there_are_any() -> None:
-    assert repeated_steps(GENERATIONS) == "18 steps had been lost with a replica, and made again"
+def test_repeated_steps_are_reported_if_there_are_any() -> None:
+    assert repeated_steps(GENERATIONS) == "18 steps were lost with a replica and repeated"
     assert repeated_steps(GENERATIONS[:1]) is None
 
 
-def test_a_result_is_told_as_the_program_named_it() -> None:
-    assert result_text({"accuracy": 0.97777778, "model": "big"}) == "accuracy 0.9778, model big"
+def test_a_result_is_shown_with_the_names_that_the_program_gave() -> None:
+    assert format_result({"accuracy": 0.97777778, "model": "big"}) == "accuracy 0.9778, model big"
 
 
 @pytest.mark.parametrize(
@@ -135,5 +136,5 @@ def test_a_result_is_told_as_the_program_named_it() -> None:
         (duration(7260), "2 h 1 min"),
     ],
 )
-def test_numbers_read_well(got: str, expected: str) -> None:
+def test_numbers_are_formatted_for_people(got: str, expected: str) -> None:
     assert got == expected

@@ -1,4 +1,4 @@
-"""Job files: what the right ones mean, and what is said of the wrong ones."""
+"""Job files: the jobs that valid files specify, and the errors in invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adascale_controller.job import CheckpointSettings
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
 from adascale_core.messages import JobSpec
 
-RIGHT: dict[str, Any] = {
+VALID: dict[str, Any] = {
     "apiVersion": "adascale.dev/v1alpha1",
     "kind": "AdaScaleJob",
     "metadata": {"name": "digits"},
@@ -29,27 +29,27 @@ RIGHT: dict[str, Any] = {
 
 
 def job(*, without: str = "", **changes: Any) -> str:
-    """The right job as YAML, with changes to its spec."""
-    document = copy.deepcopy(RIGHT)
+    """The valid job as YAML, with changes to its spec."""
+    document = copy.deepcopy(VALID)
     document["spec"].update(changes)
     document["spec"].pop(without, None)
     return yaml.safe_dump(document, sort_keys=False)
 
 
 def container(**fields: Any) -> str:
-    """The right job with fields of its container changed."""
+    """The valid job as YAML, with changes to its container."""
     return job(template={"spec": {"containers": [{"name": "worker", "command": ["python"], **fields}]}})
 
 
-def complaints(text: str) -> list[str]:
-    """What is said of a text, without the lines."""
+def errors_in(text: str) -> list[str]:
+    """The errors in a text, without their lines."""
     with pytest.raises(JobFileError) as raised:
         parse_job(text, "job.yaml")
     assert raised.value.exit_code == 2
     return [str(error) for error in raised.value.errors]
 
 
-def test_a_small_job_gets_the_defaults() -> None:
+def test_unset_fields_have_defaults() -> None:
     parsed = parse_job(job())
     assert parsed.id == "default.digits"
     assert parsed.short_id == "digits"
@@ -68,8 +68,8 @@ def test_a_small_job_gets_the_defaults() -> None:
     )
 
 
-def test_every_field_is_taken_over() -> None:
-    document = copy.deepcopy(RIGHT)
+def test_every_field_is_read() -> None:
+    document = copy.deepcopy(VALID)
     document["metadata"] = {"name": "digits", "namespace": "team", "labels": {"a": "b"}}
     document["status"] = {"replicas": 2}
     document["spec"].update(
@@ -128,29 +128,29 @@ def test_every_field_is_taken_over() -> None:
         ),
     ],
 )
-def test_where_state_is_saved_is_taken_over(checkpoint: dict[str, Any], parsed: CheckpointSettings) -> None:
+def test_checkpoint_settings_are_read(checkpoint: dict[str, Any], parsed: CheckpointSettings) -> None:
     assert parse_job(job(checkpoint=checkpoint)).checkpoint == parsed
 
 
-def test_a_field_without_a_value_counts_as_left_out() -> None:
+def test_a_null_field_counts_as_unset() -> None:
     assert parse_job(job(maxBatchSize=None, suspend=None, activeDeadlineSeconds=None)) == parse_job(job())
-    template = {**RIGHT["spec"]["template"], "metadata": {"labels": {"a": None}, "annotations": None}}
+    template = {**VALID["spec"]["template"], "metadata": {"labels": {"a": None}, "annotations": None}}
     assert parse_job(job(template=template)) == parse_job(job())
 
 
-def test_without_a_container_of_that_name_the_first_one_trains() -> None:
+def test_the_first_container_trains_if_none_is_named_worker() -> None:
     text = job(
         template={"spec": {"containers": [{"name": "a", "command": ["a"]}, {"name": "b", "command": ["b"]}]}}
     )
     assert parse_job(text).command == ("a",)
 
 
-def test_arguments_without_a_command_are_the_images_business() -> None:
+def test_arguments_without_a_command_give_no_command() -> None:
     text = job(template={"spec": {"containers": [{"name": "worker", "args": ["--lr"]}]}})
     assert parse_job(text).command == ()
 
 
-def test_what_only_a_cluster_can_give_is_told() -> None:
+def test_variables_that_only_a_cluster_can_resolve_are_listed() -> None:
     source = {"secretKeyRef": {"name": "s", "key": "k"}}
     parsed = parse_job(
         container(
@@ -192,13 +192,13 @@ NOT_A_JOB = [
 ]
 
 
-@pytest.mark.parametrize(("text", "complaint"), NOT_A_JOB)
-def test_what_is_not_a_job_is_refused(text: str, complaint: str) -> None:
-    (only,) = complaints(text)
-    assert only.startswith(complaint)
+@pytest.mark.parametrize(("text", "message"), NOT_A_JOB)
+def test_a_document_that_is_no_job_is_an_error(text: str, message: str) -> None:
+    (error,) = errors_in(text)
+    assert error.startswith(message)
 
 
-WRONG_FIELDS = [
+INVALID_FIELDS = [
     (job(max_batch_size=64), "spec.max_batch_size: unknown field; did you mean maxBatchSize?"),
     (job(maxBatchsize=64), "spec.maxBatchsize: unknown field; did you mean maxBatchSize?"),
     (job(batchsize=None), "spec.batchsize: unknown field; did you mean batchSize?"),
@@ -313,7 +313,7 @@ WRONG_FIELDS = [
         job().replace("name: digits", "name: digits\n  namespace: a.b"),
         "metadata.namespace: job namespace 'a.b' is not valid",
     ),
-    # The rules of the core, in the words of the file.
+    # The core's checks, with the names of the YAML.
     (
         job(maxBatchSize=16),
         "spec.maxBatchSize: 16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
@@ -339,13 +339,13 @@ WRONG_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "complaint"), WRONG_FIELDS)
-def test_a_wrong_field_is_told_with_its_path_and_value(text: str, complaint: str) -> None:
-    (only,) = complaints(text)
-    assert only.startswith(complaint)
+@pytest.mark.parametrize(("text", "message"), INVALID_FIELDS)
+def test_an_invalid_field_is_reported_with_its_path_and_value(text: str, message: str) -> None:
+    (error,) = errors_in(text)
+    assert error.startswith(message)
 
 
-def test_all_that_is_wrong_is_told_at_once_with_its_line() -> None:
+def test_all_errors_are_reported_with_their_lines() -> None:
     text = """\
 apiVersion: adascale.dev/v1alpha1
 kind: AdaScaleJob
@@ -378,7 +378,7 @@ spec:
     ]
 
 
-def test_the_line_of_broken_yaml_is_told() -> None:
+def test_a_yaml_error_is_reported_with_its_line() -> None:
     with pytest.raises(JobFileError) as raised:
         parse_job("a: 1\nb: [\nc: 2\n", "job.yaml")
     assert str(raised.value) == (
@@ -387,7 +387,7 @@ def test_the_line_of_broken_yaml_is_told() -> None:
     )
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match=r"absent\.yaml: no such file"):
         load_job(tmp_path / "absent.yaml")
     with pytest.raises(JobFileError, match=r"cannot be read: Is a directory"):
@@ -398,10 +398,10 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         load_job(binary)
 
 
-def test_the_job_that_we_ship_is_right() -> None:
-    shipped = load_job(Path(__file__).parents[2] / "deploy" / "adascalejob.yaml")
-    assert shipped.id == "default.digits"
-    assert shipped.command == ("python", "examples/digits.py")
+def test_the_example_job_is_valid() -> None:
+    example = load_job(Path(__file__).parents[2] / "deploy" / "adascalejob.yaml")
+    assert example.id == "default.digits"
+    assert example.command == ("python", "examples/digits.py")
 
 
 @settings(deadline=None)
@@ -410,12 +410,12 @@ def test_the_job_that_we_ship_is_right() -> None:
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(st.text() | st.sampled_from(list(RIGHT["spec"])), inner, max_size=4)
+            | st.dictionaries(st.text() | st.sampled_from(list(VALID["spec"])), inner, max_size=4)
         ),
         max_leaves=12,
     )
 )
-def test_whatever_the_spec_holds_it_is_a_job_or_told_to_be_none(spec: Any) -> None:
-    document = {**RIGHT, "spec": {**RIGHT["spec"], **spec} if isinstance(spec, dict) else spec}
+def test_any_spec_is_a_job_or_a_job_file_error(spec: Any) -> None:
+    document = {**VALID, "spec": {**VALID["spec"], **spec} if isinstance(spec, dict) else spec}
     with contextlib.suppress(JobFileError):
         parse_job(yaml.safe_dump(document))

@@ -1,4 +1,4 @@
-"""The state folder: one run at a time, and nothing lost but what is ours to drop."""
+"""The state folder: its lock, its history, and which files are deleted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local.state_dir import Lock, StateDir, StateDirError
+from adascale_controller.local import run_history, service_file
+from adascale_controller.local.state_dir import StateDir, StateDirError
+from adascale_controller.local.state_lock import StateLock
 
 HOLD = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from adascale_controller.local.state_dir import Lock, StateDir
-lock = Lock(StateDir(Path(sys.argv[1])), print)
+from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_lock import StateLock
+lock = StateLock(StateDir(Path(sys.argv[1])), print)
 child = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=[lock.descriptor], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)
@@ -28,14 +31,14 @@ time.sleep(60)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> StateDir:
-    made = StateDir(tmp_path / "state")
-    made.create()
-    return made
+    created = StateDir(tmp_path / "state")
+    created.create()
+    return created
 
 
 @pytest.fixture
 def holder(folder: StateDir) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A run that holds the lock, and a process that it has started."""
+    """A run that holds the lock, and a child process of it that inherited the lock."""
     run = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder.path), "1.5"], stdout=subprocess.PIPE, text=True
     )
@@ -47,65 +50,65 @@ def holder(folder: StateDir) -> Iterator[tuple[subprocess.Popen[str], int]]:
     run.wait()
 
 
-def test_a_second_run_is_told_who_holds_the_folder(
+def test_a_locked_folder_is_an_error_that_names_the_holder(
     folder: StateDir, holder: tuple[subprocess.Popen[str], int]
 ) -> None:
     with pytest.raises(
         StateDirError, match=rf"is in use by another run \(process {holder[0].pid}\)"
     ) as raised:
-        Lock(folder, pytest.fail)
+        StateLock(folder, pytest.fail)
     assert raised.value.exit_code == 2
 
 
-def test_after_a_killed_run_its_processes_are_waited_for(
+def test_the_lock_is_free_when_the_last_process_of_a_killed_run_has_exited(
     folder: StateDir, holder: tuple[subprocess.Popen[str], int]
 ) -> None:
     run, _ = holder
     run.kill()
     run.wait()
-    told: list[str] = []
-    began = time.monotonic()
-    Lock(folder, told.append).release()
-    assert time.monotonic() - began > 0.2
-    assert told == ["The run before this one was killed; waiting for its processes to save and leave"]
+    messages: list[str] = []
+    started = time.monotonic()
+    StateLock(folder, messages.append).release()
+    assert time.monotonic() - started > 0.2
+    assert messages == ["The previous run was killed; waiting for its processes to save and exit"]
 
 
-def test_waiting_for_the_processes_of_a_killed_run_can_be_given_up(
+def test_waiting_for_the_lock_can_be_cancelled(
     folder: StateDir, holder: tuple[subprocess.Popen[str], int]
 ) -> None:
     run, child = holder
     run.kill()
     run.wait()
     with pytest.raises(StateDirError, match=rf"is still in use by process {child}"):
-        Lock(folder, lambda _: None, stop=lambda: True)
+        StateLock(folder, lambda _: None, cancelled=lambda: True)
     os.kill(child, signal.SIGKILL)
 
 
-def test_the_lock_is_free_once_it_is_released(folder: StateDir) -> None:
-    Lock(folder, pytest.fail).release()
-    Lock(folder, pytest.fail).release()
+def test_a_released_lock_is_free(folder: StateDir) -> None:
+    StateLock(folder, pytest.fail).release()
+    StateLock(folder, pytest.fail).release()
 
 
-def test_the_runs_of_a_job_are_remembered(folder: StateDir) -> None:
-    assert folder.begin_run("default.a", 1.0) == [1.0]
-    assert folder.begin_run("default.a", 2.0) == [1.0, 2.0]
+def test_the_starts_of_all_runs_are_recorded(folder: StateDir) -> None:
+    assert run_history.record_start(folder, "default.a", 1.0) == [1.0]
+    assert run_history.record_start(folder, "default.a", 2.0) == [1.0, 2.0]
 
 
-def test_a_line_cut_off_by_a_crash_is_passed_over(folder: StateDir) -> None:
-    folder.begin_run("default.a", 1.0)
-    with folder.runs_file.open("a") as file:
+def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:
+    run_history.record_start(folder, "default.a", 1.0)
+    with folder.history_file.open("a") as file:
         file.write('\n{"job": "defa')
-    assert folder.begin_run("default.a", 2.0) == [1.0, 2.0]
-    assert folder.begin_run("default.a", 3.0) == [1.0, 2.0, 3.0]
+    assert run_history.record_start(folder, "default.a", 2.0) == [1.0, 2.0]
+    assert run_history.record_start(folder, "default.a", 3.0) == [1.0, 2.0, 3.0]
 
 
-def test_the_folder_of_another_job_is_refused(folder: StateDir) -> None:
-    folder.begin_run("default.a", 1.0)
-    with pytest.raises(StateDirError, match=r"holds the state of job default\.a, not of default\.b"):
-        folder.begin_run("default.b", 2.0)
+def test_the_folder_of_another_job_is_an_error(folder: StateDir) -> None:
+    run_history.record_start(folder, "default.a", 1.0)
+    with pytest.raises(StateDirError, match=r"contains the state of job default\.a, not of default\.b"):
+        run_history.record_start(folder, "default.b", 2.0)
 
 
-def test_what_is_forgotten_is_ours_only(folder: StateDir, tmp_path: Path) -> None:
+def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     ours = [
@@ -120,24 +123,31 @@ def test_what_is_forgotten_is_ours_only(folder: StateDir, tmp_path: Path) -> Non
     theirs = [folder.path / "notes.txt", elsewhere / "checkpoint-best.pt", elsewhere / "data.pt"]
     for file in (*ours, *theirs):
         file.touch()
-    folder.begin_run("default.a", 1.0)
-    folder.forget(elsewhere)
-    assert [file for file in (*ours, folder.runs_file) if file.exists()] == []
+    run_history.record_start(folder, "default.a", 1.0)
+    folder.delete_saved_state(elsewhere)
+    assert [file for file in (*ours, folder.history_file) if file.exists()] == []
     assert [file for file in theirs if not file.exists()] == []
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StateDirError, match=r"can't be made: Not a directory; give another with --state-dir"):
+    with pytest.raises(
+        StateDirError,
+        match=r"cannot create the state folder .*: Not a directory; use another with --state-dir",
+    ):
         StateDir(tmp_path / "file" / "state").create()
 
 
-def test_the_service_is_announced_while_it_is_there(folder: StateDir) -> None:
-    folder.announce("http://127.0.0.1:1", "default.a")
+def test_the_address_of_the_service_is_in_a_file_until_it_is_removed(folder: StateDir) -> None:
+    service_file.write(folder, "http://127.0.0.1:1", "default.a")
     assert json.loads(folder.service_file.read_text()) == {
         "url": "http://127.0.0.1:1",
         "pid": os.getpid(),
         "job": "default.a",
     }
-    folder.withdraw()
+    assert service_file.find_urls(folder.path, "default.a") == ["http://127.0.0.1:1"]
+    assert service_file.find_urls(folder.path.parent, "default.a") == ["http://127.0.0.1:1"]
+    assert service_file.find_urls(folder.path, "default.b") == []
+    service_file.remove(folder)
     assert not folder.service_file.exists()
+    assert service_file.find_urls(folder.path, "default.a") == []

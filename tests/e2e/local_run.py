@@ -1,4 +1,4 @@
-"""`adascale run` as a real process, watched, and killed where a test wants that."""
+"""Runs `adascale run` as a real process, which a test observes and may kill."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import urllib3
 import yaml
@@ -22,11 +22,13 @@ LIGHT = Path(__file__).parent / "programs" / "light.py"
 PACED = Path(__file__).parent / "programs" / "paced.py"
 TIMEOUT = 60.0
 
+T = TypeVar("T")
+
 
 def write_job(
     path: Path, command: Sequence[str], env: dict[str, str] | None = None, name: str = "test", **spec: Any
 ) -> Path:
-    """An AdaScaleJob that runs `command`, with fields of its spec."""
+    """Write an AdaScaleJob that runs `command`, with more fields of its spec."""
     container = {
         "name": "worker",
         "command": list(command),
@@ -43,12 +45,12 @@ def write_job(
 
 
 def write_light_job(path: Path, *arguments: str, **spec: Any) -> Path:
-    """A job of `programs/light.py`."""
+    """Write a job of `programs/light.py`."""
     return write_job(path, ["python", str(LIGHT), *arguments], **spec)
 
 
 def write_paced_job(path: Path, pace: float, fail: Path | None = None, **spec: Any) -> Path:
-    """A job of `programs/paced.py`, elastic, whose micro-batches take `pace` seconds."""
+    """Write an elastic job of `programs/paced.py`, whose micro-batches take `pace` seconds."""
     env = {"PACE": str(pace)} | ({"FAIL": str(fail)} if fail else {})
     bounds = {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 32}}
     return write_job(path, ["python", str(PACED)], env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
@@ -57,7 +59,7 @@ def write_paced_job(path: Path, pace: float, fail: Path | None = None, **spec: A
 def adascale(
     *arguments: object, timeout: float = TIMEOUT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """The command line, run to its end."""
+    """Run the command line until it exits."""
     return subprocess.run(
         [sys.executable, "-m", "adascale_controller", *map(str, arguments)],
         cwd=ROOT,
@@ -74,7 +76,7 @@ def _environ(**more: str) -> dict[str, str]:
 
 
 class Run:
-    """An `adascale run` under way.
+    """A process of `adascale run`.
 
     Args:
         job: the job file.
@@ -99,57 +101,57 @@ class Run:
 
     @property
     def output(self) -> str:
-        """All that it has written so far."""
+        """Its output so far."""
         return self._log.read_text()
 
-    def says(self, text: str, patience: float = TIMEOUT) -> None:
-        """Wait until it has written `text`."""
-        self._wait(lambda: text in self.output, f"saying {text!r}", patience)
+    def wait_for_output(self, text: str, timeout: float = TIMEOUT) -> None:
+        """Wait until its output contains `text`."""
+        self._wait(lambda: text in self.output, f"the output {text!r}", timeout)
 
-    def ends(self, patience: float = TIMEOUT) -> int:
-        """Its exit code, once it has ended."""
+    def wait_for_exit(self, timeout: float = TIMEOUT) -> int:
+        """Wait for its exit and return its exit code."""
         try:
-            return self.process.wait(patience)
+            return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end:\n{self.output}{self._logs()}") from None
+            raise AssertionError(f"it did not exit:\n{self.output}{self._logs()}") from None
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self.process.send_signal(number)
 
-    def trains(self, step: int = 1) -> None:
-        """Wait until the job is at `step` or beyond."""
-        self._wait(lambda: (self.job().get("latest") or {}).get("step", 0) >= step, f"step {step}", TIMEOUT)
+    def wait_for_step(self, step: int = 1) -> None:
+        """Wait until the job has reported `step` or a later step."""
+        self._wait(lambda: (self.job().get("latest") or {}).get("step", 0) >= step, f"step {step}")
 
-    def runs(self, rank: int = 0) -> int:
-        """Wait until the trainer of a rank runs in a generation; its process."""
+    def wait_for_trainer(self, rank: int = 0) -> int:
+        """Wait until the trainer of a rank runs in a generation, and return its process id."""
 
-        def running() -> int | None:
-            states = {one["rank"]: one["state"] for one in self.job().get("replicas", ())}
+        def running_trainer() -> int | None:
+            states = {replica["rank"]: replica["state"] for replica in self.job().get("replicas", ())}
             return self._find("trainer", rank) if states.get(rank) == "running" else None
 
-        return int(self._wait(running, f"running replica {rank}", TIMEOUT))
+        return self._wait(running_trainer, f"running replica {rank}")
 
     def job(self) -> dict[str, Any]:
-        """What the service knows of the job; nothing while there is none."""
-        announced = self.state / "service.json"
+        """The metrics service's view of the job; empty if there is none."""
         try:
-            told = json.loads(announced.read_text())
-            answer = urllib3.request("GET", f"{told['url']}/jobs/{told['job']}", retries=False, timeout=5)
+            service = json.loads((self.state / "service.json").read_text())
+            url = f"{service['url']}/jobs/{service['job']}"
+            answer = urllib3.request("GET", url, retries=False, timeout=5)
             return answer.json() if answer.status == 200 else {}
         except (OSError, ValueError, urllib3.exceptions.HTTPError):
             return {}
 
     def pid(self, kind: str, rank: int = 0) -> int:
-        """A process of it: its `service`, or the `agent` or the `trainer` of a rank."""
-        return int(self._wait(lambda: self._find(kind, rank), f"the {kind} of rank {rank}", TIMEOUT))
+        """The process id of its `service`, or of the `agent` or the `trainer` of a rank."""
+        return self._wait(lambda: self._find(kind, rank), f"the {kind} of rank {rank}")
 
     def processes(self) -> list[int]:
-        """All its processes but itself."""
-        return [pid for pid, _, _ in self._all()]
+        """The process ids of all its children."""
+        return [pid for pid, _, _ in self._children()]
 
     def kill(self) -> None:
-        """End it, however it stands."""
+        """Kill it and all its children."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -157,48 +159,47 @@ class Run:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _wait(self, condition: Any, what: str, patience: float) -> Any:
-        def happened() -> Any:
+    def _wait(self, condition: Callable[[], T | None], what: str, timeout: float = TIMEOUT) -> T:
+        def checked() -> T | None:
             value = condition()
             if not value and self.process.poll() is not None:
-                raise AssertionError(f"it ended before {what}:\n{self.output}{self._logs()}")
+                raise AssertionError(f"it exited before {what}:\n{self.output}{self._logs()}")
             return value
 
         try:
-            return wait_until(happened, what, patience)
+            value: T = wait_until(checked, what, timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}{self._logs()}") from None
+        return value
 
     def _logs(self) -> str:
         return "".join(f"\n== {log.name}\n{log.read_text()}" for log in sorted(self.state.glob("logs/*")))
 
     def _find(self, kind: str, rank: int) -> int | None:
-        for pid, command, environ in self._all():
-            agent = "adascale_worker.agent" in command
+        for pid, command, environ in self._children():
+            is_agent = "adascale_worker.agent" in command
             if kind == "service" and "adascale_api" in command:
                 return pid
-            if f"ADASCALE_REPLICA={rank}" not in environ:
-                continue
-            if (kind == "agent") == agent:
+            if f"ADASCALE_REPLICA={rank}" in environ and (kind == "agent") == is_agent:
                 return pid
         return None
 
-    def _all(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Each process: its number, its command line, its environment."""
+    def _children(self) -> Iterator[tuple[int, str, list[str]]]:
+        """Each child process: its id, command line and environment."""
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 command = (entry / "cmdline").read_text().replace("\0", " ")
                 environ = (entry / "environ").read_text(errors="replace").split("\0")
             except OSError:
                 continue
-            ours = f"ADASCALE_CHECKPOINT_DIR={self.state}/checkpoints" in environ
-            if ours or f"{self.state}/api.sqlite" in command:
+            is_replica = f"ADASCALE_CHECKPOINT_DIR={self.state}/checkpoints" in environ
+            if is_replica or f"{self.state}/api.sqlite" in command:
                 yield int(entry.name), command, environ
 
 
 @contextmanager
 def running(job: Path, state: Path, *options: object) -> Iterator[Run]:
-    """An `adascale run` that is ended at the end, with all it has started."""
+    """Run `adascale run`, and kill it with all its children at the end."""
     run = Run(job, state, *options)
     try:
         yield run

@@ -1,4 +1,4 @@
-"""`adascale run` with real processes, and what becomes of them."""
+"""`adascale run` with real processes: stopping, resuming, failures and kills."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ def state(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended, reaped or not."""
+def has_exited(pid: int) -> bool:
+    """Whether a process has exited; it may be a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-# -- leaving and going on --------------------------------------------------------------------------------
+# -- stopping and resuming --------------------------------------------------------------------------------
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, state: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
     with running(job, state) as run:
-        run.trains(step=50)
-        run.send(signal.SIGINT)
-        asked = time.monotonic()
-        assert run.ends() == 130
-        assert time.monotonic() - asked < 15
-        assert "Interrupted: saving" in run.output
-        assert "; the same command goes on from there" in run.output
+        run.wait_for_step(50)
+        run.send_signal(signal.SIGINT)
+        signalled = time.monotonic()
+        assert run.wait_for_exit() == 130
+        assert time.monotonic() - signalled < 15
+        assert "Interrupted: saving and stopping" in run.output
+        assert "; run the same command to resume" in run.output
         assert run.processes() == []
         assert not (state / "service.json").exists()
     with running(job, state, "--until", 400) as run:
-        assert run.ends() == 0
-        assert "Going on from step" in run.output
-        assert "has reached 400: saving" in run.output
+        assert run.wait_for_exit() == 0
+        assert "Resuming at step" in run.output
+        assert "has reached --until 400: saving" in run.output
     done = adascale("run", job, "--state-dir", state, "--until", 300)
     assert done.returncode == 0
-    assert "already; --until is 300" in done.stdout
-    assert "service" not in done.stdout
+    assert "test has already reached --until 300: its progress is " in done.stdout
+    assert "metrics" not in done.stdout
 
 
-def test_sigterm_takes_the_same_path(tmp_path: Path, state: Path) -> None:
+def test_sigterm_saves_and_stops_too(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        run.runs()
-        run.send(signal.SIGTERM)
-        assert run.ends() == 143
-        assert "Asked to leave (SIGTERM): saving" in run.output
+        run.wait_for_trainer()
+        run.send_signal(signal.SIGTERM)
+        assert run.wait_for_exit() == 143
+        assert "Received SIGTERM: saving and stopping" in run.output
         assert run.processes() == []
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, state: Path) -> None:
+def test_a_second_ctrl_c_stops_without_saving(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "stubborn"), state) as run:
-        pid = run.runs()
+        pid = run.wait_for_trainer()
         wait_until(lambda: _ignores_sigterm(pid), "ignoring SIGTERM")
-        run.send(signal.SIGINT)
-        run.says("saving")
-        run.send(signal.SIGINT)
-        assert run.ends(10) == 130
-        assert "Ended at once" in run.output
-        wait_until(lambda: all(gone(left) for left in run.processes()), "the end of all processes")
+        run.send_signal(signal.SIGINT)
+        run.wait_for_output("saving")
+        run.send_signal(signal.SIGINT)
+        assert run.wait_for_exit(10) == 130
+        assert "Killed immediately: replica 0" in run.output
+        wait_until(lambda: all(has_exited(pid) for pid in run.processes()), "the exit of all processes")
 
 
 def _ignores_sigterm(pid: int) -> bool:
@@ -84,26 +84,26 @@ def _ignores_sigterm(pid: int) -> bool:
 # -- the user's program ----------------------------------------------------------------------------------
 
 
-def test_a_program_that_fails_fails_the_job_after_backoff_limit(tmp_path: Path, state: Path) -> None:
+def test_a_job_fails_when_the_failures_of_its_program_exceed_backoff_limit(
+    tmp_path: Path, state: Path
+) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "3", backoffLimit=1)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
-    assert (
-        "failed on replica 0 (exit code 3): failure 1, backoffLimit is 1; trying again in 1 s" in run.stdout
-    )
-    assert "failed on replica 0 (exit code 3): 2 failures, backoffLimit is 1" in run.stdout
-    assert "[red]these are my last words\n" in run.stdout
-    assert "Nothing was saved yet" in run.stdout
+    assert "failed on replica 0 (exit code 3): failure 1, backoffLimit is 1; restarting in 1 s" in run.stdout
+    assert "failed on replica 0 (exit code 3): 2 failures exceed backoffLimit (1)" in run.stdout
+    assert "[red]the last line\n" in run.stdout
+    assert "No checkpoint was saved" in run.stdout
 
 
-def test_a_program_that_crashes_is_told_with_its_signal(tmp_path: Path, state: Path) -> None:
+def test_a_crash_is_reported_with_its_signal(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "crash", backoffLimit=0)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
-    assert "failed on replica 0 (killed by SIGSEGV): 1 failure, backoffLimit is 0" in run.stdout
+    assert "failed on replica 0 (killed by SIGSEGV): 1 failure exceeds backoffLimit (0)" in run.stdout
 
 
-def test_a_program_that_cannot_even_begin_fails_the_job(tmp_path: Path, state: Path) -> None:
+def test_a_program_that_cannot_start_fails_the_job(tmp_path: Path, state: Path) -> None:
     job = write_job(
         tmp_path / "job.yaml", ["python", "-c", "import no_such_module"], backoffLimit=1, minReplicas=2,
         maxReplicas=2,
@@ -111,7 +111,7 @@ def test_a_program_that_cannot_even_begin_fails_the_job(tmp_path: Path, state: P
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     assert "failure 1, backoffLimit is 1" in run.stdout
-    assert "2 failures, backoffLimit is 1" in run.stdout
+    assert "2 failures exceed backoffLimit (1)" in run.stdout
     assert "ModuleNotFoundError: No module named 'no_such_module'" in run.stdout
 
 
@@ -126,10 +126,10 @@ def test_replicas_that_fail_together_count_once(tmp_path: Path, state: Path) -> 
     )
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
-    assert "1 failure, backoffLimit is 0" in run.stdout
+    assert "1 failure exceeds backoffLimit (0)" in run.stdout
 
 
-def test_a_program_of_the_users_own_finishes(tmp_path: Path, state: Path) -> None:
+def test_a_program_finishes_with_its_environment(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "0", env={"WHO": "me"})
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 0, run.stdout
@@ -137,7 +137,7 @@ def test_a_program_of_the_users_own_finishes(tmp_path: Path, state: Path) -> Non
     assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1, who: me\n")
 
 
-def test_settings_of_another_job_in_the_environment_do_not_count(tmp_path: Path, state: Path) -> None:
+def test_settings_of_another_job_in_the_environment_are_ignored(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "0")
     run = adascale(
         "run", job, "--state-dir", state, "--port", 0,
@@ -147,7 +147,7 @@ def test_settings_of_another_job_in_the_environment_do_not_count(tmp_path: Path,
     assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1")
 
 
-def test_a_fresh_run_forgets_the_former_ones(tmp_path: Path, state: Path) -> None:
+def test_a_fresh_run_deletes_the_saved_state(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "0")
     for name in ("first", "second"):
         (state / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -155,87 +155,89 @@ def test_a_fresh_run_forgets_the_former_ones(tmp_path: Path, state: Path) -> Non
             json.dumps(Manifest(1, "00ff", 1, 9, 9.0, 0, 1, 1, True, {"accuracy": 0.5}).to_json())
         )
         done = adascale("run", job, "--state-dir", state, "--port", 0)
-        assert "has finished already, at progress 9: accuracy 0.5" in done.stdout, name
+        assert "has already finished, at progress 9: accuracy 0.5" in done.stdout, name
         assert adascale("run", job, "--state-dir", state, "--port", 0, "--fresh").returncode == 0
         assert list((state / "checkpoints").iterdir()) == []
 
 
-def test_a_job_ends_at_its_deadline(tmp_path: Path, state: Path) -> None:
+def test_a_job_fails_at_its_deadline(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep", activeDeadlineSeconds=2)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
-    assert "activeDeadlineSeconds 2 are over" in run.stdout
+    assert "activeDeadlineSeconds (2) exceeded" in run.stdout
 
 
-def test_a_suspended_job_does_not_run(tmp_path: Path, state: Path) -> None:
+def test_a_suspended_job_is_not_run(tmp_path: Path, state: Path) -> None:
     run = adascale("run", write_light_job(tmp_path / "job.yaml", "sleep", suspend=True), "--state-dir", state)
     assert run.returncode == 0
-    assert "test is suspended (spec.suspend), so it does not run" in run.stdout
+    assert "test is not run: spec.suspend is true" in run.stdout
     assert not state.exists()
 
 
 # -- one folder, one run ---------------------------------------------------------------------------------
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, state: Path) -> None:
+def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep")
     with running(job, state) as run:
-        run.runs()
+        run.wait_for_trainer()
         second = adascale("run", job, "--state-dir", state)
         assert second.returncode == 2
         assert f"is in use by another run (process {run.process.pid})" in second.stderr
         assert run.process.poll() is None
 
 
-def test_a_folder_of_another_job_is_refused(tmp_path: Path, state: Path) -> None:
+def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "0")
     assert adascale("run", job, "--state-dir", state, "--port", 0).returncode == 0
     other = write_light_job(tmp_path / "other.yaml", "sleep", name="other")
     run = adascale("run", other, "--state-dir", state, "--port", 0)
     assert run.returncode == 2
-    assert "holds the state of job default.test, not of default.other" in run.stderr
+    assert "contains the state of job default.test, not of default.other" in run.stderr
 
 
 # -- kills -----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_leaves_no_process_and_the_next_one_starts(tmp_path: Path, state: Path) -> None:
+def test_the_processes_of_a_killed_run_exit_and_the_next_run_starts(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep")
     with running(job, state) as run:
-        pids = [run.pid("service"), run.pid("agent"), run.runs()]
+        pids = [run.pid("service"), run.pid("agent"), run.wait_for_trainer()]
         run.process.kill()
         run.process.wait()
         with running(job, state) as again:
-            again.runs()
-            assert all(map(gone, pids))
+            again.wait_for_trainer()
+            assert all(map(has_exited, pids))
 
 
-def test_a_killed_service_comes_back_at_its_address(tmp_path: Path, state: Path) -> None:
+def test_a_killed_service_is_restarted_at_the_same_address(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        trainer, service = run.runs(), run.pid("service")
+        trainer, service = run.wait_for_trainer(), run.pid("service")
         before = run.job()
         os.kill(service, signal.SIGKILL)
-        run.says("The metrics service is gone (killed by SIGKILL); starting it again at the same address")
-        wait_until(lambda: run.job().get("active") == before["active"], "the service's return")
-        assert not gone(trainer)
+        run.wait_for_output(
+            "The metrics service exited (killed by SIGKILL); restarting it at the same address"
+        )
+        wait_until(lambda: run.job().get("active") == before["active"], "the answer of the restarted service")
+        assert not has_exited(trainer)
 
 
-def test_a_killed_agent_is_replaced(tmp_path: Path, state: Path) -> None:
+def test_a_killed_agent_is_restarted(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        trainer = run.runs()
+        trainer = run.wait_for_trainer()
         os.kill(run.pid("agent"), signal.SIGKILL)
-        run.says("The agent of replica 0 is gone (killed by SIGKILL); starting it again")
-        wait_until(lambda: gone(trainer), "the end of its trainer")
-        assert run.runs() != trainer
+        run.wait_for_output("The agent of replica 0 was lost (killed by SIGKILL); restarting it")
+        wait_until(lambda: has_exited(trainer), "the exit of its trainer")
+        assert run.wait_for_trainer() != trainer
         assert run.job()["failures"] == 0
 
 
-def test_a_killed_trainer_re_enters(tmp_path: Path, state: Path) -> None:
+def test_a_killed_trainer_is_restarted(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        trainer = run.runs()
+        trainer = run.wait_for_trainer()
         os.kill(trainer, signal.SIGKILL)
-        run.says("re-enter from the last checkpoint")
-        assert run.runs() != trainer
+        run.wait_for_output("all replicas restart from the last checkpoint")
+        assert run.wait_for_trainer() != trainer
         assert run.job()["failures"] == 0
 
 
@@ -252,54 +254,55 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
         checkpoint={"intervalSeconds": 1},
     )
     with running(job, state) as run:
-        run.says("Generation 1 trains on 1 replica, local batch 4")
-        run.says("Rescaling 1 -> 2: gain 1.0 -> ")
-        run.says("trains on 2 replicas")
-        told = adascale("gain", "test", "--state-dir", state)
-        assert told.returncode == 0, told.stderr
-        assert "2 replicas x batch" in told.stdout
-        os.kill(run.runs(1), signal.SIGKILL)
-        run.says(
-            "The trainer of replica 1 is gone (killed by SIGKILL); all re-enter from the last checkpoint"
+        run.wait_for_output("Generation 1 trains on 1 replica: local batch 4")
+        run.wait_for_output("Rescaling 1 -> 2: gain 1.0 -> ")
+        run.wait_for_output("trains on 2 replicas")
+        shown = adascale("gain", "test", "--state-dir", state)
+        assert shown.returncode == 0, shown.stderr
+        assert "2 replicas x batch" in shown.stdout
+        os.kill(run.wait_for_trainer(1), signal.SIGKILL)
+        run.wait_for_output(
+            "The trainer of replica 1 was lost (killed by SIGKILL); all replicas restart from the last "
+            "checkpoint"
         )
-        assert run.ends() == 0
+        assert run.wait_for_exit() == 0
         assert "Finished at progress 12," in run.output
         assert "loss" in run.output.splitlines()[-1]
         assert run.processes() == []
     again = adascale("run", job, "--state-dir", state)
     assert again.returncode == 0
-    assert "test has finished already, at progress 12," in again.stdout
+    assert "test has already finished, at progress 12," in again.stdout
     more = write_paced_job(tmp_path / "more.yaml", pace=0.001, maxReplicas=2, scaleInvariantSteps=13_000)
     longer = adascale("run", more, "--state-dir", state, "--port", 0)
     assert longer.returncode == 0, longer.stdout
-    assert "Going on from step" in longer.stdout
+    assert "Resuming at step" in longer.stdout
     assert "Finished at progress 13," in longer.stdout
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_step_on_as_many_replicas_as_fit(
+def test_the_run_after_a_killed_one_resumes_at_its_last_step_on_fewer_replicas(
     tmp_path: Path, state: Path
 ) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.01, minReplicas=1, maxReplicas=2)
     with running(job, state) as run:
-        run.says("trains on 2 replicas")
-        run.trains(step=400)
+        run.wait_for_output("trains on 2 replicas")
+        run.wait_for_step(400)
         pids = run.processes()
         run.process.kill()
         run.process.wait()
         with running(job, state, "--replicas", 1) as again:
-            again.says("Going on from step")
-            assert all(map(gone, pids))
-            again.says("trains on 1 replica")
-            again.send(signal.SIGINT)
-            assert again.ends() == 130
-            step = again.output.partition("Going on from step ")[2].partition(", progress")[0]
+            again.wait_for_output("Resuming at step")
+            assert all(map(has_exited, pids))
+            again.wait_for_output("trains on 1 replica")
+            again.send_signal(signal.SIGINT)
+            assert again.wait_for_exit() == 130
+            step = again.output.partition("Resuming at step ")[2].partition(", progress")[0]
             assert int(step.replace(",", "")) >= 400
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_main_job_grows_twice_and_reaches_its_accuracy(state: Path) -> None:
+def test_the_example_job_grows_twice_and_reaches_its_accuracy(state: Path) -> None:
     file = ROOT / "deploy" / "adascalejob.yaml"
     run = adascale("run", file, "--state-dir", state, "--port", 0, timeout=280)
     assert run.returncode == 0, run.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 from adascale_core.checkpoint_manifest import Manifest, manifest_number
 
 
-def newest(folder: Path) -> Manifest | None:
+def newest_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of the newest checkpoint in `folder`; None if it has no checkpoint.
 
     A manifest that cannot be read is skipped: the trainer reports damaged checkpoints.

@@ -1,4 +1,4 @@
-"""What a run shows: sentences as things happen, and below them, on a terminal, where the job stands."""
+"""The output of a run: a message for each event, and the job's status, on a terminal updated in place."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from adascale_controller.formatting import clock, count, percent, plural, signif
 from adascale_core.messages import GainReport
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between two lines about where the job stands, where there is no terminal."""
+"""Seconds between two status lines where the output is not a terminal."""
 
 
 @dataclass(frozen=True)
-class Status:
-    """Where a job stands.
+class RunStatus:
+    """The status of a job.
 
     Args:
-        doing: what it does, in a word or two.
-        progress: steps at `batch_size` made.
-        total: those to make, if bounded.
-        report: the last report of the active generation, if there is one.
-        left: seconds until the end as predicted, if it can be.
+        activity: what it does besides training, in a word or two; may be empty.
+        progress: its progress, in steps at `batch_size`.
+        total: the progress at which it ends; None if unbounded.
+        report: the last report of the active generation; None before the first.
+        seconds_left: the predicted seconds until its end; None if unknown.
     """
 
-    doing: str
+    activity: str
     progress: float = 0.0
     total: float | None = None
     report: GainReport | None = None
-    left: float | None = None
+    seconds_left: float | None = None
 
 
 class Display(Protocol):
     """Shows a run to its user."""
 
-    def note(self, text: str, style: str = "") -> None:
-        """Tell something that has happened."""
+    def message(self, text: str, style: str = "") -> None:
+        """Print a message, with the time since the start of the run."""
 
-    def update(self, status: Status) -> None:
-        """Show where the job stands by now."""
+    def update(self, status: RunStatus) -> None:
+        """Show the newest status."""
 
-    def show(self, renderable: RenderableType) -> None:
-        """Show something as it is."""
+    def print(self, renderable: RenderableType) -> None:
+        """Print something without the time."""
 
     def close(self) -> None:
-        """Take the status away; sentences may still be told."""
+        """Remove the status; messages may still follow."""
 
 
 def open_display(console: Console) -> Display:
-    """The display that suits a console."""
+    """Return the display for a console."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-class _Sentences:
-    """Tells sentences, each with the time since the beginning."""
+class _MessagePrinter:
+    """Prints messages, each with the time since the start of the run."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
 
-    def note(self, text: str, style: str = "") -> None:
-        """Tell something that has happened."""
+    def message(self, text: str, style: str = "") -> None:
+        """Print a message, with the time since the start of the run."""
         if not self._console.is_terminal:
-            # Whoever reads lines from a pipe wants them whole.
+            # Not wrapped: programs that read the output from a pipe read it by lines.
             self._console.print(f"{clock(self._elapsed()):>7}  {text}", soft_wrap=True, markup=False)
             return
         line = Table.grid(padding=(0, 2, 0, 0))
@@ -79,54 +79,54 @@ class _Sentences:
         line.add_row(clock(self._elapsed()), Text(text, style))
         self._console.print(line)
 
-    def show(self, renderable: RenderableType) -> None:
-        """Show something as it is."""
+    def print(self, renderable: RenderableType) -> None:
+        """Print something without the time."""
         self._console.print(renderable)
 
     def _elapsed(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._started_at
 
 
-class LiveDisplay(_Sentences):
-    """For a terminal: the status stays at the bottom and changes in place."""
+class LiveDisplay(_MessagePrinter):
+    """For a terminal: the status stays at the bottom and is updated in place."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        # Refreshed by hand: a thread of rich's would be there when processes are forked.
+        # No automatic refresh: it runs in a thread, which must not exist when child processes are forked.
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def update(self, status: Status) -> None:
-        """Show where the job stands by now."""
+    def update(self, status: RunStatus) -> None:
+        """Show the newest status."""
         if not self._live.is_started:
             self._live.start()
         self._live.update(Padding(Group(*_status_lines(status)), (1, 0, 0, 2)), refresh=True)
 
     def close(self) -> None:
-        """Take the status away."""
+        """Remove the status."""
         self._live.stop()
 
 
-class PlainDisplay(_Sentences):
-    """For a file or a pipe: a line now and then."""
+class PlainDisplay(_MessagePrinter):
+    """For a file or a pipe: prints the status as a line, at intervals."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._told_at = self._began
-        self._told: Status | None = None
+        self._printed_at = self._started_at
+        self._printed: RunStatus | None = None
 
-    def update(self, status: Status) -> None:
-        """Tell where the job stands, unless that was told just now."""
+    def update(self, status: RunStatus) -> None:
+        """Print the status, unless it is unchanged or one was printed less than an interval ago."""
         now = time.monotonic()
-        if now - self._told_at < PLAIN_INTERVAL or status.report is None or status == self._told:
+        if now - self._printed_at < PLAIN_INTERVAL or status.report is None or status == self._printed:
             return
-        self._told_at, self._told = now, status
-        self.note("  ".join(part for part in (_progress_text(status), *_facts(status)) if part))
+        self._printed_at, self._printed = now, status
+        self.message("  ".join((_progress_text(status), *_training_facts(status))))
 
     def close(self) -> None:
-        """Nothing stays to be taken away."""
+        """Do nothing: printed lines stay."""
 
 
-def _status_lines(status: Status) -> list[RenderableType]:
+def _status_lines(status: RunStatus) -> list[RenderableType]:
     bar = ProgressBar(
         total=status.total or 100.0,
         completed=min(status.progress, status.total or 0.0),
@@ -138,22 +138,23 @@ def _status_lines(status: Status) -> list[RenderableType]:
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
     text = _progress_text(status)
-    if status.left is not None:
-        text += f"  {clock(status.left)} left"
+    if status.seconds_left is not None:
+        text += f"  {clock(status.seconds_left)} left"
     line.add_row(bar if status.total else Text(""), Text(text))
-    facts = Text("   ").join(Text(fact) for fact in (*_facts(status), status.doing) if fact)
+    facts = Text("   ").join(Text(fact) for fact in (*_training_facts(status), status.activity) if fact)
     facts.stylize("dim")
     return [line, facts]
 
 
-def _progress_text(status: Status) -> str:
+def _progress_text(status: RunStatus) -> str:
     if status.total is None:
         return f"{count(status.progress)} steps"
-    share = percent(int(100 * status.progress / status.total) / 100)
-    return f"{count(status.progress)} / {count(status.total)} steps  {share}"
+    # Rounded down: unfinished jobs do not show 100%.
+    done = percent(int(100 * status.progress / status.total) / 100)
+    return f"{count(status.progress)} / {count(status.total)} steps  {done}"
 
 
-def _facts(status: Status) -> list[str]:
+def _training_facts(status: RunStatus) -> list[str]:
     report = status.report
     if report is None:
         return []

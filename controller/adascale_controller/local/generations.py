@@ -1,4 +1,4 @@
-"""What each generation of a job came to, from its reports."""
+"""Summarizes each generation of a job from its gain reports."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from adascale_core.messages import GainReport
 
 
 @dataclass(frozen=True)
-class Span:
-    """The smallest and the largest of something."""
+class Range:
+    """The lowest and the highest of some values."""
 
-    least: float
-    most: float
+    low: float
+    high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Span:
-        """The span of some values."""
+    def of(cls, values: Sequence[float]) -> Range:
+        """Return the range of some values."""
         return cls(min(values), max(values))
 
 
 @dataclass(frozen=True)
 class GenerationSummary:
-    """One generation.
+    """A generation.
 
     Args:
         generation: its number.
-        replicas: how many trained in it.
+        replicas: its replica count.
         local_bsz: samples in a micro-batch of one replica.
-        scale: batch size over `batch_size`.
+        scale: batch size divided by `batch_size`.
         gain: mean gain of a step.
-        efficiency: mean gain per scale.
-        steps: optimizer steps made.
-        repeated: steps of the generation before that were lost with a replica and made again.
-        seconds: from before its first step to after its last.
-        downtime: seconds from the last step before it to its first; none where there was none, or
-            another run began in between.
+        efficiency: mean of gain divided by scale.
+        steps: its optimizer steps.
+        repeated: those of its steps that the previous generation had made and lost.
+        seconds: from the start of its first step to the end of its last.
+        downtime: seconds from the last step of the previous generation to its first step; None for the first
+            generation of a job or a run.
     """
 
     generation: int
     replicas: int
-    local_bsz: Span
-    scale: Span
+    local_bsz: Range
+    scale: Range
     gain: float
     efficiency: float
     steps: int
@@ -53,33 +53,36 @@ class GenerationSummary:
     downtime: float | None
 
 
-def summarize(reports: Sequence[GainReport], runs: Sequence[float] = ()) -> list[GenerationSummary]:
-    """A summary of each generation.
+def summarize_generations(
+    reports: Sequence[GainReport], run_starts: Sequence[float] = ()
+) -> list[GenerationSummary]:
+    """Return a summary of each generation.
 
     Args:
-        reports: in the order of training; a trainer reports the first and the last step of a generation.
-        runs: when runs of the job began, in seconds since 1970: what lies between two is no downtime.
+        reports: of a job; they include the first and the last step of each generation.
+        run_starts: the starts of the job's runs, in seconds since 1970. The time between two runs is no
+            downtime.
     """
     ordered = sorted(reports, key=lambda report: (report.generation, report.step))
     groups = [list(group) for _, group in groupby(ordered, key=lambda report: report.generation)]
-    before: list[list[GainReport] | None] = [None, *groups]
-    return [_summary(group, former, runs) for former, group in zip(before, groups, strict=False)]
+    previous: list[list[GainReport] | None] = [None, *groups]
+    return [_summarize(group, before, run_starts) for before, group in zip(previous, groups, strict=False)]
 
 
-def _summary(
-    reports: Sequence[GainReport], before: Sequence[GainReport] | None, runs: Sequence[float]
+def _summarize(
+    reports: Sequence[GainReport], previous: Sequence[GainReport] | None, run_starts: Sequence[float]
 ) -> GenerationSummary:
     first, last = reports[0], reports[-1]
     downtime, repeated = None, 0
-    if before is not None:
-        repeated = max(before[-1].step + 1 - first.step, 0)
-        if not any(before[-1].time < began <= first.time for began in runs):
-            downtime = max(first.time - before[-1].time, 0.0)
+    if previous is not None:
+        repeated = max(previous[-1].step + 1 - first.step, 0)
+        if not any(previous[-1].time < start <= first.time for start in run_starts):
+            downtime = max(first.time - previous[-1].time, 0.0)
     return GenerationSummary(
         generation=first.generation,
         replicas=first.replicas,
-        local_bsz=Span.of([report.local_bsz for report in reports]),
-        scale=Span.of([report.scale for report in reports]),
+        local_bsz=Range.of([report.local_bsz for report in reports]),
+        scale=Range.of([report.scale for report in reports]),
         gain=_mean_gain(reports),
         efficiency=fmean(report.efficiency for report in reports),
         steps=last.step - first.step + 1,
@@ -90,7 +93,7 @@ def _summary(
 
 
 def _mean_gain(reports: Sequence[GainReport]) -> float:
-    """Over the steps between the first report and the last: progress is the sum of gains."""
+    """Return the mean gain of the steps after the first report: progress is the sum of gains."""
     first, last = reports[0], reports[-1]
     if last.step == first.step:
         return last.gain

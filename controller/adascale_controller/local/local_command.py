@@ -44,8 +44,8 @@ class LocalCommand:
 def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], threads: int) -> LocalCommand:
     """Return the program of `job` on this machine.
 
-    `python` is replaced by the interpreter of this process, in which the worker package is installed. References
-    to environment variables are expanded as Kubernetes does.
+    `python` is replaced by the interpreter of this process, in which the worker package is installed.
+    References to environment variables are expanded as Kubernetes does.
 
     Args:
         job: the job.
@@ -107,6 +107,6 @@ def _require_program(command: Sequence[str], cwd: Path, path: str) -> None:
     script = command[1] if program == sys.executable and len(command) > 1 else "-"
     if not script.startswith("-") and not (cwd / script).exists():
         raise LocalCommandError(
-            f"the script {script!r} of the job's command does not exist in {cwd}: change to the folder that its "
-            "path is relative to"
+            f"the script {script!r} of the job's command does not exist in {cwd}: change to the folder that "
+            "its path is relative to"
         )

@@ -17,8 +17,8 @@ class ChildProcess:
     """A child process.
 
     It has its own session, so a Ctrl-C of the terminal reaches only this process, which stops its children in
-    order. If this process dies, the kernel sends the child a SIGTERM. Start children from the main thread: the
-    kernel watches the thread that started them.
+    order. If this process dies, the kernel sends the child a SIGTERM. Start children from the main thread:
+    the kernel watches the thread that started them.
 
     Args:
         command: the program and its arguments.

@@ -1,6 +1,6 @@
-"""The replicas of a run: started where they are missing, let go where they aren't needed.
+"""The replicas of a run: starts the missing agents, stops those that are not needed, handles their exits.
 
-An agent looks after its trainer by itself; here it matters only why an agent has ended.
+An agent restarts its trainer by itself; here only the exit of an agent matters.
 """
 
 from __future__ import annotations
@@ -15,140 +15,159 @@ from adascale_core.failure_count import FailureCount
 from adascale_core.messages import ReplicaState
 from adascale_core.views import JobView
 
-RESTART_PAUSE = 0.5
-"""Seconds before an agent that was killed is started again."""
+RESTART_DELAY = 0.5
+"""Seconds before an agent that was lost is restarted."""
 MAX_BACKOFF = 30.0
-"""Seconds before the program is started again after a failure, at most."""
+"""Seconds before the program is restarted after a failure, at most."""
 
 
-def restart_delay(failures: int) -> float:
-    """Seconds before the program is started again after failure number `failures`."""
+def backoff(failures: int) -> float:
+    """Return the seconds before the program is restarted after failure number `failures`: 1, 2, 4, ..."""
     return min(2.0 ** (failures - 1), MAX_BACKOFF)
 
 
 @dataclass(frozen=True)
 class JobFailure:
-    """The program has failed more often than the job puts up with.
+    """More failures of the program than the job's backoffLimit.
 
     Args:
-        words: for the user.
-        log: the last lines of the program.
+        message: describes the last failure, for the user.
+        log: the last lines of the program's output.
     """
 
-    words: str
+    message: str
     log: str
 
 
 class Replicas:
-    """The agents of a run, and what became of those that have ended.
+    """The replicas of a run.
 
     Args:
-        agents: the processes.
-        backoff_limit: how many failures of the program are put up with.
-        display: what the user sees.
+        agents: their processes.
+        backoff_limit: the failures of the program that are retried.
+        display: shows messages to the user.
     """
 
     def __init__(self, agents: Agents, backoff_limit: int, display: Display) -> None:
         self.agents = agents
         self._backoff_limit = backoff_limit
         self._failures = FailureCount()
-        self._display = display
-        self._ended: list[AgentExit] = []
-        self._finished: dict[int, int] = {}
-        self._not_before: dict[int, float] = {}
         self._false_starts: dict[int, int] = {}
+        self._display = display
+        self._exits: list[AgentExit] = []
+        self._finished: dict[int, int] = {}
+        self._restart_at: dict[int, float] = {}
 
     @property
     def finished(self) -> bool:
-        """Whether the program has come to its end on rank 0."""
+        """Whether the program has finished on rank 0."""
         return 0 in self._finished
 
     @property
-    def all_gone(self) -> bool:
-        """Whether no agent is left."""
+    def all_exited(self) -> bool:
+        """Whether no agent runs."""
         return not self.agents.ranks
 
-    def collect(self) -> None:
-        """Note which agents have ended. To be called before the view is asked for that `mind` gets."""
-        self._ended += self.agents.ended()
+    def collect_exits(self) -> None:
+        """Collect the exits that `handle_exits` handles.
 
-    def mind(self, view: JobView, now: float) -> JobFailure | None:
-        """Take in what the agents that have ended mean; something only if the job has failed."""
-        ended, self._ended = self._ended, []
-        for one in ended:
-            exit_class = classify_exit(one.code)
+        Call it before reading the view for `handle_exits`: the view then has the last registrations of these
+        agents.
+        """
+        self._exits += self.agents.collect_exits()
+
+    def handle_exits(self, view: JobView, now: float) -> JobFailure | None:
+        """Handle the collected exits: record finished replicas, schedule restarts, count failures.
+
+        Args:
+            view: the newest view of the job.
+            now: seconds on a monotonic clock.
+
+        Returns:
+            the failure of the job, if the program failed too often.
+        """
+        exits, self._exits = self._exits, []
+        for agent_exit in exits:
+            exit_class = classify_exit(agent_exit.code)
             if exit_class is ExitClass.FINISHED:
-                told = view.replica(one.rank)
-                self._finished[one.rank] = told.generation if told else view.generation
-            elif one.dismissed:
+                registration = view.replica(agent_exit.rank)
+                self._finished[agent_exit.rank] = registration.generation if registration else view.generation
+            elif agent_exit.requested:
                 continue
             elif view.complete or self.finished:
-                self._display.note(f"Replica {one.rank} ended late: {describe_exit(one.code)}", "yellow")
+                self._display.message(
+                    f"Replica {agent_exit.rank} failed after the program had finished "
+                    f"({describe_exit(agent_exit.code)})",
+                    "yellow",
+                )
             elif exit_class.is_failure:
-                failed = self._fail(one, view, now)
-                if failed is not None:
-                    return failed
+                failure = self._count_failure(agent_exit, view, now)
+                if failure is not None:
+                    return failure
             else:
-                self._replace(one, exit_class, now)
+                self._schedule_restart(agent_exit, exit_class, now)
         return None
 
-    def staff(self, view: JobView, now: float) -> None:
-        """Start the agents that are missing, and let go of those that aren't needed."""
+    def start_and_stop(self, view: JobView, now: float) -> None:
+        """Start the agents that are missing, and stop those that the allocation does not need.
+
+        Args:
+            view: the newest view of the job.
+            now: seconds on a monotonic clock.
+        """
         if view.desired is None:
             return
         if view.complete:
-            self._let_go(view, from_rank=0)
+            self._stop_idle(view, from_rank=0)
             return
         for rank in range(view.desired.replicas):
-            over = self._finished.get(rank, -1) >= view.generation
-            if over or rank in self.agents.ranks or now < self._not_before.get(rank, 0.0):
+            finished = self._finished.get(rank, -1) >= view.generation
+            if finished or rank in self.agents.ranks or now < self._restart_at.get(rank, 0.0):
                 continue
             self._finished.pop(rank, None)
             self.agents.start(rank)
         if view.active is not None and view.active.generation == view.generation:
-            self._let_go(view, from_rank=view.desired.replicas)
+            self._stop_idle(view, from_rank=view.desired.replicas)
 
-    def _let_go(self, view: JobView, from_rank: int) -> None:
-        """Dismiss the agents whose trainers have left: they would wait for a generation that won't come."""
+    def _stop_idle(self, view: JobView, from_rank: int) -> None:
+        """Stop agents without a running trainer; no later generation has a place for them."""
         for rank in self.agents.ranks:
-            told = view.replica(rank)
-            if rank >= from_rank and (told is None or told.state is not ReplicaState.RUNNING):
-                self.agents.dismiss(rank)
+            replica = view.replica(rank)
+            if rank >= from_rank and (replica is None or replica.state is not ReplicaState.RUNNING):
+                self.agents.request_stop(rank)
 
-    def _replace(self, ended: AgentExit, exit_class: ExitClass, now: float) -> None:
+    def _schedule_restart(self, agent_exit: AgentExit, exit_class: ExitClass, now: float) -> None:
         match exit_class:
             case ExitClass.REENTRY:
-                why = "has left"
+                reason = "exited"
             case ExitClass.SERVICE_UNAVAILABLE:
-                why = "could not reach the metrics service"
+                reason = "could not reach the metrics service"
             case _:
-                why = f"is gone ({describe_exit(ended.code)})"
-        self._display.note(f"The agent of replica {ended.rank} {why}; starting it again", "yellow")
-        self._not_before[ended.rank] = now + RESTART_PAUSE
+                reason = f"was lost ({describe_exit(agent_exit.code)})"
+        self._display.message(f"The agent of replica {agent_exit.rank} {reason}; restarting it", "yellow")
+        self._restart_at[agent_exit.rank] = now + RESTART_DELAY
 
-    def _fail(self, ended: AgentExit, view: JobView, now: float) -> JobFailure | None:
-        """Count a failure of the program: once for a generation, whichever replicas tell of it."""
-        told = view.replica(ended.rank)
-        failed = told if told is not None and told.state is ReplicaState.FAILED else None
+    def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> JobFailure | None:
+        """Count a failure of the program, once per generation, however many of its replicas fail."""
+        rank = agent_exit.rank
+        replica = view.replica(rank)
+        failed = replica if replica is not None and replica.state is ReplicaState.FAILED else None
         before = self._failures
         if failed is not None and failed.generation > 0:
             self._failures = before.with_generations([failed.generation])
         else:
-            self._false_starts[ended.rank] = self._false_starts.get(ended.rank, 0) + 1
+            self._false_starts[rank] = self._false_starts.get(rank, 0) + 1
             self._failures = before.with_false_starts(self._false_starts.values())
-        pause = restart_delay(self._failures.count)
-        self._not_before[ended.rank] = now + pause
-        if self._failures.count == before.count:
+        count, limit, delay = self._failures.count, self._backoff_limit, backoff(self._failures.count)
+        self._restart_at[rank] = now + delay
+        if count == before.count:
             return None
-        what = f"The program failed on replica {ended.rank} ({describe_exit(ended.code)})"
-        limit = self._backoff_limit
+        message = f"The program failed on replica {rank} ({describe_exit(agent_exit.code)})"
         if self._failures.exceeds(limit):
-            log = (failed and failed.log) or self.agents.last_lines(ended.rank)
-            return JobFailure(
-                f"{what}: {plural(self._failures.count, 'failure')}, backoffLimit is {limit}", log
-            )
-        self._display.note(
-            f"{what}: failure {self._failures.count}, backoffLimit is {limit}; trying again in {pause:.0f} s",
-            "yellow",
+            log = (failed and failed.log) or self.agents.log_tail(rank)
+            verb = "exceeds" if count == 1 else "exceed"
+            return JobFailure(f"{message}: {plural(count, 'failure')} {verb} backoffLimit ({limit})", log)
+        self._display.message(
+            f"{message}: failure {count}, backoffLimit is {limit}; restarting in {delay:.0f} s", "yellow"
         )
         return None

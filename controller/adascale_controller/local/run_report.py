@@ -1,96 +1,112 @@
-"""What a run tells of itself at its beginning and at its end."""
+"""What a run prints at its start and at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
 from adascale_controller.formatting import count, duration, plural
 from adascale_controller.job import Job
-from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import GenerationSummary
-from adascale_controller.local.generations_table import generations_table, repeated_steps, result_text
+from adascale_controller.local.generations_table import generations_table, repeated_steps
 from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.checkpoint_manifest import Manifest
 
 
-def already_done(job: Job, until: int | None, saved: Manifest | None) -> str | None:
-    """That there is nothing to do, in words; none if there is."""
-    if saved is None:
+def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) -> str | None:
+    """Return a message if the job needs no more training; None if it does.
+
+    Args:
+        job: the job.
+        until: the progress at which the user wants it to stop; None for the job's own end.
+        checkpoint: the newest checkpoint; None if there is none.
+    """
+    if checkpoint is None:
         return None
     steps = job.spec.scale_invariant_steps
-    if saved.finished and (steps is None or saved.progress >= steps):
-        result = f": {result_text(saved.result)}" if saved.result else ""
+    if checkpoint.finished and (steps is None or checkpoint.progress >= steps):
+        result = f": {format_result(checkpoint.result)}" if checkpoint.result else ""
         return (
-            f"{job.short_id} has finished already, at progress {count(saved.progress)}{result}. "
-            "To go on, raise spec.scaleInvariantSteps; to begin anew, give --fresh"
+            f"{job.short_id} has already finished, at progress {count(checkpoint.progress)}{result}. To "
+            "continue, raise spec.scaleInvariantSteps; to start over, use --fresh"
         )
-    if until is not None and saved.progress >= until:
-        return f"{job.short_id} is at progress {count(saved.progress)} already; --until is {until}"
+    if until is not None and checkpoint.progress >= until:
+        return f"{job.short_id} has already reached --until {until}: its progress is "
+        f"{count(checkpoint.progress)}"
     return None
 
 
-def introduce(
+def print_start(
     display: Display,
     job: Job,
     url: str,
     folder: StateDir,
-    capacity: int,
-    program: LocalCommand,
-    saved: Manifest | None,
+    replica_limit: int,
+    command: LocalCommand,
+    checkpoint: Manifest | None,
 ) -> None:
-    """Tell what runs, where it is found, and from where it goes on."""
+    """Print the job's settings, where its metrics, state and output are, and the step that it resumes at."""
     spec = job.spec
-    batch = f"batch {spec.batch_size}" + (f" to {spec.max_batch_size}" if spec.max_batch_size else "")
-    fewest = f"{spec.min_replicas} to " if spec.min_replicas < capacity else ""
+    batch = f"batch size {spec.batch_size}" + (f" to {spec.max_batch_size}" if spec.max_batch_size else "")
+    fewest = f"{spec.min_replicas} to " if spec.min_replicas < replica_limit else ""
     steps = f", {plural(spec.scale_invariant_steps, 'step')}" if spec.scale_invariant_steps else ""
-    display.note(f"{job.short_id}: {batch} on {fewest}{plural(capacity, 'replica')}{steps}", "bold")
-    display.note(f"service  curl {url}/jobs/{job.short_id}/gain")
-    display.note(f"state    {folder.path}")
-    display.note(f"output   {folder.replica_log(0)}")
-    for setting in program.ignored:
-        display.note(f"Ignored on this machine: {setting}", "yellow")
-    if saved is not None:
-        display.note(f"Going on from step {count(saved.step)}, progress {count(saved.progress)}")
+    display.message(f"{job.short_id}: {batch}, {fewest}{plural(replica_limit, 'replica')}{steps}", "bold")
+    display.message(f"metrics  curl {url}/jobs/{job.short_id}/gain")
+    display.message(f"state    {folder.path}")
+    display.message(f"output   {folder.replica_log(0)}")
+    for setting in command.ignored:
+        display.message(f"Ignored on this machine: {setting}", "yellow")
+    if checkpoint is not None:
+        display.message(f"Resuming at step {count(checkpoint.step)}, progress {count(checkpoint.progress)}")
 
 
-def conclude(
+def print_summary(
     display: Display,
-    ending: RunResult,
+    result: RunResult,
     generations: Sequence[GenerationSummary],
-    saved: Manifest | None,
+    checkpoint: Manifest | None,
     seconds: float,
 ) -> None:
-    """Tell what each generation came to, and what the job has come to.
+    """Print a table of the generations, and the result of the job.
 
     Args:
-        display: what the user sees.
-        ending: why the run ends.
-        generations: those of the job.
-        saved: its newest checkpoint, if there is one.
-        seconds: how long the run took.
+        display: shows it to the user.
+        result: why the run ends.
+        generations: of the job.
+        checkpoint: the newest checkpoint; None if there is none.
+        seconds: the duration of the run.
     """
     if generations:
-        display.show(Text())
-        display.show(generations_table(generations))
+        display.print(Text())
+        display.print(generations_table(generations))
         repeated = repeated_steps(generations)
         if repeated is not None:
-            display.show(Text(f" {repeated}", "dim"))
-        display.show(Text())
-    if ending.log:
-        display.show(Text(f"\nThe last lines of its output:\n{ending.log}\n", "dim"))
-    if ending.finished:
-        progress = f" at progress {count(saved.progress)}" if saved else ""
-        result = f": {result_text(saved.result)}" if saved and saved.result else ""
-        display.note(f"Finished{progress} in {duration(seconds)}{result}", "bold green")
-    elif saved is None:
-        display.note("Nothing was saved yet; the same command begins anew")
+            display.print(Text(f" {repeated}", "dim"))
+        display.print(Text())
+    if result.log:
+        display.print(Text(f"\nThe last lines of its output:\n{result.log}\n", "dim"))
+    if result.finished:
+        progress = f" at progress {count(checkpoint.progress)}" if checkpoint else ""
+        values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
+        display.message(f"Finished{progress} in {duration(seconds)}{values}", "bold green")
+    elif checkpoint is None:
+        display.message("No checkpoint was saved; run the same command to start over")
     else:
-        display.note(
-            f"Saved at step {count(saved.step)}, progress {count(saved.progress)}; "
-            "the same command goes on from there",
+        display.message(
+            f"Saved at step {count(checkpoint.step)}, progress {count(checkpoint.progress)}; "
+            "run the same command to resume",
             "bold",
         )
+
+
+def format_result(result: Mapping[str, float | str]) -> str:
+    """Return the result that the program reported, as in `accuracy 0.9778, model large`."""
+    return ", ".join(f"{name} {_format_value(value)}" for name, value in result.items())
+
+
+def _format_value(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

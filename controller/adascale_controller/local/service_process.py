@@ -129,6 +129,7 @@ def choose_port(preferred: int, *, required: bool) -> int:
                 return 0
             reason = error.strerror.lower() if error.strerror else error
             raise PortTakenError(
-                f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free port"
+                f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free "
+                "port"
             ) from None
     return preferred

@@ -69,7 +69,7 @@ class ServiceSupervisor:
         self._process.start(lambda: self._signals.stop_requested)
 
     def get_job(self) -> JobView | None:
-        """Return the service's view of the job; None if it does not answer, during which training continues."""
+        """Return the service's view of the job; None if it does not answer, while training continues."""
         try:
             view = self._client.get_job(self._job_id)
         except ServiceError as error:

@@ -1,9 +1,9 @@
-"""A program that takes its place as a trainer does, but has nothing to train: it starts in no time.
+"""A program that waits for its rank as a trainer does, but does not train, so that it starts fast.
 
-light.py sleep          until it is ended
-light.py stubborn       likewise, and SIGTERM doesn't end it
-light.py exit CODE      fails, or finishes with 0
-light.py crash          of a segmentation fault
+light.py sleep          sleeps
+light.py stubborn       sleeps and ignores SIGTERM
+light.py exit CODE      exits
+light.py crash          crashes with a segmentation fault
 """
 
 import os
@@ -23,7 +23,7 @@ match sys.argv[1:]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
     case ["exit", code]:
-        print("[red]these are my last words", flush=True)
+        print("[red]the last line", flush=True)
         sys.exit(int(code))
     case ["crash"]:
         os.kill(os.getpid(), signal.SIGSEGV)

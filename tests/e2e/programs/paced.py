@@ -1,9 +1,9 @@
-"""A training program whose steps take a known time, so that what becomes of it is known too.
+"""A training program whose steps take a given time.
 
 PACE: seconds that a micro-batch takes, at least.
-NOISE: of the targets, beside which the gradient is small: the more, the more a larger batch is worth.
-FAIL: files, with colons between; as long as one is there, the program fails with the exit code in it.
-HUNGRY: a file; when it is there, the program removes it and takes as many MiB as it says.
+NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
+FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
+HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from adascale_worker import ElasticTrainer
 trainer = ElasticTrainer()
 pace = float(os.environ["PACE"])
 noise = float(os.environ.get("NOISE", "1"))
-fails = [Path(one) for one in os.environ.get("FAIL", "/nonexistent").split(":")]
+fails = [Path(file) for file in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
 
 torch.manual_seed(0)
@@ -32,7 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 state = trainer.program_reentry(model, optimizer)
 print(f"enters generation {trainer.generation} at step {state.step}", flush=True)
-loss = torch.zeros(())  # where all steps are made already
+loss = torch.zeros(())  # The result if no steps are left.
 for epoch in itertools.count(state.epoch):
     for x, y in trainer.dataloader(TensorDataset(inputs, targets)):
         optimizer.zero_grad()

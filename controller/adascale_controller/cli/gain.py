@@ -1,0 +1,60 @@
+"""`adascale gain`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from adascale_client import MetricsServiceClient, ServiceUnreachableError
+from adascale_controller.gain_summary import render_gain
+from adascale_controller.local import service_file
+from adascale_controller.local.state_dir import DEFAULT_ROOT
+from adascale_core import names
+from adascale_core.job_id import parse_job_id
+
+
+def gain(
+    job: Annotated[
+        str,
+        typer.Argument(metavar="JOB", help="The job's name, or <namespace>.<name>.", show_default=False),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="URL",
+            envvar=names.ENV_API_URL,
+            help="The address of the metrics service. Default: that of the run in --state-dir.",
+            show_default=False,
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path,
+        typer.Option(
+            "--state-dir", metavar="DIR", help="The state folder of the run, or a folder of state folders."
+        ),
+    ] = DEFAULT_ROOT,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", metavar="", help="Print the metrics service's JSON.", show_default=False),
+    ] = False,
+) -> None:
+    """Show the gain of a running job, and predictions for other replica counts."""
+    job_id = parse_job_id(job)
+    urls = [url] if url else service_file.find_urls(state_dir, job_id)
+    if not urls:
+        raise ServiceUnreachableError(
+            f"no run of job {job} found in {state_dir}: start it with `adascale run`, or set the address of "
+            "the metrics service with --url"
+        )
+    view = MetricsServiceClient(urls[0], os.environ.get(names.ENV_TOKEN)).get_gain(job_id)
+    if as_json:
+        print(json.dumps(view.to_json(), indent=2))
+    else:
+        Console(highlight=False).print(render_gain(view, time.time()))

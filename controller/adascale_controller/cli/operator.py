@@ -1,0 +1,92 @@
+"""`adascale operator`."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adascale_core import names
+
+
+def operator(
+    identity: Annotated[
+        str,
+        typer.Option(
+            "--identity",
+            metavar="NAME",
+            envvar="POD_NAME",
+            default_factory=socket.gethostname,
+            help="The name of this operator in the lease. Default: the host name.",
+            show_default=False,
+        ),
+    ],
+    api_url: Annotated[
+        str,
+        typer.Option("--api-url", metavar="URL", help="The address of the metrics service for the operator."),
+    ] = f"http://{names.API_SERVICE}.{names.SYSTEM_NAMESPACE}.svc:{names.DEFAULT_API_PORT}",
+    pod_api_url: Annotated[
+        str | None,
+        typer.Option(
+            "--pod-api-url",
+            metavar="URL",
+            help="The address of the metrics service for pods. Default: that of --api-url.",
+            show_default=False,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="PATH",
+            envvar=names.ENV_TOKEN_FILE,
+            help="The file with the operator's token for the metrics service, which is read for each call.",
+            show_default=False,
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            metavar="NAME",
+            help="The only namespace to watch. Default: all namespaces.",
+            show_default=False,
+        ),
+    ] = None,
+    lease_namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--lease-namespace",
+            metavar="NAME",
+            help="The namespace of the Lease for leader election. Default: no leader election.",
+            show_default=False,
+        ),
+    ] = None,
+    liveness: Annotated[
+        str | None,
+        typer.Option(
+            "--liveness",
+            metavar="HOST:PORT",
+            help="The address that serves GET /healthz. Default: not served.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run the Kubernetes operator, on the cluster that it runs in or that KUBECONFIG names."""
+    # Imported here because importing kopf and the Kubernetes client takes a second.
+    from adascale_controller.operator.runtime.main import run_operator
+    from adascale_controller.operator.runtime.settings import OperatorSettings
+
+    run_operator(
+        OperatorSettings(
+            api_url=api_url,
+            pod_api_url=pod_api_url,
+            token_file=token_file,
+            namespace=namespace,
+            lease_namespace=lease_namespace,
+            identity=identity,
+            liveness=liveness,
+        )
+    )

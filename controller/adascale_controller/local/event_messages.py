@@ -1,0 +1,84 @@
+"""Messages about events of a running job: losses of replicas, new generations, missing steps."""
+
+from __future__ import annotations
+
+from adascale_controller.formatting import duration, plural, trimmed
+from adascale_controller.local.display import Display
+from adascale_controller.local.replicas import Replicas
+from adascale_core.exit_codes import EXIT_PEER_LOST, describe_exit
+from adascale_core.messages import GainReport, ReplicaState
+from adascale_core.views import JobView
+
+STALL_TIMEOUT = 30.0
+"""Seconds without a step after which a message shows the program's last output."""
+LOSS_TIMEOUT = 1.0
+"""Seconds to wait for the registration of the replica that was lost."""
+
+
+class EventMessages:
+    """Compares successive views of a job and prints a message for each event.
+
+    Args:
+        replicas: the replicas of the run.
+        display: shows the messages to the user.
+        now: seconds on a monotonic clock.
+    """
+
+    def __init__(self, replicas: Replicas, display: Display, now: float) -> None:
+        self._replicas = replicas
+        self._display = display
+        self._disruptions: int | None = None
+        self._disrupted_at: float | None = None
+        self._last_step: tuple[int, int] | None = None
+        self._last_step_at: float | None = now
+
+    def report_losses(self, view: JobView, now: float) -> None:
+        """Report the loss of a replica."""
+        previous, self._disruptions = self._disruptions, view.disruptions
+        if previous is not None and view.disruptions > previous:
+            self._disrupted_at = now
+        if self._disrupted_at is None:
+            return
+        # The other replicas are often the first to report the loss; the exit code of the lost replica
+        # follows.
+        exit_codes = {
+            replica.rank: replica.exit_code
+            for replica in view.replicas
+            if replica.state is ReplicaState.LOST and replica.exit_code is not None
+        }
+        rank = next((rank for rank, code in exit_codes.items() if code != EXIT_PEER_LOST), None)
+        if rank is not None:
+            lost = f"The trainer of replica {rank} was lost ({describe_exit(exit_codes[rank])})"
+        elif now - self._disrupted_at > LOSS_TIMEOUT:
+            lost = "A replica was lost"
+        else:
+            return
+        self._disrupted_at = None
+        self._display.message(f"{lost}; all replicas restart from the last checkpoint", "yellow")
+
+    def report_generation(self, first: GainReport, downtime: float | None) -> None:
+        """Report a new generation.
+
+        Args:
+            first: its first report.
+            downtime: seconds from the last step before it to its first step; None if not measured.
+        """
+        batch = f"local batch {first.local_bsz}"
+        if first.accumulation > 1:
+            batch += f" x {first.accumulation}"
+        after = "" if downtime is None else f", downtime {duration(downtime)}"
+        self._display.message(
+            f"Generation {first.generation} trains on {plural(first.replicas, 'replica')}: {batch}, "
+            f"scale {trimmed(first.scale)}{after}"
+        )
+
+    def report_stall(self, view: JobView, now: float) -> None:
+        """Report that no step was made for a while."""
+        step = (view.latest.generation, view.latest.step) if view.latest else None
+        if step != self._last_step:
+            self._last_step, self._last_step_at = step, now
+        elif self._last_step_at is not None and now - self._last_step_at > STALL_TIMEOUT:
+            self._last_step_at = None
+            line = self._replicas.agents.log_tail(0, 1)
+            output = f"; the last output of replica 0 is: {line}" if line else ""
+            self._display.message(f"No step for {STALL_TIMEOUT:.0f} s{output}", "yellow")

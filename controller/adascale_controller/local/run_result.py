@@ -1,0 +1,22 @@
+"""The result of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Why a run ends.
+
+    Args:
+        message: for the user.
+        exit_code: of the run.
+        finished: whether the program has finished.
+        log: the last lines of the program's output, if it failed.
+    """
+
+    message: str
+    exit_code: int
+    finished: bool = False
+    log: str = ""

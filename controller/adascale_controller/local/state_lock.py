@@ -1,0 +1,133 @@
+"""The lock on a state folder, which one run holds at a time.
+
+It is a `flock` on a descriptor that all processes of the run inherit, so it is free only when the last of
+them has exited, also if the run itself was killed. No run can start while processes of another still save
+their state.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from adascale_controller.local.state_dir import StateDir, StateDirError
+
+TIMEOUT = 40.0
+"""Seconds to wait for the processes of a killed run. An agent gives its trainer 25 s to save."""
+
+
+class StateLock:
+    """The lock, held while this object's descriptor or an inherited one is open.
+
+    Args:
+        folder: the state folder.
+        show_message: shows a message to the user.
+        cancelled: whether to stop waiting for the lock.
+
+    Raises:
+        StateDirError: another run holds the lock, or processes of a killed run do not exit.
+    """
+
+    def __init__(
+        self,
+        folder: StateDir,
+        show_message: Callable[[str], None],
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        try:
+            self.descriptor = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StateDirError(f"cannot open {folder.lock_file}: {error.strerror}") from None
+        try:
+            self._acquire(folder, show_message, cancelled)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps(_process_identity(os.getpid())).encode(), 0)
+
+    def release(self) -> None:
+        """Close this process's descriptor; processes that inherited it keep the lock."""
+        os.close(self.descriptor)
+
+    def _acquire(
+        self, folder: StateDir, show_message: Callable[[str], None], cancelled: Callable[[], bool]
+    ) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        waiting = False
+        while not self._try_lock():
+            holder = self._holder()
+            if holder is not None:
+                raise StateDirError(
+                    f"{folder.path} is in use by another run (process {holder}): wait for it, stop it with "
+                    "Ctrl-C, or use another folder with --state-dir"
+                )
+            if cancelled():
+                raise StateDirError(f"{folder.path} is still in use by {_users_of(folder.lock_file)}")
+            if time.monotonic() > deadline:
+                raise StateDirError(
+                    f"{folder.path} is still in use by {_users_of(folder.lock_file)} of a killed run: kill "
+                    "them, or use another folder with --state-dir"
+                )
+            if not waiting:
+                waiting = True
+                show_message("The previous run was killed; waiting for its processes to save and exit")
+            time.sleep(0.1)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _holder(self) -> int | None:
+        """Return the process of the run that holds the lock; None if it no longer runs."""
+        try:
+            identity = json.loads(os.pread(self.descriptor, 4096, 0))
+            return int(identity["pid"]) if _process_identity(identity["pid"]) == identity else None
+        except (ValueError, KeyError, TypeError):
+            # The holder has locked the file, but not written its identity yet.
+            return None
+
+
+def _process_identity(pid: int) -> dict[str, Any]:
+    """Return what distinguishes a process from a later one with the same number."""
+    return {"pid": pid, "started": _start_time(pid)}
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None if it has exited."""
+    try:
+        # Fields 3 and 22 of proc(5). The fields before them contain the program's name, in parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else fields[19]
+    except (OSError, IndexError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            return "unknown"
+        return "unknown"
+
+
+def _users_of(file: Path) -> str:
+    """Return a phrase that names the other processes that have `file` open."""
+    target = str(file.resolve())
+    pids = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(fd.readlink()) == target for fd in (entry / "fd").iterdir()):
+                pids.add(int(entry.name))
+        except OSError:
+            continue
+    others = sorted(pids - {os.getpid()})
+    if not others:
+        return "other processes"
+    return f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"

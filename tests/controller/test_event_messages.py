@@ -1,0 +1,104 @@
+"""Messages about losses, generations and stalls."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from adascale_controller.local.agents import Agents
+from adascale_controller.local.display import PlainDisplay
+from adascale_controller.local.event_messages import LOSS_TIMEOUT, STALL_TIMEOUT, EventMessages
+from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.replicas import Replicas
+from adascale_controller.local.state_dir import StateDir
+from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.messages import GainReport, Registration, ReplicaState
+from adascale_core.views import JobView, ReplicaView
+
+REPORT = GainReport(
+    generation=2, step=10, progress=10.0, epoch=0, replicas=2, local_bsz=4, accumulation=3, scale=6.0,
+    gain=4.0, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.5,
+)  # fmt: skip
+VIEW = replace(JobView.empty("default.digits"), latest=REPORT)
+
+
+@dataclass
+class Recorded:
+    """Event messages whose output is recorded; the state folder may have a log of replica 0."""
+
+    folder: StateDir
+    output: io.StringIO = field(default_factory=io.StringIO)
+
+    def __post_init__(self) -> None:
+        display = PlainDisplay(Console(file=self.output, width=200))
+        agents = Agents(LocalCommand((), {}, self.folder.path), {}, [], self.folder, lock=-1)
+        self.events = EventMessages(Replicas(agents, 0, display), display, now=0.0)
+
+    @property
+    def messages(self) -> list[str]:
+        return [
+            line.split("  ", 2)[-1].removeprefix("0:00  ") for line in self.output.getvalue().splitlines()
+        ]
+
+
+def recorded(path: Path) -> Recorded:
+    folder = StateDir(path)
+    folder.create()
+    return Recorded(folder)
+
+
+def lost(rank: int, exit_code: int) -> ReplicaView:
+    registration = Registration(rank, "first", ReplicaState.LOST, 1, "127.0.0.1", 1, exit_code)
+    return ReplicaView.of(registration, 0.0)
+
+
+def test_a_loss_is_reported_with_the_exit_code_of_the_lost_replica(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.events.report_losses(VIEW, 1.0)
+    run.events.report_losses(replace(VIEW, disruptions=1, replicas=(lost(1, EXIT_PEER_LOST),)), 2.0)
+    assert run.messages == []
+    view = replace(VIEW, disruptions=1, replicas=(lost(0, -9), lost(1, EXIT_PEER_LOST)))
+    run.events.report_losses(view, 2.1)
+    run.events.report_losses(view, 2.2)
+    assert run.messages == [
+        "The trainer of replica 0 was lost (killed by SIGKILL); all replicas restart from the last checkpoint"
+    ]
+
+
+def test_a_loss_without_an_exit_code_is_reported_after_a_timeout(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.events.report_losses(VIEW, 1.0)
+    run.events.report_losses(replace(VIEW, disruptions=1), 2.0)
+    run.events.report_losses(replace(VIEW, disruptions=1), 2.1 + LOSS_TIMEOUT)
+    assert run.messages == ["A replica was lost; all replicas restart from the last checkpoint"]
+
+
+def test_losses_before_the_run_are_not_reported(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    for now in (1.0, 10.0):
+        run.events.report_losses(replace(VIEW, disruptions=3), now)
+    assert run.messages == []
+
+
+def test_a_generation_is_reported_with_its_batch_and_downtime(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.events.report_generation(REPORT, None)
+    run.events.report_generation(replace(REPORT, accumulation=1), 1.25)
+    assert run.messages == [
+        "Generation 2 trains on 2 replicas: local batch 4 x 3, scale 6",
+        "Generation 2 trains on 2 replicas: local batch 4, scale 6, downtime 1.2 s",
+    ]
+
+
+def test_a_stall_is_reported_once_with_the_last_output(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.folder.replica_log(0).write_text("loading data\nwaiting for a lock\n")
+    for now in (1.0, STALL_TIMEOUT, STALL_TIMEOUT + 1.1, 2 * STALL_TIMEOUT + 2):
+        run.events.report_stall(VIEW, now)
+    assert run.messages == ["No step for 30 s; the last output of replica 0 is: waiting for a lock"]
+    run.events.report_stall(replace(VIEW, latest=replace(REPORT, step=11)), 100.0)
+    run.events.report_stall(replace(VIEW, latest=replace(REPORT, step=11)), 101.0 + STALL_TIMEOUT)
+    assert len(run.messages) == 2

@@ -1,0 +1,80 @@
+"""The training program as it runs on this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.local.local_command import LocalCommandError, resolve_command
+from adascale_core.messages import JobSpec
+
+JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
+
+
+def test_python_is_the_interpreter_of_this_process(tmp_path: Path) -> None:
+    local = resolve_command(JOB, tmp_path, {"PATH": "/bin"}, threads=2)
+    assert local.command == (sys.executable, "-c", "pass")
+    assert local.environ["PATH"] == f"{Path(sys.executable).parent}:/bin"
+
+
+def test_the_environment_has_the_settings_of_the_job(tmp_path: Path) -> None:
+    job = replace(JOB, checkpoint=CheckpointSettings(interval_seconds=2.5))
+    environ = resolve_command(job, tmp_path, {}, threads=2).environ
+    assert {name: value for name, value in environ.items() if name.startswith("ADASCALE_")} == {
+        "ADASCALE_BATCH_SIZE": "4",
+        "ADASCALE_MAX_BATCH_SIZE": "64",
+        "ADASCALE_LOCAL_BSZ_BOUNDS": "4,16",
+        "ADASCALE_EFFICIENCY_TARGET": "0.5",
+        "ADASCALE_SCALE_INVARIANT_STEPS": "1000",
+        "ADASCALE_CHECKPOINT_INTERVAL": "2.5",
+        "ADASCALE_CHECKPOINT_DIR": str(tmp_path),
+    }
+
+
+def test_omp_num_threads_is_set_unless_the_user_has_set_it(tmp_path: Path) -> None:
+    assert resolve_command(JOB, tmp_path, {}, threads=2).environ["OMP_NUM_THREADS"] == "2"
+    assert resolve_command(JOB, tmp_path, {"OMP_NUM_THREADS": "7"}, 2).environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_references_to_variables_are_expanded_as_on_a_cluster(tmp_path: Path) -> None:
+    job = replace(
+        JOB,
+        command=("python", "-c", "$(WHO) $(ADASCALE_BATCH_SIZE) $(UNKNOWN) $$(WHO) $WHO"),
+        env={"WHO": "me", "PATH_TO": "$(WHO)/x"},
+    )
+    local = resolve_command(job, tmp_path, {}, 1)
+    assert local.command[2] == "me 4 $(UNKNOWN) $(WHO) $WHO"
+    assert local.environ["PATH_TO"] == "me/x"
+
+
+def test_a_working_dir_that_does_not_exist_is_ignored(tmp_path: Path) -> None:
+    existing = resolve_command(replace(JOB, working_dir=str(tmp_path)), tmp_path, {}, 1)
+    assert (existing.cwd, existing.ignored) == (tmp_path, ())
+    missing = resolve_command(replace(JOB, working_dir="/no/such/app"), tmp_path, {}, 1)
+    assert missing.cwd == Path.cwd()
+    assert missing.ignored == (f"workingDir /no/such/app, which does not exist here; using {Path.cwd()}",)
+
+
+def test_variables_that_only_a_cluster_can_resolve_are_ignored(tmp_path: Path) -> None:
+    job = replace(JOB, cluster_only_env=("the environment variables of envFrom",))
+    assert resolve_command(job, tmp_path, {}, 1).ignored == ("the environment variables of envFrom",)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ((), "job digits has no command: set the command of container 'worker' in spec.template"),
+        (("no-such-program",), "the program 'no-such-program' of the job's command is missing or not"),
+        (("./no-such-program",), "the program './no-such-program' of the job's command is missing or not"),
+        (("python", "no/such.py"), "the script 'no/such.py' of the job's command does not exist in "),
+    ],
+)
+def test_a_missing_program_is_an_error(tmp_path: Path, command: tuple[str, ...], message: str) -> None:
+    with pytest.raises(LocalCommandError) as raised:
+        resolve_command(replace(JOB, command=command), tmp_path, {}, 1)
+    assert str(raised.value).startswith(message)
+    assert raised.value.exit_code == 2

@@ -1,0 +1,46 @@
+"""Parts of a local run that read files and ports."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adascale_controller.local.checkpoints import newest_manifest
+from adascale_controller.local.processes import tail
+from adascale_controller.local.service_process import PortTakenError, choose_port
+from adascale_core.checkpoint_manifest import Manifest
+
+
+def test_the_newest_readable_manifest_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert newest_manifest(folder) is None
+    folder.mkdir()
+    manifest = Manifest(10, "00ff", 12, 70, 12.5, 0, 1, 1, finished=True, result={"accuracy": 0.9})
+    (folder / "checkpoint-00000009.json").write_text(json.dumps(replace(manifest, number=9).to_json()))
+    (folder / "checkpoint-00000010.json").write_text(json.dumps(manifest.to_json()))
+    (folder / "checkpoint-00000011.pt").touch()
+    assert newest_manifest(folder) == manifest
+    (folder / "checkpoint-00000012.json").write_text("{")
+    assert newest_manifest(folder) == manifest
+
+
+def test_a_port_in_use_is_an_error_only_if_it_is_required() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert choose_port(port, required=False) == 0
+        with pytest.raises(
+            PortTakenError, match=f"cannot listen on port {port}: address already in use"
+        ) as raised:
+            choose_port(port, required=True)
+        assert raised.value.exit_code == 2
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tail(log) == ""
+    log.write_text("".join(f"line {i}\n" for i in range(1000)))
+    assert tail(log, 2) == "line 998\nline 999"

@@ -1,0 +1,87 @@
+"""Measurements of a job from successive views: stability, downtime and preparation time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from adascale_controller.job import Job
+from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
+from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
+from adascale_core.views import JobView
+
+REPORT = GainReport(
+    generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,
+    gain=1.0, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.5,
+)  # fmt: skip
+JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000))
+
+
+def view(generation: int, latest: GainReport | None, desired: int | None = None) -> JobView:
+    return replace(
+        JobView.empty(JOB.id),
+        desired=Allocation(desired or generation, 1),
+        active=ActiveAllocation(generation, 1, "127.0.0.1", 1),
+        latest=latest,
+        step_times=(StepTime(1, 4, 1, 0.01), StepTime(2, 8, 1, 0.02)),
+    )
+
+
+def test_a_job_is_stable_from_the_first_report_of_its_generation() -> None:
+    measurements = JobMeasurements()
+    assert measurements.update(view(1, None), 5.0) is None
+    assert measurements.job_state(JOB, view(1, None), 1000).stable_since is None
+    assert measurements.update(view(1, REPORT), 6.0) == REPORT
+    assert measurements.update(view(1, replace(REPORT, step=11)), 7.0) is None
+    state = measurements.job_state(JOB, view(1, REPORT), 1000)
+    assert (state.stable_since, state.remaining, state.largest) == (6.0, 990.0, 2)
+    assert state.restart_seconds == DEFAULT_DOWNTIME
+
+
+def test_a_job_is_not_stable_while_another_allocation_is_desired_or_a_replica_is_lost() -> None:
+    measurements = JobMeasurements()
+    measurements.update(view(1, REPORT), 6.0)
+    assert measurements.job_state(JOB, view(1, REPORT, desired=2), 1000).stable_since is None
+    broken = replace(view(1, REPORT), broken=True)
+    assert measurements.job_state(JOB, broken, 1000).stable_since is None
+
+
+def test_restart_seconds_is_the_mean_downtime_of_the_changes() -> None:
+    measurements = JobMeasurements()
+    measurements.update(view(1, REPORT), 6.0)
+    measurements.update(view(1, replace(REPORT, step=15, time=105.0)), 7.0)
+    measurements.update(view(2, replace(REPORT, step=20, time=110.0)), 7.1)
+    measurements.update(view(2, replace(REPORT, generation=2, step=31, time=112.1)), 8.0)
+    assert measurements.last_downtime == pytest.approx(2.0)
+    measurements.update(view(3, replace(REPORT, generation=3, step=32, time=116.1)), 9.0)
+    assert measurements.job_state(JOB, view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
+
+
+def test_prepare_seconds_is_the_time_from_the_decision_to_the_last_step() -> None:
+    measurements = JobMeasurements()
+    measurements.update(view(1, REPORT), 6.0)
+    assert measurements.job_state(JOB, view(1, REPORT), None).prepare_seconds == DEFAULT_PREPARATION
+    measurements.update(view(1, REPORT, desired=2), 10.0)
+    measurements.update(view(1, replace(REPORT, time=114.0), desired=2), 15.0)
+    measurements.update(view(2, replace(REPORT, generation=2, step=11, time=115.0)), 16.0)
+    assert measurements.last_downtime == pytest.approx(1.0)
+    assert measurements.job_state(JOB, view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
+
+
+def test_the_downtime_of_a_loss_does_not_count_for_restart_seconds() -> None:
+    measurements = JobMeasurements()
+    measurements.update(view(1, REPORT), 6.0)
+    after_loss = replace(view(2, replace(REPORT, generation=2, time=190.0)), disruptions=1)
+    measurements.update(after_loss, 8.0)
+    assert measurements.last_downtime == 90.0
+    assert measurements.job_state(JOB, view(2, REPORT), None).restart_seconds == DEFAULT_DOWNTIME
+
+
+def test_reports_of_previous_runs_are_ignored() -> None:
+    measurements = JobMeasurements()
+    measurements.ignore_before(2)
+    assert measurements.update(view(1, REPORT), 6.0) is None
+    assert measurements.job_state(JOB, view(1, REPORT), 1000).stable_since is None
+    assert measurements.update(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
+    assert measurements.last_downtime is None

@@ -1,0 +1,97 @@
+"""The most replicas that a local run may have at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from adascale_controller.job import Job
+from adascale_controller.local.display import PlainDisplay
+from adascale_controller.local.machine import MIN_CPU_REPLICAS, default_replica_limit, visible_gpus
+from adascale_controller.local.replica_limit import ReplicaLimitError, replica_limit
+from adascale_controller.local.runner import RunOptions, run_job
+from adascale_core.messages import JobSpec
+
+JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("python", "-c", "pass"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("2,0", ["2", "0"]),
+        ("0,-1,1", ["0"]),
+        ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]),
+    ],
+)
+def test_the_gpus_are_those_of_cuda_visible_devices(visible: str, devices: list[str]) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == devices
+
+
+def test_the_default_is_one_replica_per_gpu_or_at_least_four_on_the_cpu() -> None:
+    assert default_replica_limit(["0", "1"]) == 2
+    assert default_replica_limit([]) >= MIN_CPU_REPLICAS
+
+
+@pytest.mark.parametrize(("replicas", "limit"), [(None, 6), (2, 2), (5, 5), (7, 6), (1024, 6)])
+def test_spec_replicas_lowers_the_limit_as_on_a_cluster(replicas: int | None, limit: int) -> None:
+    assert replica_limit(replace(JOB, replicas=replicas), 6, []) == limit
+
+
+@pytest.mark.parametrize(
+    ("replicas", "requested", "devices", "message"),
+    [
+        (
+            1,
+            6,
+            [],
+            "digits needs at least 2 replicas, but spec.replicas is 1: raise spec.replicas to 2 or more, or "
+            "lower spec.minReplicas",
+        ),
+        (
+            None,
+            1,
+            [],
+            "digits needs at least 2 replicas, but --replicas is 1: use --replicas 2 or more, or lower "
+            "spec.minReplicas",
+        ),
+        (
+            None,
+            None,
+            ["0"],
+            "digits needs at least 2 replicas, but the default on this machine is 1: use --replicas 2 or "
+            "more, or lower spec.minReplicas",
+        ),
+        (
+            None,
+            3,
+            ["0", "1"],
+            "--replicas 3 exceeds the 2 GPUs of this machine, and each replica needs one; to train on the "
+            "CPU, set CUDA_VISIBLE_DEVICES to the empty string",
+        ),
+    ],
+)
+def test_a_limit_that_the_job_or_the_machine_does_not_allow_is_an_error(
+    replicas: int | None, requested: int | None, devices: list[str], message: str
+) -> None:
+    with pytest.raises(ReplicaLimitError) as raised:
+        replica_limit(replace(JOB, replicas=replicas), requested, devices)
+    assert str(raised.value) == message
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (replace(JOB, replicas=0), "digits is not run: spec.replicas is 0"),
+        (replace(JOB, suspend=True), "digits is not run: spec.suspend is true"),
+    ],
+)
+def test_a_job_that_must_not_run_does_not_run(job: Job, message: str) -> None:
+    console = Console(record=True, width=100)
+    assert run_job(job, RunOptions(), PlainDisplay(console)) == 0
+    assert message in console.export_text()
