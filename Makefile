@@ -11,6 +11,11 @@ BUILD_FLAGS ?=
 IMAGE_TAG ?= dev
 KIND_CLUSTER := adascale
 READY := $(VENV)/.ready
+LOWEST_VENV := .venv-lowest
+LOWEST_READY := $(LOWEST_VENV)/.ready
+# Paths and not all tests: those that call torch and the Kubernetes client, and do not start the metrics service.
+LOWEST_TESTS := $(filter-out tests/worker/test_adascale_frameworks.py tests/worker/test_reentry.py,$(wildcard tests/worker/test_*.py)) \
+	tests/api/test_token_review.py tests/controller
 UV := 0.13.8
 
 .PHONY: help
@@ -40,6 +45,17 @@ test: $(READY) ## the fast tests
 test-slow: $(READY) ## the tests that take longer
 	$(BIN)/python -m pytest -m "slow and not cluster"
 
+$(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST_VENV)
+	VIRTUAL_ENV=$(LOWEST_VENV) $(BIN)/uv pip install --quiet --compile-bytecode --require-hashes --requirement requirements-lowest.lock
+	VIRTUAL_ENV=$(LOWEST_VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
+	@touch $@
+
+# Needs Python 3.11 or 3.12: the lowest versions have no wheels for newer ones.
+.PHONY: test-lowest
+test-lowest: $(LOWEST_READY) ## fast tests with the lowest versions of torch and kubernetes
+	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(LOWEST_TESTS)
+
 .PHONY: check
 check: $(READY) ## format, lint, types, imports
 	$(BIN)/ruff format --check .
@@ -57,10 +73,13 @@ crd: $(READY) ## generate deploy/base/crd.yaml
 	$(BIN)/python -m adascale_controller.crd > deploy/base/crd.yaml.new
 	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
 
+LOCK := uv pip compile pyproject.toml --extra local --extra examples --universal --python-version 3.11 \
+	--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --quiet
+
 .PHONY: lock
-lock: $(READY) ## resolve the versions in requirements.lock anew
-	$(BIN)/uv pip compile pyproject.toml --extra local --extra examples --group dev --universal --python-version 3.11 \
-		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --quiet --output-file requirements.lock
+lock: $(READY) ## resolve the versions in requirements.lock and requirements-lowest.lock again
+	$(BIN)/$(LOCK) --group dev --output-file requirements.lock
+	$(BIN)/$(LOCK) --group test --resolution lowest-direct --output-file requirements-lowest.lock
 
 # $(call need,PROGRAM,why)
 need = @command -v $(1) >/dev/null || { echo "\`$(1)\` is needed $(2), and is not there" >&2; exit 2; }
@@ -119,4 +138,4 @@ e2e: $(READY) ## the tests on a cluster, the one that KUBECONFIG names
 
 .PHONY: clean
 clean: ## remove the environment and the state of runs
-	rm -rf $(VENV) .adascale
+	rm -rf $(VENV) $(LOWEST_VENV) .adascale

@@ -1,17 +1,21 @@
-"""What accuracy costs at a larger batch: AdaScale beside other rules for the learning rate.
+"""Accuracy at larger batch sizes: AdaScale beside other rules for the learning rate.
 
     OMP_NUM_THREADS=1 python bench/accuracy.py [digits|text] [--seeds 5] [--out bench/accuracy]
+    python bench/accuracy.py [digits|text] --from-json --out bench/accuracy
 
-`digits`: scikit-learn's handwritten digits, a 64-64-10 network, SGD without momentum, batch 4,
-lr 0.3 * 0.01 ** (progress / T), T = 12,000. `text`: a character model on the descriptions of data sets that
-scikit-learn carries, SGD with momentum 0.9, batch 8, T = 6,000; its score is the loss in bits per character.
+`digits`: the handwritten digits of scikit-learn, a 64-64-10 network, SGD without momentum, batch size 4,
+lr 0.3 * 0.01 ** (progress / T), T = 12,000. The score is the test accuracy in percent. `text`: a character
+model on the descriptions of data sets in scikit-learn, SGD with momentum 0.9, batch size 8, T = 6,000. The
+score is the test loss in bits per character.
 
-A rule says what the learning rate is at scale S and how much progress a step makes; all train until
-progress reaches T. AdaScale and FairScale count gains, the others count S. "exact gain" is what the two
-estimate: the gain from the gradients of all samples one by one, of each step alone or smoothed as AdaScale
-smooths (`digits` only). A step at scale S is the mean of min(S, 8) micro-gradients (`--micro-gradients`).
-The same seeds give all rules the same initial weights and the same data. Writes a table (Markdown), a plot
-(SVG) and all runs (JSON).
+A rule gives the learning rate at scale S and the progress of a step; all train until progress reaches T.
+AdaScale and FairScale count gains, the others count S. "exact gain" is the quantity that the two estimate:
+the gain from the gradients of all samples, of each step alone or smoothed as AdaScale smooths (`digits`
+only). A step at scale S is the mean of min(S, 8) micro-gradients (`--micro-gradients`). The same seed gives
+all rules the same initial weights and the same data.
+
+Writes a table (Markdown), a plot (SVG) and all runs (JSON). With `--from-json`, reads the runs instead of
+training, and writes the table and the plot again.
 """
 
 import argparse
@@ -21,7 +25,6 @@ import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +40,17 @@ MICRO_GRADIENTS = 8
 
 @dataclass(frozen=True)
 class Task:
-    """Something to learn.
+    """A data set and a network to train on it.
 
     Attributes:
+        batch_size: the initial batch size B0, in samples.
+        steps: T, the progress to train for.
+        lr: at the start.
         model: makes a network.
-        inputs, targets: to train on.
-        score: of a trained network; in percent, or in bits.
-        higher_is_better: of the score.
-        gradient: of a network, the squared norm of the true gradient and the variance of one sample's, if
-            they can be had.
+        inputs, targets: training data.
+        score: of a trained network, in percent or in bits.
+        gradient: returns the squared norm of the true gradient of a network, and the variance of the gradient
+            of one sample; None if there is no closed form.
     """
 
     name: str
@@ -57,7 +62,6 @@ class Task:
     inputs: Tensor
     targets: Tensor
     score: Callable[[nn.Module], float]
-    higher_is_better: bool
     gradient: Callable[[nn.Module], tuple[float, float]] | None = None
 
     def lr_at(self, progress: float) -> float:
@@ -87,27 +91,26 @@ def digits() -> Task:
         inputs,
         targets,
         accuracy,
-        higher_is_better=True,
         gradient=lambda model: exact_gradient(model, inputs, targets),
     )
 
 
 def exact_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Squared norm of the mean gradient and variance of one sample's, of a network of two layers.
+    """The squared norm of the mean gradient, and the variance of the gradient of one sample, of two layers.
 
-    A sample's gradient of a layer is the outer product of what came in, with a 1 for the bias, and of the
-    loss's derivative by what came out.
+    The gradient of a sample with respect to a layer is the outer product of the layer's input, with a 1 for
+    the bias, and of the derivative of the loss by the layer's output.
     """
     first, _, second = model.children()
     with torch.no_grad():
-        one = torch.ones(len(inputs), 1)
+        ones = torch.ones(len(inputs), 1)
         hidden = first(inputs)
         active = hidden.relu()
         back = second(active).softmax(1)
         back[torch.arange(len(targets)), targets] -= 1
         layers = [
-            (torch.cat([inputs, one], 1), back @ second.get_parameter("weight") * (hidden > 0)),
-            (torch.cat([active, one], 1), back),
+            (torch.cat([inputs, ones], 1), back @ second.get_parameter("weight") * (hidden > 0)),
+            (torch.cat([active, ones], 1), back),
         ]
         each = sum((x.square().sum(1) * d.square().sum(1) for x, d in layers), torch.zeros(()))
         sqr = sum(((d.T @ x / len(inputs)).square().sum() for x, d in layers), torch.zeros(())).item()
@@ -118,7 +121,7 @@ CONTEXT = 12
 
 
 def text() -> Task:
-    """The next character from the twelve before it."""
+    """Predict the next character from the twelve before it."""
     from sklearn import datasets
 
     folder = Path(datasets.__file__).parent / "descr"
@@ -151,15 +154,15 @@ def text() -> Task:
         train[:, :-1],
         train[:, -1],
         bits,
-        higher_is_better=False,
     )
 
 
 TASKS = {"digits": digits, "text": text}
+SCORE_LABELS = {"digits": "test accuracy (%)", "text": "test loss (bits per character)"}
 
 
 class Rule:
-    """A plain SGD whose lr is a function of scale and progress; a step makes S steps' progress."""
+    """An SGD whose lr is a function of scale and progress; a step counts as S steps of progress."""
 
     def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
         self.task, self.scale, self.micro = task, scale, micro
@@ -182,23 +185,23 @@ class Rule:
         return float(self.scale)
 
 
-class Linear(Rule):
+class LinearScaling(Rule):
     def factor(self, _: float, /) -> float:
         return float(self.scale)
 
 
-class WarmUp(Rule):
+class LinearScalingWithWarmUp(Rule):
     def factor(self, progress: float, /) -> float:
         """From 1 to S during the first 5.5% (5 of 90 epochs, Goyal et al. 2017)."""
         return 1 + (self.scale - 1) * min(progress / (0.055 * self.task.steps), 1.0)
 
 
-class SquareRoot(Rule):
+class SquareRootScaling(Rule):
     def factor(self, _: float, /) -> float:
         return math.sqrt(self.scale)
 
 
-class Ours(Rule):
+class AdaScaleRule(Rule):
     sample_every: int | None = None
 
     def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
@@ -219,11 +222,11 @@ class Ours(Rule):
         return float(self.sgd.gain())
 
 
-class EveryStep(Ours):
+class AdaScaleEveryStep(AdaScaleRule):
     sample_every = 1
 
 
-class FairScales(Rule):
+class FairScaleRule(Rule):
     def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
         super().__init__(task, model, scale, micro)
         with warnings.catch_warnings():
@@ -245,21 +248,23 @@ class ExactGain(Rule):
     def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
         super().__init__(task, model, scale, micro)
         self.model = model
-        self.sums = [0.0, 0.0]
+        self.averages = [0.0, 0.0]
 
     def step(self, progress: float) -> float:
         assert self.task.gradient is not None
         sqr, var = self.task.gradient(self.model)
-        past = max(1 - self.scale / 1000, 0.0) if self.smoothed else 0.0
-        news = (sqr, var / self.task.batch_size)
-        self.sums = [past * old + (1 - past) * new for old, new in zip(self.sums, news, strict=True)]
+        smoothing = max(1 - self.scale / 1000, 0.0) if self.smoothed else 0.0
+        sample = (sqr, var / self.task.batch_size)
+        self.averages = [
+            smoothing * old + (1 - smoothing) * new for old, new in zip(self.averages, sample, strict=True)
+        ]
         return super().step(progress)
 
     def factor(self, _: float, /) -> float:
         return self.gain()
 
     def gain(self) -> float:
-        sqr, var = self.sums
+        sqr, var = self.averages
         return (var + sqr) / (var / self.scale + sqr)
 
 
@@ -268,14 +273,14 @@ class SmoothedExactGain(ExactGain):
 
 
 RULES: dict[str, type[Rule]] = {
-    "AdaScale": Ours,
-    "AdaScale, every step": EveryStep,
-    "FairScale": FairScales,
+    "AdaScale": AdaScaleRule,
+    "AdaScale, every step": AdaScaleEveryStep,
+    "FairScale": FairScaleRule,
     "exact gain": ExactGain,
     "exact gain, smoothed": SmoothedExactGain,
-    "linear": Linear,
-    "linear, warm-up": WarmUp,
-    "square root": SquareRoot,
+    "linear": LinearScaling,
+    "linear, warm-up": LinearScalingWithWarmUp,
+    "square root": SquareRootScaling,
 }
 
 
@@ -288,36 +293,36 @@ class Run:
     iterations: int
 
 
-class Order:
-    """Sample numbers, epoch after epoch."""
+class SampleOrder:
+    """Shuffled indices of samples, epoch after epoch."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._count = count
         self._generator = torch.Generator().manual_seed(seed)
-        self._rest = torch.empty(0, dtype=torch.int64)
+        self._queue = torch.empty(0, dtype=torch.int64)
 
-    def take(self, desired: int) -> Tensor:
-        while len(self._rest) < desired:
-            self._rest = torch.cat([self._rest, torch.randperm(self._count, generator=self._generator)])
-        taken, self._rest = self._rest[:desired], self._rest[desired:]
-        return taken
+    def next_batch(self, size: int) -> Tensor:
+        while len(self._queue) < size:
+            self._queue = torch.cat([self._queue, torch.randperm(self._count, generator=self._generator)])
+        batch, self._queue = self._queue[:size], self._queue[size:]
+        return batch
 
 
-def train(task: Task, rule_name: str, scales: tuple[int, ...], seed: int, most_micro: int) -> Run:
-    """Train until progress reaches the task's steps, an equal part of it at each scale."""
+def train(task: Task, rule_name: str, scales: tuple[int, ...], seed: int, max_micro_gradients: int) -> Run:
+    """Train until progress reaches the steps of the task, an equal part of it at each scale."""
     torch.manual_seed(seed)
     model = task.model()
-    micro = min(scales[0], most_micro)
+    micro = min(scales[0], max_micro_gradients)
     rule = RULES[rule_name](task, model, scales[0], micro)
-    order = Order(len(task.inputs), seed)
+    order = SampleOrder(len(task.inputs), seed)
     progress, iterations, part = 0.0, 0, 0
     while progress < task.steps:
         if progress >= task.steps * (part + 1) / len(scales):
             part += 1
             rule.set_scale(scales[part])
-        numbers = order.take(task.batch_size * scales[part])
-        for piece in numbers.chunk(micro):
-            loss = nn.functional.cross_entropy(model(task.inputs[piece]), task.targets[piece])
+        batch = order.next_batch(task.batch_size * scales[part])
+        for micro_batch in batch.chunk(micro):
+            loss = nn.functional.cross_entropy(model(task.inputs[micro_batch]), task.targets[micro_batch])
             (loss / micro).backward()
         progress += rule.step(progress)
         iterations += 1
@@ -326,16 +331,16 @@ def train(task: Task, rule_name: str, scales: tuple[int, ...], seed: int, most_m
 
 
 def plan(rules: list[str], scales: list[int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Every rule at every scale; at scale 1 all but FairScale, which refuses it, are the same."""
+    """Return every rule at every scale. At scale 1 all rules are equal, and FairScale refuses it."""
     runs: list[tuple[str, tuple[int, ...]]] = [("AdaScale", (1,))] if 1 in scales else []
     runs += [(rule, (scale,)) for scale in scales if scale > 1 for rule in rules]
     return runs + [(rule, elastic) for elastic in ELASTIC.values() for rule in rules]
 
 
-def table(task: Task, runs: list[Run]) -> str:
-    """Mean score with standard deviation, and mean iterations, by rule and scale."""
+def table(task: str, runs: list[Run]) -> str:
+    """Return the mean score with its standard deviation, and the mean iterations, by rule and scale."""
     scales = list(dict.fromkeys(run.scale for run in runs))
-    unit = "%" if task.higher_is_better else "bits"
+    unit, decimals = ("%", 1) if task == "digits" else ("bits", 3)
     lines = [
         "| rule | " + " | ".join(f"S = {scale}" for scale in scales) + " |",
         "| --- |" + " --- |" * len(scales),
@@ -349,69 +354,99 @@ def table(task: Task, runs: list[Run]) -> str:
                 continue
             scores = [run.score for run in own]
             spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-            digits_ = 1 if task.higher_is_better else 3
             iterations = statistics.mean(run.iterations for run in own)
             cells.append(
-                f"{statistics.mean(scores):.{digits_}f} ± {spread:.{digits_}f} {unit}, {iterations:.0f}"
+                f"{statistics.mean(scores):.{decimals}f} ± {spread:.{decimals}f} {unit}, {iterations:.0f}"
             )
         lines.append(f"| {rule} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-COLOURS = ("#d62728", "#7f7f7f", "#1f77b4", "#17becf", "#8c564b", "#2ca02c", "#9467bd", "#ff7f0e")
-WIDTH, HEIGHT, LEFT, TOP = 640, 360, 60, 20
+# Wong, "Points of view: Color blindness", Nature Methods 2011, with a marker of its own for each rule.
+STYLES = {
+    "AdaScale": ("#D55E00", "o", "-"),
+    "AdaScale, every step": ("#E69F00", "s", "--"),
+    "FairScale": ("#0072B2", "^", "-"),
+    "exact gain": ("#56B4E9", "v", ":"),
+    "exact gain, smoothed": ("#009E73", "D", ":"),
+    "linear": ("#000000", "x", "-."),
+    "linear, warm-up": ("#777777", "+", "-."),
+    "square root": ("#CC79A7", "P", "--"),
+}
+DETAIL = {"digits": (87.0, 99.0), "text": (3.1, 4.4)}
+"""Range of scores of the right panel, which leaves out rules that diverge."""
 
 
-def plot(runs: list[Run]) -> str:
-    """Mean score over the scale, one line per rule, as SVG."""
-    points: dict[str, list[tuple[int, float]]] = {}
+def plot(task: str, runs: list[Run], path: Path) -> None:
+    """Plot the mean score over the scale, with its standard deviation, one line per rule, as SVG."""
+    import matplotlib
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    # The same runs give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "adascale", "svg.fonttype": "none"})
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     base = [run.score for run in runs if run.scale == "1"]
-    for rule in dict.fromkeys(run.rule for run in runs):
-        own = [(1, statistics.mean(base))] if base else []
+    rules = list(dict.fromkeys(run.rule for run in runs))
+    for number, rule in enumerate(rules):
+        scores = {1: base} if base else {}
         for scale in SCALES[1:]:
-            scores = [run.score for run in runs if (run.rule, run.scale) == (rule, str(scale))]
-            if scores:
-                own.append((scale, statistics.mean(scores)))
-        points[rule] = own
-    values = [value for own in points.values() for _, value in own]
-    low, high = min(values), max(values)
-    margin = 0.05 * (high - low)
-    low, high = low - margin, high + margin
-
-    def x(scale: int) -> float:
-        return LEFT + (WIDTH - LEFT - 170) * math.log2(scale) / math.log2(SCALES[-1])
-
-    def y(value: float) -> float:
-        return TOP + (HEIGHT - TOP - 50) * (high - value) / (high - low)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-    ]
-    parts += [
-        f'<text x="{x(scale):.0f}" y="{HEIGHT - 30}" text-anchor="middle">{scale}</text>' for scale in SCALES
-    ]
-    middle = (x(1) + x(SCALES[-1])) / 2
-    parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle">scale S</text>')
-    for step in range(6):
-        value = low + (high - low) * step / 5
-        parts.append(
-            f'<line x1="{LEFT}" x2="{x(SCALES[-1]):.0f}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
-            'stroke="#ddd"/>'
-            f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.1f}</text>'
-        )
-    for colour, (rule, own) in zip(COLOURS, points.items(), strict=False):
-        for (s, v), (t, w) in pairwise(own):
-            parts.append(
-                f'<line x1="{x(s):.1f}" y1="{y(v):.1f}" x2="{x(t):.1f}" y2="{y(w):.1f}" stroke="{colour}" '
-                'stroke-width="2"/>'
+            own = [run.score for run in runs if (run.rule, run.scale) == (rule, str(scale))]
+            if own:
+                scores[scale] = own
+        # Beside each other, so that equal scores do not cover each other.
+        shift = 1.04 ** (number - (len(rules) - 1) / 2)
+        colour, marker, line = STYLES[rule]
+        means = [statistics.mean(own) for own in scores.values()]
+        errors = [statistics.stdev(own) if len(own) > 1 else 0.0 for own in scores.values()]
+        low, high = DETAIL[task]
+        # An error bar without its mean would be a line across the panel.
+        detail_errors = [
+            error if low <= mean <= high else math.nan for mean, error in zip(means, errors, strict=True)
+        ]
+        for axes, bars in zip(panels, (errors, detail_errors), strict=True):
+            axes.errorbar(
+                [scale * shift for scale in scores],
+                means,
+                bars,
+                label=rule,
+                color=colour,
+                marker=marker,
+                markersize=5,
+                linestyle=line,
+                linewidth=1.2,
+                capsize=2,
             )
-        row = TOP + 18 * (list(points).index(rule) + 1)
-        parts.append(
-            f'<line x1="{WIDTH - 160}" x2="{WIDTH - 140}" y1="{row}" y2="{row}" stroke="{colour}" '
-            f'stroke-width="2"/><text x="{WIDTH - 134}" y="{row + 4}">{rule}</text>'
-        )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    for axes, title in zip(panels, ("all rules", "detail"), strict=True):
+        axes.set_title(title)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(SCALES)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("scale S (batch size / initial batch size)")
+        axes.set_ylabel(SCORE_LABELS[task])
+        axes.grid(alpha=0.3)
+    if task == "text":
+        panels[0].set_yscale("log")
+        panels[0].set_ylim(bottom=2.0)
+        panels[0].yaxis.set_major_formatter(ScalarFormatter())
+    panels[1].set_ylim(*DETAIL[task])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def train_all(task: Task, options: argparse.Namespace) -> list[Run]:
+    rules = [rule for rule in options.rules if task.gradient or not issubclass(RULES[rule], ExactGain)]
+    runs = []
+    for seed in range(options.seeds):
+        for rule, scales in plan(rules, options.scales):
+            run = train(task, rule, scales, seed, options.micro_gradients)
+            runs.append(run)
+            print(
+                f"{run.rule:22} S={run.scale:10} seed {seed}: {run.score:.3f} in {run.iterations}", flush=True
+            )
+    return runs
 
 
 def main() -> None:
@@ -420,26 +455,27 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--scales", type=int, nargs="+", default=list(SCALES))
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
-    parser.add_argument("--micro-gradients", type=int, default=MICRO_GRADIENTS, help="most that a step has")
-    parser.add_argument("--out", help="path of the files to write, without suffix")
+    parser.add_argument(
+        "--micro-gradients", type=int, default=MICRO_GRADIENTS, help="maximum number in a step"
+    )
+    parser.add_argument("--out", type=Path, help="path of the files to write, without suffix")
+    parser.add_argument("--from-json", action="store_true", help="read the runs at --out instead of training")
     options = parser.parse_args()
+    if options.from_json and not options.out:
+        parser.error("--from-json needs --out, the path of the files without suffix")
     torch.set_num_threads(1)
-    task = TASKS[options.task]()
-    rules = [rule for rule in options.rules if task.gradient or not issubclass(RULES[rule], ExactGain)]
-    runs = []
-    for seed in range(options.seeds):
-        for rule, scales in plan(rules, options.scales):
-            runs.append(train(task, rule, scales, seed, options.micro_gradients))
-            run = runs[-1]
-            print(
-                f"{run.rule:22} S={run.scale:10} seed {seed}: {run.score:.3f} in {run.iterations}", flush=True
-            )
-    print(table(task, runs))
+    name = options.task
+    if options.from_json:
+        runs = [Run(**run) for run in json.loads(options.out.with_suffix(f".{name}.json").read_text())]
+    else:
+        runs = train_all(TASKS[name](), options)
+    print(table(name, runs))
     if options.out:
-        out = Path(options.out)
-        out.with_suffix(f".{task.name}.md").write_text(table(task, runs))
-        out.with_suffix(f".{task.name}.svg").write_text(plot(runs))
-        out.with_suffix(f".{task.name}.json").write_text(json.dumps([asdict(run) for run in runs], indent=1))
+        options.out.with_suffix(f".{name}.md").write_text(table(name, runs))
+        plot(name, runs, options.out.with_suffix(f".{name}.svg"))
+        options.out.with_suffix(f".{name}.json").write_text(
+            json.dumps([asdict(run) for run in runs], indent=1)
+        )
 
 
 if __name__ == "__main__":

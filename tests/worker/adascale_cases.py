@@ -1,4 +1,4 @@
-"""Training loops on two ranks. Each compares what it does with the reference twin."""
+"""Training loops on two ranks. Most are compared with `worker.reference`."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.supported_optimizers import UnsupportedOptimizerError
+from adascale_worker.torch_private import UnsupportedTorchError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,
@@ -44,9 +45,18 @@ Loop = Callable[[AdaScale, nn.Module, list[Batch]], None]
 CASES: dict[str, Callable[[], None]] = {}
 
 
+FSDP_CASES: set[str] = set()
+"""The `CASES` that need `fully_shard` of a torch that AdaScale can measure."""
+
+
 def case(function: Callable[[], None]) -> Callable[[], None]:
     CASES[function.__name__] = function
     return function
+
+
+def fsdp_case(function: Callable[[], None]) -> Callable[[], None]:
+    FSDP_CASES.add(function.__name__)
+    return case(function)
 
 
 def plain(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
@@ -58,15 +68,15 @@ def plain(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
     optimizer.zero_grad()
 
 
-def compare(
+def assert_matches_reference(
     loop: Loop = plain,
     *,
     micro: int = 1,
     steps: int = 8,
     groups: Groups = one_group,
-    known: bool = True,
+    model_given: bool = True,
     model: nn.Module | None = None,
-    twin_model: nn.Module | None = None,
+    reference_model: nn.Module | None = None,
     wrap: Callable[[nn.Module], nn.Module] = Wrapped,
     sgd: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     options: dict[str, Any] | None = None,
@@ -75,40 +85,42 @@ def compare(
     data: Callable[[int], list[Batch]] = batches,
     **arguments: Any,
 ) -> AdaScale:
-    """Train by `loop` on all ranks and by the reference, and require the same after every step."""
+    """Train with `loop` on all ranks and with the reference; assert equality after every step."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = network() if model is None else model
-    twin_model = copy.deepcopy(model) if twin_model is None else twin_model
+    reference_model = copy.deepcopy(model) if reference_model is None else reference_model
     settings = {"lr": 0.05, "momentum": 0.9, **(options or {})}
     wrapped = wrap(model)
     optimizer = AdaScale(
         sgd(groups(model), **settings),
         num_gradients_to_accumulate=micro,
-        model=wrapped if known else None,
+        model=wrapped if model_given else None,
         **arguments,
     )
-    twin = Reference(
-        twin_model,
-        torch.optim.SGD(groups(twin_model), **settings),
+    reference = Reference(
+        reference_model,
+        torch.optim.SGD(groups(reference_model), **settings),
         squared_error,
         optimizer.scale,
         smoothing=optimizer.smoothing,
         clip=clip,
     )
-    everything = iter(data(steps * micro * ranks))
+    stream = iter(data(steps * micro * ranks))
     for _ in range(steps):
-        step = [next(everything) for _ in range(micro * ranks)]
+        step = [next(stream) for _ in range(micro * ranks)]
         loop(optimizer, wrapped, step[rank * micro : (rank + 1) * micro])
-        twin.step(step)
-        same(optimizer, model, twin, tolerance)
+        reference.step(step)
+        assert_equal(optimizer, model, reference, tolerance)
     return optimizer
 
 
-def same(optimizer: AdaScale, model: nn.Module, twin: Reference, tolerance: float = 1e-9) -> None:
-    """Require the reference's gains and weights, and all ranks' gains to be equal to the bit."""
+def assert_equal(
+    optimizer: AdaScale, model: nn.Module, reference: Reference, tolerance: float = 1e-9
+) -> None:
+    """Assert the gains and weights of the reference, and that the gains of all ranks are equal to the bit."""
     for number in (None, *range(len(optimizer.param_groups))):
-        assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=tolerance)
-    for ours, theirs in zip(model.parameters(), twin.model.parameters(), strict=True):
+        assert optimizer.gain(number) == pytest.approx(reference.gain(number), rel=tolerance)
+    for ours, theirs in zip(model.parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     gains = torch.tensor([optimizer.gain()], dtype=torch.float64)
     every = [torch.zeros_like(gains) for _ in range(dist.get_world_size())]
@@ -119,29 +131,29 @@ def same(optimizer: AdaScale, model: nn.Module, twin: Reference, tolerance: floa
 @case
 def public_values() -> None:
     variants: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
-    for known in (True, False):
+    for model_given in (True, False):
         for options in variants:
-            for one, other, gain in PUBLIC_VALUES:
+            for first, second, gain in PUBLIC_VALUES:
                 model = Wrapped(nn.Linear(2, 2), **options)
                 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-                optimizer = AdaScale(sgd, model=model if known else None)
-                backward(model(torch.tensor((one, other)[dist.get_rank()])).sum())
-                if dist.get_rank() == 0:  # asking is no collective
+                optimizer = AdaScale(sgd, model=model if model_given else None)
+                backward(model(torch.tensor((first, second)[dist.get_rank()])).sum())
+                if dist.get_rank() == 0:  # reading the gain is no collective
                     assert optimizer.gain() == pytest.approx(gain, abs=1e-6)
                 optimizer.step()
                 assert optimizer.gain() == pytest.approx(gain, abs=1e-6)
 
 
 @case
-def ddp_with_the_model_known() -> None:
-    compare()
-    compare(groups=two_groups)
+def ddp_with_model_argument() -> None:
+    assert_matches_reference()
+    assert_matches_reference(groups=two_groups)
 
 
 @case
-def ddp_with_the_model_unknown() -> None:
-    compare(known=False)
-    compare(known=False, groups=two_groups)
+def ddp_without_model_argument() -> None:
+    assert_matches_reference(model_given=False)
+    assert_matches_reference(model_given=False, groups=two_groups)
 
 
 @case
@@ -153,11 +165,13 @@ def ddp_options() -> None:
         {"static_graph": True, "gradient_as_bucket_view": True},
         {"bucket_cap_mb": 1e-5},
     ):
-        for known in (True, False):
+        for model_given in (True, False):
             for micro in (1, 2):
                 if micro == 2 and "static_graph" in options:
-                    continue  # DDP itself does not allow no_sync() in the first step of a static graph
-                compare(wrap=functools.partial(Wrapped, **options), known=known, micro=micro, steps=4)
+                    continue  # DDP forbids no_sync() in the first step of a static graph
+                assert_matches_reference(
+                    wrap=functools.partial(Wrapped, **options), model_given=model_given, micro=micro, steps=4
+                )
 
 
 @case
@@ -169,14 +183,14 @@ def zero_grad_in_place() -> None:
         optimizer.step()
 
     for view in (True, False):
-        compare(loop, wrap=functools.partial(Wrapped, gradient_as_bucket_view=view))
+        assert_matches_reference(loop, wrap=functools.partial(Wrapped, gradient_as_bucket_view=view))
 
 
 @case
 def accumulation_with_no_sync() -> None:
-    for known in (True, False):
+    for model_given in (True, False):
         for micro in (2, 3):
-            compare(micro=micro, known=known)
+            assert_matches_reference(micro=micro, model_given=model_given)
 
 
 @case
@@ -187,8 +201,8 @@ def accumulation_without_no_sync() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    compare(loop, micro=2)
-    compare(loop, micro=2, wrap=functools.partial(Wrapped, gradient_as_bucket_view=True))
+    assert_matches_reference(loop, micro=2)
+    assert_matches_reference(loop, micro=2, wrap=functools.partial(Wrapped, gradient_as_bucket_view=True))
 
 
 @case
@@ -201,7 +215,7 @@ def accumulation_of_a_summed_loss() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    compare(loop, micro=2, is_scaled_loss=False)
+    assert_matches_reference(loop, micro=2, is_scaled_loss=False)
 
 
 @case
@@ -215,7 +229,7 @@ def a_closure() -> None:
 
         optimizer.step(closure)
 
-    compare(loop)
+    assert_matches_reference(loop)
 
 
 @case
@@ -226,12 +240,12 @@ def clipping() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    compare(loop, clip=0.2)
-    compare(loop, clip=0.2, known=False)
+    assert_matches_reference(loop, clip=0.2)
+    assert_matches_reference(loop, clip=0.2, model_given=False)
 
 
-class Partly(Net):
-    """Uses its second layer for some batches only."""
+class SometimesUsed(Net):
+    """Uses its second layer only for some batches."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -241,13 +255,13 @@ class Partly(Net):
 
 @case
 def unused_parameters() -> None:
-    """Some steps use a layer on one rank only, some on none."""
-    for known in (True, False):
-        compare(
-            model=Partly().double(),
+    """Some steps use a layer on only one rank, some on none."""
+    for model_given in (True, False):
+        assert_matches_reference(
+            model=SometimesUsed().double(),
             wrap=functools.partial(Wrapped, find_unused_parameters=True),
             groups=two_groups,
-            known=known,
+            model_given=model_given,
             options={"momentum": 0.0},
             steps=12,
         )
@@ -257,7 +271,7 @@ def unused_parameters() -> None:
 def frozen_parameters() -> None:
     model = network()
     model.first.bias.requires_grad_(False)
-    compare(model=model)
+    assert_matches_reference(model=model)
 
 
 @case
@@ -275,13 +289,13 @@ def activation_checkpointing() -> None:
 
     for reentrant in (False, True):
         for static in (False, True):
-            for known in (False, True):
+            for model_given in (False, True):
                 torch.manual_seed(0)
-                compare(
+                assert_matches_reference(
                     model=Checkpointed(reentrant=reentrant).double(),
-                    twin_model=network(),
+                    reference_model=network(),
                     wrap=functools.partial(Wrapped, static_graph=static),
-                    known=known,
+                    model_given=model_given,
                 )
 
 
@@ -294,7 +308,7 @@ def compression_hooks() -> None:
             wrapped.register_comm_hook(None, hook)
             return wrapped
 
-        compare(wrap=wrap, model=network().float(), tolerance=0.02, data=floats)
+        assert_matches_reference(wrap=wrap, model=network().float(), tolerance=0.02, data=floats)
 
 
 def floats(count: int) -> list[Batch]:
@@ -303,24 +317,26 @@ def floats(count: int) -> list[Batch]:
 
 @case
 def power_sgd() -> None:
-    """Statistics are of the true gradients, while the steps are made with the approximation."""
+    """The statistics are those of the true gradients; the steps use the approximation."""
     model = wide_network()
-    twin_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model)
     wrapped = Wrapped(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = AdaScale(sgd, model=wrapped)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
     )
-    # Registered after AdaScale was made: the order does not matter.
+    # Registered after AdaScale was constructed: the order does not matter.
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.0), squared_error, 2.0)
-    everything = iter(batches(16))
+    reference = Reference(
+        reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.0), squared_error, 2.0
+    )
+    stream = iter(batches(16))
     for _ in range(8):
-        step = [next(everything), next(everything)]
+        step = [next(stream), next(stream)]
         plain(optimizer, wrapped, [(step[dist.get_rank()][0].float(), step[dist.get_rank()][1].float())])
-        twin.step([(x.float(), y.float()) for x, y in step])
-        same(optimizer, model, twin, 1e-4)
+        reference.step([(x.float(), y.float()) for x, y in step])
+        assert_equal(optimizer, model, reference, 1e-4)
     assert state.total_numel_after_compression > 0
 
 
@@ -338,8 +354,8 @@ def zero_redundancy_optimizer() -> None:
             optimizer.add_param_group(group)
         return optimizer
 
-    compare(sgd=sharded)
-    optimizer = compare(sgd=sharded, groups=two_groups)
+    assert_matches_reference(sgd=sharded)
+    optimizer = assert_matches_reference(sgd=sharded, groups=two_groups)
     inner = optimizer.optimizer
     assert isinstance(inner, ZeroRedundancyOptimizer)
     inner.consolidate_state_dict(0)
@@ -347,11 +363,11 @@ def zero_redundancy_optimizer() -> None:
         assert "adascale" in optimizer.state_dict()
 
 
-def compare_sharded(
+def assert_sharded_matches_reference(
     loop: Loop = plain,
     *,
     micro: int = 1,
-    parts: int | None = None,
+    reductions: int | None = None,
     steps: int = 6,
     groups: Groups = one_group,
     dtype: torch.dtype = torch.float64,
@@ -359,12 +375,17 @@ def compare_sharded(
     frozen: bool = False,
     **arguments: Any,
 ) -> AdaScale:
-    """As `compare`, for `fully_shard`: a rank's passes in `parts` reduce-scatters, each a micro-gradient."""
+    """As `assert_matches_reference`, for `fully_shard`.
+
+    Args:
+        micro: passes of a rank in a step.
+        reductions: reduce-scatters of a rank in a step, each of one micro-gradient; `micro` if None.
+    """
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = network().to(dtype)
     model.first.requires_grad_(not frozen)
-    twin_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model)
     tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     if groups is not by_kind:
         fully_shard(model.first, mesh=mesh)
@@ -376,30 +397,32 @@ def compare_sharded(
         model=model,
         **arguments,
     )
-    sgd = torch.optim.SGD(groups(twin_model), **settings)
-    twin = Reference(twin_model, sgd, squared_error, optimizer.scale)
-    everything = iter([(x.to(dtype), y.to(dtype)) for x, y in batches(2 * micro * steps)])
-    together = micro // (parts or micro)
+    sgd = torch.optim.SGD(groups(reference_model), **settings)
+    reference = Reference(reference_model, sgd, squared_error, optimizer.scale)
+    stream = iter([(x.to(dtype), y.to(dtype)) for x, y in batches(2 * micro * steps)])
+    batches_per_reduction = micro // (reductions or micro)
     for _ in range(steps):
-        step = [next(everything) for _ in range(2 * micro)]
+        step = [next(stream) for _ in range(2 * micro)]
         loop(optimizer, model, step[dist.get_rank() * micro :][:micro])
-        twin.step([joined(step[i : i + together]) for i in range(0, len(step), together)])
+        reference.step(
+            [joined(step[i : i + batches_per_reduction]) for i in range(0, len(step), batches_per_reduction)]
+        )
         for number in (None, *range(len(optimizer.param_groups))):
-            assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=tolerance)
-    for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+            assert optimizer.gain(number) == pytest.approx(reference.gain(number), rel=tolerance)
+    for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
         assert isinstance(ours, DTensor)
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=tolerance, atol=tolerance)
     return optimizer
 
 
-def joined(parts: list[Batch]) -> Batch:
-    """One batch, whose gradient is the mean of theirs."""
-    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+def joined(batches_: list[Batch]) -> Batch:
+    """Return one batch, whose gradient is the mean of those of the batches."""
+    return torch.cat([x for x, _ in batches_]), torch.cat([y for _, y in batches_])
 
 
-@case
+@fsdp_case
 def fully_sharded_parameters() -> None:
-    """FSDP2: local gradients are read as they go into the reduce-scatter."""
+    """FSDP2: local gradients are read from the input of the reduce-scatter."""
     for groups, dtype in (
         (one_group, torch.float32),
         (one_group, torch.float64),
@@ -407,21 +430,21 @@ def fully_sharded_parameters() -> None:
         (by_kind, torch.float64),
     ):
         for micro in (1, 2):
-            compare_sharded(micro=micro, groups=groups, dtype=dtype)
+            assert_sharded_matches_reference(micro=micro, groups=groups, dtype=dtype)
 
 
-@case
-def fully_sharded_parameters_of_which_a_unit_is_frozen() -> None:
-    compare_sharded(frozen=True)
-    compare_sharded(synchronised(False, True), micro=2, parts=1, frozen=True)
+@fsdp_case
+def fully_sharded_parameters_with_a_frozen_module() -> None:
+    assert_sharded_matches_reference(frozen=True)
+    assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, frozen=True)
 
 
 def synchronised(*passes: bool, scaled: bool = True, flag: str = "set_requires_gradient_sync") -> Loop:
-    """A loop whose passes synchronise gradients or not; the gain is known from the last pass on."""
+    """A loop whose passes synchronise gradients or not; asserts that the step does not change the gain."""
 
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
-        for batch, one in zip(step, passes, strict=True):
-            getattr(model, flag)(one)
+        for batch, synchronises in zip(step, passes, strict=True):
+            getattr(model, flag)(synchronises)
             backward(squared_error(model, batch) / (len(step) if scaled else 1))
         before = optimizer.gain()
         optimizer.step()
@@ -431,29 +454,32 @@ def synchronised(*passes: bool, scaled: bool = True, flag: str = "set_requires_g
     return loop
 
 
-@case
+@fsdp_case
 def fully_sharded_parameters_with_passes_that_are_not_synchronised() -> None:
-    """A reduce-scatter takes the sum over some passes: a micro-gradient of as large a batch."""
+    """A reduce-scatter takes the sum over some passes: one micro-gradient of their batches together."""
     for groups in (one_group, two_groups, by_kind):
-        compare_sharded(synchronised(False, True), micro=2, parts=1, groups=groups)
-    compare_sharded(synchronised(False, False, True), micro=3, parts=1, dtype=torch.float32)
-    compare_sharded(synchronised(False, True, False, True), micro=4, parts=2)
-    for micro, parts in ((2, 1), (4, 2)):
-        every = [number % 2 == 1 for number in range(micro)]
-        compare_sharded(synchronised(*every, scaled=False), micro=micro, parts=parts, is_scaled_loss=False)
+        assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, groups=groups)
+    assert_sharded_matches_reference(
+        synchronised(False, False, True), micro=3, reductions=1, dtype=torch.float32
+    )
+    assert_sharded_matches_reference(synchronised(False, True, False, True), micro=4, reductions=2)
+    for micro, reductions in ((2, 1), (4, 2)):
+        flags = [number % 2 == 1 for number in range(micro)]
+        assert_sharded_matches_reference(
+            synchronised(*flags, scaled=False), micro=micro, reductions=reductions, is_scaled_loss=False
+        )
 
 
-@case
+@fsdp_case
 def fully_sharded_replicas_whose_all_reduce_waits_for_the_last_pass() -> None:
     """HSDP, with a reduce-scatter on each pass."""
     loop = synchronised(False, False, True, flag="set_requires_all_reduce")
-    compare_sharded(loop, micro=3, shape=(1, 2))
-    compare_sharded(synchronised(False, True), micro=2, parts=1, shape=(1, 2))
+    assert_sharded_matches_reference(loop, micro=3, shape=(1, 2))
+    assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, shape=(1, 2))
 
 
-@case
-def sharded_steps_that_do_not_show_their_micro_gradients() -> None:
-    """Left out, with a warning."""
+@fsdp_case
+def sharded_steps_with_unreadable_micro_gradients_are_left_out() -> None:
     shape: tuple[int, ...]
     for shape, flag, passes in (
         ((2,), "set_requires_gradient_sync", (True, False, True)),
@@ -471,11 +497,11 @@ def sharded_steps_that_do_not_show_their_micro_gradients() -> None:
             for seed in range(3):
                 synchronised(*passes, flag=flag)(optimizer, model, batches(3, seed=seed))
         assert optimizer.estimate is None
-        assert len([one for one in caught if "left out of the estimates" in str(one.message)]) == 1, shape
+        assert sum("left out of the estimates" in str(warning.message) for warning in caught) == 1, shape
 
 
-@case
-def a_wrong_number_of_passes_of_a_sharded_model() -> None:
+@fsdp_case
+def a_wrong_number_of_passes_of_a_sharded_model_is_left_out() -> None:
     for passes in ((True,), (False, True), (True, True, True, True)):
         model = network()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -486,9 +512,9 @@ def a_wrong_number_of_passes_of_a_sharded_model() -> None:
         assert optimizer.estimate is None
 
 
-@case
-def a_step_of_a_sharded_model_that_is_skipped() -> None:
-    """As a GradScaler does it. The next step is left out without a warning, the one after it is measured."""
+@fsdp_case
+def a_skipped_step_of_a_sharded_model() -> None:
+    """Skipped as by a GradScaler. The next step is left out without a warning, the following is measured."""
     for first in (True, False):
         model = network()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -496,19 +522,19 @@ def a_step_of_a_sharded_model_that_is_skipped() -> None:
         optimizer = AdaScale(sgd, num_gradients_to_accumulate=2, model=model)
         loop = synchronised(first, True)
         loop(optimizer, model, batches(2))
-        known = optimizer.estimate
+        estimate = optimizer.estimate
         for x, y in batches(2):
             backward(squared_error(model, (x * math.nan, y)))
         model.zero_grad()
         loop(optimizer, model, batches(2, seed=2))
-        assert optimizer.estimate == known is not None
+        assert optimizer.estimate == estimate is not None
         loop(optimizer, model, batches(2, seed=3))
-        assert optimizer.estimate != known
+        assert optimizer.estimate != estimate
 
 
-@case
-def shards_that_cannot_be_measured_are_refused() -> None:
-    """Tensor parallelism, with and without `fully_shard`, and shards of a model that is not told."""
+@fsdp_case
+def shards_that_cannot_be_measured_raise() -> None:
+    """Tensor parallelism, with and without `fully_shard`, and `fully_shard` without the model argument."""
     plan: dict[str, ParallelStyle] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     parallel = parallelize_module(network(), init_device_mesh("cpu", (2,)), plan)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shards", "tensor"))
@@ -516,10 +542,10 @@ def shards_that_cannot_be_measured_are_refused() -> None:
     fully_shard(both, mesh=mesh["shards"])
     sharded = network()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-    for model, told in ((parallel, None), (parallel, parallel), (both, both), (sharded, None)):
+    for model, model_argument in ((parallel, None), (parallel, parallel), (both, both), (sharded, None)):
         sgd = torch.optim.SGD(model.parameters(), lr=0.05)
         with pytest.raises(UnsupportedOptimizerError, match=r"4 DTensors .*Shard.*model=model"):
-            AdaScale(sgd, model=told)
+            AdaScale(sgd, model=model_argument)
     partly: Any = network()
     fully_shard(partly.second, mesh=init_device_mesh("cpu", (2,)))
     fully_shard(partly, mesh=init_device_mesh("cpu", (2,)), ignored_params={partly.first.weight})
@@ -530,8 +556,24 @@ def shards_that_cannot_be_measured_are_refused() -> None:
         AdaScale(sgd, model=partly)
 
 
+@case
+def a_torch_without_custom_reduce_scatters_raises() -> None:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    method = vars(FSDPModule).get("set_custom_reduce_scatter")
+    if method is not None:
+        del FSDPModule.set_custom_reduce_scatter
+    try:
+        with pytest.raises(UnsupportedTorchError, match=r"no `FSDPModule.*torch>=2\.9, or use Distributed"):
+            AdaScale(sgd, model=model)
+    finally:
+        if method is not None:
+            FSDPModule.set_custom_reduce_scatter = method  # type: ignore[method-assign]
+
+
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights and biases apart, as for weight decay."""
+    """Weights and biases in two groups, as for weight decay."""
     return [
         {"params": [p for name, p in model.named_parameters() if kind in name]} for kind in ("weight", "bias")
     ]
@@ -551,14 +593,14 @@ def gradients_averaged_by_hand() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    compare(loop, wrap=lambda model: model, known=False)
-    compare(loop, wrap=lambda model: model, known=False, micro=2)
+    assert_matches_reference(loop, wrap=lambda model: model, model_given=False)
+    assert_matches_reference(loop, wrap=lambda model: model, model_given=False, micro=2)
 
 
 @case
 def a_grad_scaler() -> None:
-    for told in (True, False):
-        for known in (True, False):
+    for scaler_given in (True, False):
+        for model_given in (True, False):
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
             def loop(
@@ -572,22 +614,26 @@ def a_grad_scaler() -> None:
                 scaler.update()
                 model.zero_grad()
 
-            compare(loop, known=known, grad_scaler=scaler if told else None)
+            assert_matches_reference(
+                loop, model_given=model_given, grad_scaler=scaler if scaler_given else None
+            )
 
 
 @case
-def a_step_that_a_grad_scaler_skips() -> None:
-    for known in (True, False):
+def a_step_skipped_by_a_grad_scaler() -> None:
+    for model_given in (True, False):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         model = network()
-        twin_model = copy.deepcopy(model)
+        reference_model = copy.deepcopy(model)
         wrapped = Wrapped(model)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-        optimizer = AdaScale(sgd, model=wrapped if known else None)
-        twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.05), squared_error, 2.0)
-        everything = iter(batches(20))
+        optimizer = AdaScale(sgd, model=wrapped if model_given else None)
+        reference = Reference(
+            reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.05), squared_error, 2.0
+        )
+        stream = iter(batches(20))
         for number in range(8):
-            step = [next(everything), next(everything)]
+            step = [next(stream), next(stream)]
             x, y = step[dist.get_rank()]
             bad = number == 4 and dist.get_rank() == 1
             backward(scaler.scale(squared_error(wrapped, (x * math.nan if bad else x, y))))
@@ -595,8 +641,8 @@ def a_step_that_a_grad_scaler_skips() -> None:
             scaler.update()
             wrapped.zero_grad()
             if number != 4:
-                twin.step(step)
-            same(optimizer, model, twin)
+                reference.step(step)
+            assert_equal(optimizer, model, reference)
 
 
 @case
@@ -615,27 +661,27 @@ def flags_are_summed_on_the_same_steps() -> None:
 
 @case
 def ranks_stay_equal_when_fewer_steps_are_measured() -> None:
-    """By default: all of the first hundred steps, then every 16th; the weights stay the same to the bit."""
+    """By default: all of the first 100 steps, then every 16th; the weights stay equal to the bit."""
     model = network()
     wrapped = Wrapped(model)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=wrapped)
     optimizer.flags = (1.0,)
-    heard = []
+    measured_steps = []
     for number in range(150):
         plain(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
         if optimizer.flags_sum is not None:
             assert optimizer.flags_sum == (2.0,)
-            heard.append(number)
-    assert heard == [*range(100), 112, 128, 144]
+            measured_steps.append(number)
+    assert measured_steps == [*range(100), 112, 128, 144]
     for parameter in model.parameters():
         every = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
         dist.all_gather(every, parameter.detach())
-        assert all(torch.equal(one, parameter) for one in every)
+        assert all(torch.equal(other, parameter) for other in every)
 
 
 @case
 def one_small_all_reduce_a_step() -> None:
-    """Counted with the profiler, beside plain DDP."""
+    """Counted with the profiler, and compared with plain DDP."""
 
     def reductions(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
         with torch.profiler.profile() as profile:
@@ -652,8 +698,8 @@ def one_small_all_reduce_a_step() -> None:
     ours = reductions(AdaScale(torch.optim.SGD(groups, lr=0.01), model=model), model)
     assert ours == expected + 4
     model = Wrapped(network())
-    seldom = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), model=model, sample_every=4)
-    assert reductions(seldom, model) == expected + 1
+    sampled = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), model=model, sample_every=4)
+    assert reductions(sampled, model) == expected + 1
 
 
 @case
@@ -665,41 +711,43 @@ def gradients_are_what_ddp_makes_them() -> None:
             batch = batches(2, seed=number)[dist.get_rank()]
             for model in (ours, theirs):
                 backward(squared_error(model, batch))
-            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                assert one.grad is not None
-                assert other.grad is not None
-                assert torch.equal(one.grad, other.grad)
+            for own, plain_ddp in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert own.grad is not None
+                assert plain_ddp.grad is not None
+                assert torch.equal(own.grad, plain_ddp.grad)
             optimizer.zero_grad()
             theirs.zero_grad()
 
 
 @case
 def uneven_inputs() -> None:
-    """Rank 1 runs out of data first. Its peer's last steps are left out of the estimates."""
+    """Rank 1 runs out of data first. The last steps of its peer are left out of the estimates."""
     model = network()
-    twin_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model)
     wrapped = Wrapped(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = AdaScale(sgd, model=wrapped)
-    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.05), squared_error, 2.0)
-    everything = batches(24)
-    known = []
+    reference = Reference(
+        reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.05), squared_error, 2.0
+    )
+    stream = batches(24)
+    estimates = []
     with Join([wrapped, optimizer]):
-        for batch in everything[dist.get_rank() :: 2][: 6 - 2 * dist.get_rank()]:
+        for batch in stream[dist.get_rank() :: 2][: 6 - 2 * dist.get_rank()]:
             plain(optimizer, wrapped, [batch])
-            known.append(optimizer.estimate)
+            estimates.append(optimizer.estimate)
     for number in range(4):
-        twin.step(everything[2 * number : 2 * number + 2])
-    assert known[3] is not None
-    assert optimizer.estimate == known[3]
-    assert (known[3].grad_sqr, known[3].grad_var) == pytest.approx(twin.estimate(), rel=1e-9)
-    # Afterwards all ranks measure the same steps again.
+        reference.step(stream[2 * number : 2 * number + 2])
+    assert estimates[3] is not None
+    assert optimizer.estimate == estimates[3]
+    assert (estimates[3].grad_sqr, estimates[3].grad_var) == pytest.approx(reference.estimate(), rel=1e-9)
+    # After that, all ranks measure the same steps again.
     plain(optimizer, wrapped, [batches(2)[dist.get_rank()]])
-    assert optimizer.estimate != known[3]
+    assert optimizer.estimate != estimates[3]
 
 
 @case
-def uneven_inputs_that_adascale_is_not_told_of() -> None:
+def uneven_inputs_without_adascale_measure_nothing() -> None:
     model = network()
     wrapped = Wrapped(model)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), model=wrapped)
@@ -707,27 +755,27 @@ def uneven_inputs_that_adascale_is_not_told_of() -> None:
         warnings.simplefilter("always")
         for batch in batches(6 - 2 * dist.get_rank()):
             plain(optimizer, wrapped, [batch])
-    assert [str(warning.message) for warning in caught if "Join([model, optimizer])" in str(warning.message)]
+    assert any("Join([model, optimizer])" in str(warning.message) for warning in caught)
     assert optimizer.estimate is None
 
 
 @case
 def state_saved_by_two_ranks_loads_on_one() -> None:
-    optimizer = compare(micro=2)
+    optimizer = assert_matches_reference(micro=2)
     model = network()
-    alone = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), world_size=1, scale=8.0)
-    alone.load_state_dict(optimizer.state_dict())
-    assert alone.estimate == optimizer.estimate
-    assert alone.gain() == optimizer.predict_gain(8.0)
+    single = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), world_size=1, scale=8.0)
+    single.load_state_dict(optimizer.state_dict())
+    assert single.estimate == optimizer.estimate
+    assert single.gain() == optimizer.predict_gain(8.0)
     for batch in batches(3):
         backward(squared_error(model, batch))
-        alone.step()
-        alone.zero_grad()
-    assert alone.estimate is not None
-    assert alone.estimate.biased
+        single.step()
+        single.zero_grad()
+    assert single.estimate is not None
+    assert single.estimate.biased
 
     again = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    again.load_state_dict(alone.state_dict())
+    again.load_state_dict(single.state_dict())
     assert again.scale == 2.0
     wrapped = Wrapped(model)
     plain(again, wrapped, [batches(2)[dist.get_rank()]])
@@ -736,17 +784,17 @@ def state_saved_by_two_ranks_loads_on_one() -> None:
 
 
 @case
-def fewer_and_more_replicas_on_the_way() -> None:
-    """As the elastic trainer tells it: the estimate stays, the number of micro-gradients changes."""
+def a_change_of_replicas_keeps_the_estimate() -> None:
+    """As the elastic trainer does it: the estimate stays, the number of micro-gradients changes."""
     model = network()
     wrapped = Wrapped(model)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), world_size=1, scale=4.0, model=wrapped)
     optimizer.update_scale(4.0, 2)
     optimizer.set_num_gradients_to_accumulate(2)
     plain(optimizer, wrapped, batches(4)[2 * dist.get_rank() :][:2])
-    known = optimizer.estimate
-    assert known is not None
-    assert not known.biased
+    estimate = optimizer.estimate
+    assert estimate is not None
+    assert not estimate.biased
     optimizer.update_scale(16.0, 2)
-    assert optimizer.estimate == known
-    assert optimizer.gain() == known.gain(16.0)
+    assert optimizer.estimate == estimate
+    assert optimizer.gain() == estimate.gain(16.0)

@@ -1,0 +1,73 @@
+"""What happens with a torch that does not have a private part, and with the parts on their own."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adascale_worker import torch_private
+from adascale_worker.torch_private import UnsupportedTorchError
+from worker.adascale_problem import backward, network
+
+
+@pytest.mark.parametrize(
+    ("function", "missing"),
+    [
+        (torch_private.communication_hooks, "_comm_hooks"),
+        (torch_private.is_in_join, "_join_config"),
+        (torch_private.rebuild_buckets, "_push_all_rebuilt_params"),
+    ],
+)
+def test_a_missing_part_of_torch_raises_with_its_name_and_the_version(function: Any, missing: str) -> None:
+    version = re.escape(torch.__version__)
+    with pytest.raises(UnsupportedTorchError, match=rf"torch {version} has no `\w+\.{missing}`"):
+        function(SimpleNamespace(reducer=SimpleNamespace()))
+
+
+def test_a_backward_pass_accumulates_and_grad_does_not() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    accumulates = []
+    handle = weight.register_hook(lambda _: accumulates.append(torch_private.accumulates_gradient(weight)))
+    backward((weight**2).sum())
+    torch.autograd.grad((weight**2).sum(), [weight])
+    assert accumulates == [True, False]
+    torch_private.remove_tensor_hook(weight, handle)
+    assert weight._backward_hooks is None
+
+
+def test_callbacks_run_at_the_end_of_the_backward_pass_in_their_order() -> None:
+    model, events = network(), list[str]()
+
+    def hook(_: torch.Tensor) -> None:
+        torch_private.call_at_end_of_backward(
+            lambda: events.append(f"end of {torch_private.backward_pass_id()}")
+        )
+        events.append(f"gradient in {torch_private.backward_pass_id()}")
+
+    for parameter in model.second.parameters():
+        parameter.register_hook(hook)
+    assert torch_private.backward_pass_id() == -1
+    backward(model(torch.ones(1, 3, dtype=torch.float64)).sum())
+    (number,) = {event.split()[-1] for event in events}
+    assert events == [f"gradient in {number}"] * 2 + [f"end of {number}"] * 2
+
+
+def test_norms_are_those_of_each_tensor() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[6.0], [8.0]])]
+    assert torch_private.l2_norms(tensors) == [5.0, 10.0]
+    assert torch_private.l2_norms([]) == []
+    torch_private.divide_in_place(tensors, 2.0)
+    assert torch_private.flatten_together(tensors).tolist() == [1.5, 2.0, 3.0, 4.0]
+
+
+def test_no_other_module_uses_a_private_module_of_torch() -> None:
+    package = Path(torch_private.__file__).parent
+    users = [
+        file.name
+        for file in package.rglob("*.py")
+        if re.search(r"\btorch(\.\w+)*\._[a-zA-Z]", file.read_text()) and file != Path(torch_private.__file__)
+    ]
+    assert users == []
