@@ -13,10 +13,9 @@ KIND_CLUSTER := adascale
 READY := $(VENV)/.ready
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
-# Paths and not all tests: those that call torch and the Kubernetes client, and do not start the metrics service.
-LOWEST_TESTS := $(filter-out tests/worker/test_adascale_frameworks.py tests/worker/test_reentry.py,$(wildcard tests/worker/test_*.py)) \
-	tests/api/test_token_review.py tests/controller
-UV := 0.13.8
+# Tests that call torch or the Kubernetes client; left out are those of processes, which test the same again.
+LOWEST_TESTS := $(filter-out $(addprefix tests/worker/test_,adascale_frameworks.py agent.py reentry.py reporter.py shutdown.py), \
+	$(wildcard tests/worker/test_*.py)) tests/api/test_token_review.py $(filter-out tests/controller/test_local_%,$(wildcard tests/controller/test_*.py))
 
 .PHONY: help
 help: ## list the targets
