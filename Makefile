@@ -11,6 +11,7 @@ BUILD_FLAGS ?=
 IMAGE_TAG ?= dev
 KIND_CLUSTER := adascale
 READY := $(VENV)/.ready
+UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
 # Tests that call torch or the Kubernetes client; left out are those of processes, which test the same again.
