@@ -24,7 +24,7 @@ def test_each_reason_of_a_condition_is_explained(reason: Reason) -> None:
 
 
 def test_each_reason_that_is_explained_exists() -> None:
-    section = KUBERNETES.split("## What a job's condition says")[1].split("\n## ")[0]
+    section = KUBERNETES.split("## Conditions of a job")[1].split("\n## ")[0]
     explained = {
         name
         for line in section.splitlines()

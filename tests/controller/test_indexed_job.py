@@ -363,6 +363,84 @@ def test_what_is_mounted_at_one_of_our_places_is_left_out_with_a_warning() -> No
     )
 
 
+# -- checkpoints in a claim that the template mounts too
+# ------------------------------------------------------
+
+
+def template_with_claim(*, volume: dict[str, Any] | None = None, **mount: Any) -> dict[str, Any]:
+    """Return a template whose worker mounts the claim `shared` at /data by a volume of its own."""
+    source = {"claimName": "shared", **(volume or {})}
+    return template(
+        container(volumeMounts=[{"name": "data", "mountPath": "/data", **mount}]),
+        container("exporter", volumeMounts=[{"name": "data", "mountPath": "/out"}]),
+        initContainers=[container("fetch", volumeMounts=[{"name": "data", "mountPath": "/in"}])],
+        volumes=[{"name": "data", "persistentVolumeClaim": source}],
+    )
+
+
+def claim_volumes(made_of: Workload, claim: str) -> list[str]:
+    """Return the names of the pod's volumes of a claim."""
+    return [
+        volume["name"]
+        for volume in pod(made_of)["spec"]["volumes"]
+        if volume.get("persistentVolumeClaim", {}).get("claimName") == claim
+    ]
+
+
+@pytest.mark.parametrize("mount", [{}, {"subPath": "train"}, {"readOnly": True}])
+def test_checkpoints_use_the_users_volume_of_the_same_claim(mount: dict[str, Any]) -> None:
+    """The kubelet never mounts a second volume of one claim: the pod stays in ContainerCreating."""
+    made = workload(template_with_claim(**mount), checkpoint=CheckpointSettings(claim_name="shared"))
+    assert claim_volumes(made, "shared") == ["data"]
+    assert {"name": "data", "mountPath": "/data", **mount} in worker(made)["volumeMounts"]
+    assert {"name": "data", "mountPath": CHECKPOINT_FOLDER} in worker(made)["volumeMounts"]
+    assert template_warnings(made) == ()
+
+
+def test_checkpoints_use_the_users_volume_of_the_jobs_own_claim() -> None:
+    volumes = [{"name": "state", "persistentVolumeClaim": {"claimName": "digits-checkpoints"}}]
+    made = workload(template(container(), volumes=volumes))
+    assert claim_volumes(made, "digits-checkpoints") == ["state"]
+    assert mounts(made)[CHECKPOINT_FOLDER]["name"] == "state"
+
+
+def test_a_volume_of_another_claim_is_not_used_for_checkpoints() -> None:
+    made = workload(template_with_claim(), checkpoint=CheckpointSettings(claim_name="other"))
+    assert claim_volumes(made, "shared") == ["data"]
+    assert claim_volumes(made, "other") == ["adascale-checkpoints"]
+
+
+def test_a_read_only_volume_of_the_same_claim_becomes_writable_for_checkpoints_only() -> None:
+    read_only = template_with_claim(volume={"readOnly": True})
+    made = workload(read_only, checkpoint=CheckpointSettings(claim_name="shared"))
+    assert claim_volumes(made, "shared") == ["data"]
+    spec = pod(made)["spec"]
+    volume = next(each for each in spec["volumes"] if each["name"] == "data")
+    assert "readOnly" not in volume["persistentVolumeClaim"]
+    users_mounts = [
+        mount
+        for each in [*spec["containers"], *spec["initContainers"]]
+        for mount in each["volumeMounts"]
+        if mount["mountPath"] in ("/data", "/out", "/in")
+    ]
+    assert [mount.get("readOnly") for mount in users_mounts] == [True, True, True]
+    assert {"name": "data", "mountPath": CHECKPOINT_FOLDER} in worker(made)["volumeMounts"]
+    assert template_warnings(made) == (
+        "readOnly of volume data of spec.template is moved to its volume mounts: checkpoints are saved in "
+        "PersistentVolumeClaim shared too",
+    )
+
+
+def test_the_users_own_mount_of_the_claim_at_the_checkpoint_folder_is_kept_without_a_warning() -> None:
+    made_of = template(
+        container(volumeMounts=[{"name": "data", "mountPath": f"{CHECKPOINT_FOLDER}/"}]),
+        volumes=[{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}],
+    )
+    made = workload(made_of, checkpoint=CheckpointSettings(claim_name="shared"))
+    assert mounts(made)[CHECKPOINT_FOLDER]["name"] == "data"
+    assert template_warnings(made) == ()
+
+
 # -- what every pod has ------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,8 @@ from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages import GainReport, ReplicaState
-from support.world import Api, World
+from support.fake_cluster import FakeCluster
+from support.world import World
 
 SHARED = {"spec": {"accessModes": ["ReadWriteMany"]}}
 ON_ONE_NODE = {"spec": {"accessModes": ["ReadWriteOnce"]}}
@@ -29,7 +30,7 @@ def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
             raise answer
         return answer
 
-    monkeypatch.setattr(Api, "get_claim", get_claim)
+    monkeypatch.setattr(FakeCluster, "get_claim", get_claim)
 
 
 def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
@@ -39,7 +40,7 @@ def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
     odd = world.create(Resource.ADASCALEJOBS, {"metadata": {"name": "odd"}, "spec": {}})
     del odd["metadata"]["generation"]
     world.submit()
-    world.settle()
+    world.run_cycles()
     assert trains(world)
     told = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [record.getMessage() for record in told] == ["team.odd: unexpected error; the job is skipped"]
@@ -49,11 +50,11 @@ def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
 def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
     world = World()
     world.submit()
-    world.settle()
+    world.run_cycles()
     assert world.job is not None
     world.delete(Resource.ADASCALEJOBS, "digits")
     world.submit()
-    world.settle()
+    world.run_cycles()
     assert trains(world)
     assert world.job["status"]["allocation"] == {"generation": 1, "replicas": 1}
 
@@ -61,19 +62,19 @@ def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
 def test_a_report_that_comes_when_its_job_is_forgotten_already_leaves_nothing_behind() -> None:
     world = World()
     world.submit()
-    world.settle()
+    world.run_cycles()
     world.delete(Resource.ADASCALEJOBS, "digits")
-    world.settle()
+    world.run_cycles()
     assert world.service.list_jobs() == []
     world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
-    world.settle()
+    world.run_cycles()
     assert world.service.list_jobs() == []
 
 
 def test_what_was_only_posted_by_hand_stays() -> None:
     world = World()
     world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
-    world.settle()
+    world.run_cycles()
     assert world.service.list_jobs()
 
 
@@ -84,14 +85,14 @@ def test_where_a_claim_is_not_known_for_now_running_pods_are_left_alone(
     world = World()
     answer_claims(monkeypatch, ON_ONE_NODE)
     world.submit()
-    world.settle()
+    world.run_cycles()
     pods = set(world.agents)
     answer_claims(monkeypatch, error)
     world.start_operator()
-    world.settle(20)
+    world.run_cycles(20)
     assert set(world.agents) == pods
     answer_claims(monkeypatch, ON_ONE_NODE)
-    world.settle(20)
+    world.run_cycles(20)
     assert set(world.agents) == pods
     assert world.writes == []
 
@@ -103,10 +104,10 @@ def test_where_claims_may_not_be_read_pods_are_made_once(
     answer_claims(monkeypatch, ClusterError("forbidden", 403))
     world = World()
     world.submit(checkpoint=checkpoint)
-    world.settle(30)
+    world.run_cycles(30)
     pods = set(world.agents)
     assert trains(world)
-    world.settle(30)
+    world.run_cycles(30)
     assert set(world.agents) == pods
     assert world.writes == []
 
@@ -119,14 +120,14 @@ def test_a_deletion_that_no_watch_has_told_of_is_found_when_something_is_to_be_d
     monkeypatch.setattr(control_loop, "PAUSE", 0.01)
     world = World()
     world.submit()
-    world.settle()
+    world.run_cycles()
     world.delete(Resource.JOBS, "digits")
     world.control_jobs()
-    world.kubelet()
-    world.miss_news()
-    world.settle(3)
+    world.run_kubelet()
+    world.lose_undelivered()
+    world.run_cycles(3)
     assert world.indexed_job is None, "nothing was to be done"
     world.edit(activeDeadlineSeconds=600)
-    world.tell_operator()
+    world.deliver()
     world.run(0.5)
     assert world.indexed_job is not None

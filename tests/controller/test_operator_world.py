@@ -1,4 +1,4 @@
-"""The whole operator in a small world where anything may happen between any two of its writes."""
+"""A state machine around the real operator: anything may happen between any two of its writes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from adascale_controller.operator.runtime import error_isolation
 from adascale_controller.operator.schedule import scheduler
+from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.decision import Decision
 from adascale_core.job_state import JobState
@@ -27,35 +28,36 @@ from adascale_core.messages import ReplicaState
 from support.world import World
 
 COUNTS = st.integers(0, 4)
+SEEDS = st.integers(0, 999)
 
 
-class Life(RuleBasedStateMachine):
-    """A job, from one mishap to the next; in the end it must be as it was wished for last.
+class OperatorMachine(RuleBasedStateMachine):
+    """One job and its operator. In the end the job has reached the state that was requested last.
 
-    The decision is the test's: `wish` stands for gain and room.
+    The test decides the replica count (`decided`), within the limit of the placement backoff.
     """
 
-    wish = 0
+    decided = 0
 
     def __init__(self) -> None:
         super().__init__()
-        Life.wish = 1
+        OperatorMachine.decided = 1
         self.world = World()
         self.random = random.Random(0)
 
-    @initialize(count=COUNTS, seed=st.integers(0, 999))
-    def begin(self, count: int, seed: int) -> None:
-        Life.wish = count
+    @initialize(count=COUNTS, seed=SEEDS)
+    def submit_the_job(self, count: int, seed: int) -> None:
+        OperatorMachine.decided = count
         self.random.seed(seed)
         self.world.meanwhile = self._meanwhile
         self.world.submit()
-        self.world.settle(self.random.randint(0, 6))
+        self.world.run_cycles(self.random.randint(0, 6))
 
-    # -- what is wished for -----------------------------------------------------------------------------
+    # -- decisions and edits ----------------------------------------------------------------------------
 
     @rule(count=COUNTS)
-    def decide_for(self, count: int) -> None:
-        Life.wish = count
+    def decide(self, count: int) -> None:
+        OperatorMachine.decided = count
 
     @precondition(lambda self: self.world.job is not None)
     @rule(suspend=st.booleans())
@@ -80,99 +82,181 @@ class Life(RuleBasedStateMachine):
         else:
             self.world.delete(Resource.ADASCALEJOBS, "digits")
 
-    # -- what the operator does -------------------------------------------------------------------------
+    # -- the operator -----------------------------------------------------------------------------------
 
-    @rule(heard=st.integers(0, 9), kill_before=st.none() | st.integers(0, 5), seed=st.integers(0, 999))
-    def have_a_cycle(self, heard: int, kill_before: int | None, seed: int) -> None:
+    @rule(delivered=st.integers(0, 9), kill_before=st.none() | st.integers(0, 5), seed=SEEDS)
+    def run_a_cycle(self, delivered: int, kill_before: int | None, seed: int) -> None:
         self.random.seed(seed)
-        self.world.tell_operator(heard)
+        self.world.deliver(delivered)
         self.world.kill_before = kill_before
         self.world.cycle()
         self.world.kill_before = None
 
     @rule()
-    def start_another_operator(self) -> None:
+    def restart_the_operator(self) -> None:
         self.world.start_operator()
 
-    # -- what goes on -----------------------------------------------------------------------------------
+    # -- the cluster ------------------------------------------------------------------------------------
 
-    @rule(seed=st.integers(0, 999), steps=st.integers(1, 8))
-    def go_on(self, seed: int, steps: int) -> None:
+    @rule(seed=SEEDS, steps=st.integers(1, 8))
+    def let_others_act(self, seed: int, steps: int) -> None:
         self.random.seed(seed)
         for _ in range(steps):
             self._meanwhile()
 
     @rule(cycles=st.integers(1, 6))
-    def be_left_alone(self, cycles: int) -> None:
-        self.world.settle(cycles)
+    def run_undisturbed(self, cycles: int) -> None:
+        self.world.run_cycles(cycles)
+
+    @rule(slots=st.integers(0, 4))
+    def fill_the_node(self, slots: int) -> None:
+        self.world.node_slots = slots
 
     @precondition(lambda self: self.world.agents)
-    @rule(seed=st.integers(0, 999))
+    @rule(seed=SEEDS)
     def lose_a_pod(self, seed: int) -> None:
-        self.world.remove_pod(random.Random(seed).choice(sorted(self.world.agents)))
+        self.world.delete_pod(self._pick_pod(seed))
 
     @precondition(lambda self: self.world.agents)
-    @rule(seed=st.integers(0, 999))
+    @rule(seed=SEEDS)
+    def delete_a_pod(self, seed: int) -> None:
+        self.world.terminate_pod(self._pick_pod(seed))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(seed=SEEDS)
     def evict_a_pod(self, seed: int) -> None:
-        self.world.end_pod(random.Random(seed).choice(sorted(self.world.agents)))
+        self.world.evict_pod(self._pick_pod(seed))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(seed=SEEDS)
+    def exceed_the_memory_of_a_pod(self, seed: int) -> None:
+        self.world.exceed_memory(self._pick_pod(seed))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(seed=SEEDS)
+    def fail_the_program_in_a_pod(self, seed: int) -> None:
+        self.world.fail_program(self._pick_pod(seed))
 
     @precondition(lambda self: self.world.indexed_job is not None)
     @rule()
-    def delete_the_job_of_the_job(self) -> None:
+    def delete_the_indexed_job(self) -> None:
         self.world.delete(Resource.JOBS, "digits")
 
     @rule()
-    def lose_what_the_service_knows(self) -> None:
-        self.world.service.lose_everything()
+    def lose_the_data_of_the_metrics_service(self) -> None:
+        self.world.service.lose_data()
+
+    def _pick_pod(self, seed: int) -> str:
+        return random.Random(seed).choice(sorted(self.world.agents))
 
     def _meanwhile(self) -> None:
         world = self.world
-        others: list[Callable[[], None]] = [
+        controllers: list[Callable[[], None]] = [
             world.collect_garbage,
             world.control_jobs,
-            world.kubelet,
-            world.miss_the_silent,
+            world.schedule_pods,
+            world.run_kubelet,
+            world.expire_missing,
         ]
-        agents: list[Callable[[], None]] = [partial(world.step, name) for name in world.agents]
-        for act in self.random.choices([*others, *agents], k=self.random.randint(0, 6)):
+        agents: list[Callable[[], None]] = [partial(world.run_agent, name) for name in world.agents]
+        for act in self.random.choices([*controllers, *agents], k=self.random.randint(0, 6)):
             act()
 
-    # -- what must hold ---------------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------------
 
     @invariant()
-    def never_two_generations_are_active(self) -> None:
-        assert len(self.world.current) <= 1
+    def at_most_one_generation_is_active(self) -> None:
+        assert len(self.world.current_generations) <= 1
+
+    @invariant()
+    def only_failures_of_the_program_are_counted(self) -> None:
+        if self.world.job is not None and self.world.job.get("status"):
+            assert self.world.job["status"]["failures"] <= self.world.program_failures
 
     def teardown(self) -> None:
-        self.world.meanwhile = lambda: None
-        self.world.settle()
-        self.world.settle(1)
-        assert self.world.writes == [], "a write is repeated for ever"
-        if self.world.job is None:
-            assert self.world.indexed_job is None
-            left = self.world.service.list_jobs()
-            assert not any(one.spec or one.desired or one.replicas for one in left)
+        world = self.world
+        world.meanwhile = lambda: None
+        world.node_slots = 100
+        world.run_cycles()
+        world.now += MAX_PAUSE
+        world.run_cycles()
+        world.run_cycles(1)
+        assert world.writes == [], "a write is repeated without end"
+        if world.job is None:
+            assert world.indexed_job is None
+            jobs = world.service.list_jobs()
+            assert not any(job.spec or job.desired or job.replicas for job in jobs)
             return
-        spec, status = self.world.job["spec"], self.world.job["status"]
-        count = 0 if spec.get("suspend") else Life.wish
-        running = [one for one in self.world.agents.values() if one.state is ReplicaState.RUNNING]
-        assert sorted(one.rank for one in running) == list(range(count))
+        spec, status = world.job["spec"], world.job["status"]
+        failed = status["state"] == "Failed"
+        assert failed == (status["failures"] > 3), "backoffLimit is 3"
+        count = 0 if spec.get("suspend") or failed else OperatorMachine.decided
+        running = [agent for agent in world.agents.values() if agent.state is ReplicaState.RUNNING]
+        assert sorted(agent.rank for agent in running) == list(range(count))
         assert status["replicas"] == status["desiredReplicas"] == count
-        assert len(self.world.objects[Resource.PODS]) == count
-        desired = self.world.service.state.desired
-        if desired is not None:
+        assert len(world.live_pods) == count
+        desired = world.service.state.desired
+        if desired is not None and not failed:
             assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
 
 
-def _loudly(*_: object) -> None:
-    """The operator goes on where something is wrong with one job; the test does not."""
+def _raise(*_: object) -> None:
+    """Raise the error that the operator isolates."""
     raise
 
 
-def test_whatever_happens_the_job_comes_to_be_as_it_is_wished_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decided(states: list[JobState], *_: object) -> dict[str, Decision]:
-        return {state.id: Decision(Life.wish, "as the test says") for state in states}
+def test_the_job_reaches_the_requested_state_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(states: list[JobState], *_: object) -> dict[str, Decision]:
+        decided = OperatorMachine.decided
+        limits = {state.id: decided if state.limit is None else state.limit for state in states}
+        return {job: Decision(min(decided, limit), "by the test") for job, limit in limits.items()}
 
-    monkeypatch.setattr(scheduler, "decide", decided)
-    monkeypatch.setattr(error_isolation.logger, "exception", _loudly)
-    run_state_machine_as_test(Life, settings=settings(max_examples=50, stateful_step_count=25, deadline=None))
+    monkeypatch.setattr(scheduler, "decide", decide)
+    monkeypatch.setattr(error_isolation.logger, "exception", _raise)
+    run_state_machine_as_test(OperatorMachine, settings=settings(max_examples=50, stateful_step_count=25))
+
+
+def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(states: list[JobState], *_: object) -> dict[str, Decision]:
+        return {state.id: Decision(min(4, state.limit or 4), "by the test") for state in states}
+
+    monkeypatch.setattr(scheduler, "decide", decide)
+    world = World(node_slots=2)
+    world.submit()
+    world.run_cycles(5)
+    assert world.job is not None
+    running = next(each for each in world.job["status"]["conditions"] if each["type"] == "Running")
+    assert (running["status"], running["reason"]) == ("False", "Unschedulable")
+    world.run_cycles(30)
+    assert world.job["status"]["replicas"] == 2
+    rescaling = next(each for each in world.job["status"]["conditions"] if each["type"] == "Rescaling")
+    assert rescaling["message"].startswith("4 replicas could not be scheduled: 0/1 nodes are available")
+    world.node_slots = 4
+    world.run_cycles(90)
+    assert world.job["status"]["replicas"] == 4
+
+
+def test_a_program_that_fails_in_each_generation_fails_the_job_after_backoff_limit() -> None:
+    world = World()
+    world.submit(backoffLimit=1)
+    for _ in range(2):
+        world.run_cycles(10)
+        world.fail_program(next(iter(world.agents)))
+    world.run_cycles(10)
+    assert world.job is not None
+    assert (world.job["status"]["state"], world.job["status"]["failures"]) == ("Failed", 2)
+    assert world.live_pods == []
+    assert "BackoffLimitExceeded" in [event.reason for event in world.events]
+
+
+@pytest.mark.parametrize("lose", [World.evict_pod, World.exceed_memory, World.delete_pod])
+def test_a_lost_pod_is_a_disruption_and_is_replaced(lose: Callable[[World, str], None]) -> None:
+    world = World()
+    world.submit(backoffLimit=0)
+    world.run_cycles(10)
+    lose(world, next(iter(world.agents)))
+    world.run_cycles(20)
+    assert world.job is not None
+    status = world.job["status"]
+    assert (status["state"], status["failures"], status["disruptions"]) == ("Running", 0, 1)
+    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]

@@ -1,0 +1,317 @@
+"""Lookups: claims and Events are fetched beside the cycle, and pods that start slowly are reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
+from adascale_controller.operator.observe.lookups import (
+    CONTAINER_CREATING_TIMEOUT,
+    CONTAINER_START_TIMEOUT,
+    LookupResults,
+    pod_creation_failure,
+    with_start_problems,
+)
+from adascale_controller.operator.observe.observed_job import CachedJob
+from adascale_controller.operator.observe.pods import Pod, PodProblem
+from adascale_controller.operator.runtime import lookup_fetcher
+from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
+from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.kubernetes import ApiObject, timestamp
+from adascale_controller.operator.types.workload import PodSettings, Workload
+from support.fake_cluster import FakeCluster
+from support.observed_jobs import (
+    NOW,
+    SPEC,
+    actions_for,
+    condition,
+    indexed_job,
+    job,
+    observed,
+    pod,
+    view,
+)
+from support.world import World
+
+SHARED_CLAIM: ApiObject = {"spec": {"accessModes": ["ReadWriteMany"]}}
+GetClaim = Callable[[str], Awaitable[ApiObject | None]]
+
+
+# -- the fetcher --------------------------------------------------------------------------------------------
+
+
+class ClaimCluster(FakeCluster):
+    """A cluster whose claims are answered by a function of the claim's name."""
+
+    def __init__(self, world: World, get_claim: GetClaim) -> None:
+        super().__init__(world)
+        self._get_claim = get_claim
+
+    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
+        return await self._get_claim(name)
+
+
+def cached(name: str) -> CachedJob:
+    """Return a job that saves its checkpoints in a claim of the same name."""
+    parsed = Job(f"team.{name}", SPEC, checkpoint=CheckpointSettings(claim_name=name))
+    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed)
+    workload = Workload(name, "team", resource.uid, parsed, {}, 0, PodSettings("http://api"))
+    return CachedJob(resource, workload, None, (), frozenset())
+
+
+def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.05)
+
+    world = World()
+
+    async def main() -> None:
+        answer = asyncio.Event()
+        reported = asyncio.Event()
+        calls: list[str] = []
+
+        async def get_claim(name: str) -> ApiObject:
+            calls.append(name)
+            if name == "slow":
+                await answer.wait()
+            return SHARED_CLAIM
+
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), reported.set)
+        slow, fast = cached("slow"), cached("fast")
+        loop = asyncio.get_running_loop()
+        for cycle in range(3):
+            started_at = loop.time()
+            await fetcher.fetch([slow, fast], NOW + cycle)
+            assert loop.time() - started_at < 1.0
+            results = fetcher.results(fast)
+            assert results is not None
+            assert results.claim is not None
+            assert fetcher.results(slow) is None
+        assert calls == ["slow", "fast"], "a call is repeated while it runs"
+        answer.set()
+        async with asyncio.timeout(5):
+            await reported.wait()
+        results = fetcher.results(slow)
+        assert results is not None
+        assert results.claim is not None
+        assert results.claim.exists
+
+    asyncio.run(main())
+
+
+def test_a_call_that_hangs_fails_at_its_deadline_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_fetcher, "DEADLINE", 0.01)
+
+    world = World()
+
+    async def main() -> None:
+        calls: list[str] = []
+
+        async def get_claim(name: str) -> ApiObject:
+            calls.append(name)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda: None)
+        slow = cached("slow")
+        await fetcher.fetch([slow], NOW)
+        with pytest.raises(ClusterError, match="does not answer within"):
+            fetcher.results(slow)
+        await fetcher.fetch([slow], NOW + 1)
+        assert calls == ["slow", "slow"]
+
+    asyncio.run(main())
+
+
+def test_a_job_keeps_its_last_result_while_a_later_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.01)
+
+    world = World()
+
+    async def main() -> None:
+        calls: list[str] = []
+
+        async def get_claim(name: str) -> ApiObject | None:
+            calls.append(name)
+            if len(calls) > 1:
+                await asyncio.Event().wait()
+            return None
+
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda: None)
+        slow = cached("slow")
+        for second in (0, 1, 5, 6):
+            await fetcher.fetch([slow], NOW + second)
+            results = fetcher.results(slow)
+            assert results is not None
+            assert results.claim is not None
+            assert not results.claim.exists
+        assert len(calls) == 2, "a claim that does not exist is read again after 5 s"
+
+    asyncio.run(main())
+
+
+def test_no_more_calls_run_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_fetcher, "MAX_CONCURRENT", 3)
+
+    world = World()
+
+    async def main() -> None:
+        running, most = 0, 0
+
+        async def get_claim(name: str) -> ApiObject:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.005)
+            running -= 1
+            return SHARED_CLAIM
+
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda: None)
+        jobs = [cached(f"job-{number}") for number in range(10)]
+        await fetcher.fetch(jobs, NOW)
+        assert all(fetcher.results(each) is not None for each in jobs)
+        assert most == 3
+
+    asyncio.run(main())
+
+
+def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.01)
+
+    async def get_claim(self: FakeCluster, namespace: str, name: str) -> ApiObject:
+        if name == "hanging":
+            await asyncio.Event().wait()
+        return SHARED_CLAIM
+
+    monkeypatch.setattr(FakeCluster, "get_claim", get_claim)
+    world = World()
+    world.submit()
+    world.submit("other", checkpoint={"claimName": "hanging"})
+    world.run_cycles(20)
+    assert world.job is not None
+    assert world.job["status"]["state"] == "Running"
+
+
+# -- pods that the Job controller can't create --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], None),
+        ([("too old", NOW - 10)], None),
+        ([("denied", NOW)], PodProblem(Reason.POD_CREATION_FAILED, "denied")),
+        (
+            [("denied", NOW), ("pods x is forbidden: exceeded quota: gpus", NOW + 1)],
+            PodProblem(Reason.QUOTA_EXCEEDED, "pods x is forbidden: exceeded quota: gpus"),
+        ),
+    ],
+)
+def test_the_newest_failed_create_event_is_the_reason(
+    events: Sequence[tuple[str, float]], expected: PodProblem | None
+) -> None:
+    raws = [{"message": message, "lastTimestamp": timestamp(moment)} for message, moment in events]
+    assert pod_creation_failure(raws, NOW - 5) == expected
+
+
+# -- pods in ContainerCreating ------------------------------------------------------------------------------
+
+
+def event(reason: str, message: str, kind: str = "Warning", moment: float = NOW) -> dict[str, Any]:
+    return {"reason": reason, "message": message, "type": kind, "lastTimestamp": timestamp(moment)}
+
+
+def problem_after(seconds: float, *events: ApiObject, **changes: Any) -> PodProblem | None:
+    """Return the problem of a pod that was assigned to its node some seconds ago."""
+    creating = creating_pod(seconds, **changes)
+    results = LookupResults(slow_pod=creating.uid, slow_pod_events=events)
+    return with_start_problems([creating], results, NOW)[0].problem
+
+
+def creating_pod(seconds: float, **changes: Any) -> Pod:
+    state: dict[str, Any] = {
+        "created_at": NOW - seconds - 300,
+        "scheduled_at": NOW - seconds,
+        "phase": "Pending",
+        "has_started": False,
+        "running": False,
+    }
+    return pod(0, **state | changes)
+
+
+def test_an_event_about_a_failed_start_is_reported_after_ten_seconds() -> None:
+    failed = event("FailedMount", 'configmap "settings" not found')
+    assert problem_after(CONTAINER_START_TIMEOUT, failed) is None
+    problem = problem_after(CONTAINER_START_TIMEOUT + 1, failed)
+    assert problem == PodProblem(Reason.CONTAINER_START_FAILED, 'FailedMount: configmap "settings" not found')
+
+
+def test_a_pod_is_reported_after_a_minute_in_container_creating_without_any_event() -> None:
+    assert problem_after(CONTAINER_CREATING_TIMEOUT) is None
+    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1)
+    assert problem is not None
+    assert problem.reason is Reason.CONTAINER_CREATING
+    assert problem.message == "pod digits-0 has been in ContainerCreating for more than 60 s on node node1"
+    assert not problem.blocks
+
+
+@pytest.mark.parametrize(
+    ("events", "detail"),
+    [
+        ([event("Pulling", "Pulling image trainer:1", "Normal")], ": Pulling: Pulling image trainer:1"),
+        ([event("Scheduled", "Successfully assigned team/digits-0", "Normal")], ""),
+        (
+            [event("Odd", "unknown warning", moment=NOW - 9), event("Pulling", "Pulling", "Normal")],
+            ": Odd: unknown warning",
+        ),
+    ],
+)
+def test_the_newest_event_explains_why_a_pod_is_in_container_creating(
+    events: list[ApiObject], detail: str
+) -> None:
+    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, *events)
+    assert problem is not None
+    assert problem.message.endswith(f"more than 60 s on node node1{detail}")
+
+
+def test_the_message_about_container_creating_changes_only_when_the_time_doubles() -> None:
+    messages = {getattr(problem_after(seconds), "message", "") for seconds in range(61, 1000)}
+    thresholds = sorted(int(message.split("more than ")[1].split(" s")[0]) for message in messages)
+    assert thresholds == [60, 120, 240, 480, 960]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"has_started": True},
+        {"scheduled_at": None, "node": None},
+        {"deletion_deadline": NOW + 9},
+        {"problem": PodProblem(Reason.IMAGE_PULL_FAILED, "not found")},
+    ],
+)
+def test_only_a_pod_that_has_started_no_container_is_in_container_creating(changes: dict[str, Any]) -> None:
+    assert problem_after(500, **changes) == changes.get("problem")
+
+
+def test_a_pod_in_container_creating_is_named_in_the_jobs_condition() -> None:
+    creating = with_start_problems([creating_pod(61)], LookupResults(), NOW)
+    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), creating)
+    actions = actions_for(starting, 1)
+    running = condition(actions, ConditionType.RUNNING)
+    assert (running.status, running.reason) == (False, Reason.CONTAINER_CREATING)
+    assert running.message.startswith("pod digits-0 has been in ContainerCreating for more than 60 s")
+    assert [each.reason for each in actions.events] == ["ContainerCreating"]
+
+
+def test_a_pod_in_container_creating_does_not_fail_its_placement() -> None:
+    creating = with_start_problems([creating_pod(61)], LookupResults(), NOW)
+    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), creating)
+    assert starting.start_problem(range(1)) is not None
+    assert starting.placement_problem(range(1)) is None
