@@ -1,7 +1,7 @@
-"""The metrics service: where workers post their gain and meet the controller.
+"""The metrics service, which stores the gain reports of workers and the allocations of the controller.
 
-This package may import FastAPI, uvicorn, pydantic, SQLAlchemy and the Prometheus client; its store and its
-database know nothing of the web. It holds no rule of its own: what a batch may be and when an allocation
-becomes active is decided in `adascale_core`. Here it is stored, passed to the core's functions, and
-answered.
+This package may import FastAPI, uvicorn, pydantic, SQLAlchemy, the Prometheus client and the Kubernetes
+client. `store` and `database` do not depend on HTTP. The package makes no decisions: `adascale_core` decides
+which batch is valid and when an allocation becomes active. The service stores the result and answers
+requests.
 """

@@ -1,4 +1,4 @@
-"""`python -m adascale_api` is `adascale-api`."""
+"""Runs the command `adascale-api` for `python -m adascale_api`."""
 
 from adascale_api.cli import main
 

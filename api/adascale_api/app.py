@@ -1,4 +1,4 @@
-"""The application, wired."""
+"""The ASGI application."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -7,41 +7,41 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from adascale_api.auth import Authenticator
+from adascale_api.authorization import Authorizer
+from adascale_api.body_limit import BodyLimit
 from adascale_api.database import Database
-from adascale_api.errors import add_error_handlers
-from adascale_api.limits import BodyLimit
+from adascale_api.error_handlers import add_error_handlers
 from adascale_api.openapi import DescribedApp
 from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, gain, jobs, probes
 from adascale_api.service import Service
 
 _DESCRIPTION = """
-Where workers post the gain of their batch size, and meet the controller.
+Workers post gain reports and register here; the controller declares jobs and sets replica counts.
 
-Writing needs a token, `Authorization: Bearer TOKEN`: the one that the service was started with or, in a
-cluster, that of a service account, good for one job or for the operator. Errors all have one form,
-`ErrorBody`; nothing of a request that is refused is stored. What was answered with 2xx survives a crash of
+Writing needs a bearer token, `Authorization: Bearer TOKEN`: the token that the service was started with or,
+in a cluster, the token of a service account, which is valid for one job or for the operator. Every error has
+the form `ErrorBody`. Nothing of a refused request is stored. What was answered with 2xx survives a crash of
 the service.
 """
 
 
 def create_app(
     database: Database,
-    authenticator: Authenticator | None,
+    authorizer: Authorizer | None,
     *,
     protect_reads: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The metrics service as an ASGI application.
+    """Return the metrics service as an ASGI application.
 
     Args:
-        database: where everything is kept; closed when the application shuts down.
-        authenticator: says which tokens are good; none: everyone may do everything.
+        database: stores all data; closed when the application shuts down.
+        authorizer: checks tokens; None allows every request.
         protect_reads: whether reading needs a token too.
-        clock: the time, in seconds since 1970.
+        clock: returns the time, in seconds since 1970.
     """
-    service = Service(database, authenticator, protect_reads=protect_reads, clock=clock)
+    service = Service(database, authorizer, protect_reads=protect_reads, clock=clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -55,7 +55,6 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    app.protect_reads = protect_reads
     app.state.service = service
     app.add_middleware(BodyLimit)
     app.add_middleware(RequestMetrics, metrics=service.metrics)

@@ -1,9 +1,8 @@
-"""The database: connections, transactions, and the commits of many requests in one.
+"""The database: connections, transactions, and group commits.
 
-Reads run side by side in threads. Writes go through one thread, which commits together whatever has come
-in while it was busy with the last commit: the fuller the house, the more requests share the wait for the
-disk. A request is answered after its commit. Across processes, SQLite's own lock (`BEGIN IMMEDIATE`) makes
-writers take turns.
+Reads run concurrently in threads. Writes run in one thread, which commits together all writes that arrived
+during the last commit: under load, more requests share one flush to disk. A request is answered after its
+commit. Writers of different processes are serialized by SQLite's lock (`BEGIN IMMEDIATE`).
 """
 
 import asyncio
@@ -24,25 +23,25 @@ Operation = Callable[[Connection], T]
 BUSY_TIMEOUT = 10.0
 """Seconds that a writer waits for another process to commit."""
 READERS = 4
-"""Threads that read."""
-MAX_PER_COMMIT = 256
-"""Writes that share a commit, at most."""
+"""Threads for reads."""
+MAX_WRITES_PER_COMMIT = 256
+"""Writes in one commit."""
 
 
 class UnusableDatabaseError(AdaScaleError):
-    """A database that the service can't work with."""
+    """The database can't be used."""
 
     exit_code = 2
 
 
 class Database:
-    """The one way to the tables, for use on an event loop.
+    """Reads and writes the tables, from an event loop.
 
     Args:
         url: an SQLAlchemy URL of an SQLite file.
 
     Raises:
-        UnusableDatabaseError: the URL is not one, or names what can't be opened and written.
+        UnusableDatabaseError: the URL is not valid, or the file can't be opened and written.
     """
 
     def __init__(self, url: str) -> None:
@@ -54,13 +53,13 @@ class Database:
         self._committing: asyncio.Task[None] | None = None
 
     async def read(self, query: Operation[T]) -> T:
-        """The result of `query` on one snapshot of the database."""
+        """Return the result of `query` on a snapshot of the database."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._run, query)
 
     async def write(self, operation: Operation[T]) -> T:
-        """The result of `operation` once it is committed.
+        """Return the result of `operation` once it is committed.
 
-        It may run more than once, so it may change nothing but the database.
+        The operation may run more than once, so it must have no effect outside the database.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.append((operation, done))
@@ -69,7 +68,7 @@ class Database:
         return await done
 
     async def close(self) -> None:
-        """Finish the writes that have begun, and let go of the files."""
+        """Finish the pending writes, and close the files."""
         if self._committing is not None:
             await self._committing
         self._writer.shutdown()
@@ -86,15 +85,15 @@ class Database:
 
     async def _commit_all(self) -> None:
         while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_PER_COMMIT))]
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_WRITES_PER_COMMIT))]
             if not await self._commit_together(batch):
-                # One of them failed and took the others with it. Each for itself, then.
-                for one in batch:
-                    await self._commit_together([one])
+                # A failed write rolls back the others of its commit, so each is committed alone.
+                for write in batch:
+                    await self._commit_together([write])
         self._committing = None
 
     async def _commit_together(self, batch: list[tuple[Operation[Any], asyncio.Future[Any]]]) -> bool:
-        """Commit a batch and answer its requests; whether that is done."""
+        """Commit writes and complete their futures. Return False if several writes failed together."""
         operations = [operation for operation, _ in batch]
         commit = asyncio.get_running_loop().run_in_executor(self._writer, self._commit, operations)
         await asyncio.wait([commit])
@@ -102,7 +101,7 @@ class Database:
         if error is not None and len(batch) > 1:
             return False
         for (_, done), result in zip(batch, commit.result() if error is None else [None], strict=True):
-            if done.done():  # the one who asked has been cancelled
+            if done.done():  # the request was cancelled
                 continue
             if error is None:
                 done.set_result(result)
@@ -120,11 +119,13 @@ def _open(url: str) -> Engine:
             )
         if parsed.database in (None, "", ":memory:"):
             raise UnusableDatabaseError(
-                f"database {url} would forget everything at the end: use sqlite:///PATH"
+                f"database {url} is in memory and would lose all data at the end: use sqlite:///PATH"
             )
         engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT})
     except (ArgumentError, ImportError) as error:
-        raise UnusableDatabaseError(f"database {url!r} is not one: {error}; use sqlite:///PATH") from error
+        raise UnusableDatabaseError(
+            f"database URL {url!r} is not valid: {error}; use sqlite:///PATH"
+        ) from error
     event.listen(engine, "connect", _prepare_connection)
     event.listen(engine, "begin", _begin)
     try:
@@ -146,16 +147,17 @@ def _create_tables(engine: Engine) -> None:
             connection.execute(insert(tables.schema).values(version=tables.SCHEMA_VERSION))
         elif found != [tables.SCHEMA_VERSION]:
             raise UnusableDatabaseError(
-                f"database {engine.url.render_as_string()} has tables of version {found[0]}, this service "
-                f"needs version {tables.SCHEMA_VERSION}: use the service that made it, or another database"
+                f"database {engine.url.render_as_string()} has schema version {found[0]}, this service needs "
+                f"version {tables.SCHEMA_VERSION}: use the version of the service that created it, or "
+                "another database"
             )
 
 
 def _prepare_connection(connection: Any, _record: object) -> None:
-    # The driver would begin transactions at times of its own; `_begin` does instead.
+    # Disable the driver's implicit transactions; `_begin` starts them.
     connection.isolation_level = None
     connection.execute("PRAGMA journal_mode = WAL")
-    # What was committed survives the loss of power too. Shared commits make it affordable.
+    # Commits survive a loss of power. Group commits make it affordable.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
 

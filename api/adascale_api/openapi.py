@@ -1,43 +1,41 @@
-"""What FastAPI can't know for the OpenAPI text."""
+"""The parts of the OpenAPI document that FastAPI does not generate."""
 
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from adascale_api.bodies import REFERENCE
-from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_api.request_body import REFERENCE
+from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
 
 _BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody)
 
 
 class DescribedApp(FastAPI):
-    """A FastAPI application that completes its OpenAPI text.
+    """A FastAPI application that completes its OpenAPI document.
 
-    It gets the schemas of the bodies, which the service reads by itself; and reading needs a token only
-    where `protect_reads` is set.
+    It adds the schemas of the request bodies, and removes the security requirement of reads unless the
+    service protects reads.
     """
 
-    protect_reads = False
-
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI text, made when it is first asked for."""
+        """Return the OpenAPI document, generated on the first call."""
         if self.openapi_schema is None:
-            text = super().openapi()
-            _describe_bodies(text)
-            if not self.protect_reads:
-                _open_reads(text)
-            self.openapi_schema = text
+            document = super().openapi()
+            _add_bodies(document)
+            if not self.state.service.protect_reads:
+                _remove_security_of_reads(document)
+            self.openapi_schema = document
         return self.openapi_schema
 
 
-def _describe_bodies(text: dict[str, Any]) -> None:
-    _, described = models_json_schema([(body, "validation") for body in _BODIES], ref_template=REFERENCE)
-    text["components"]["schemas"].update(described["$defs"])
+def _add_bodies(document: dict[str, Any]) -> None:
+    _, schemas = models_json_schema([(body, "validation") for body in _BODIES], ref_template=REFERENCE)
+    document["components"]["schemas"].update(schemas["$defs"])
 
 
-def _open_reads(text: dict[str, Any]) -> None:
-    for operations in text["paths"].values():
+def _remove_security_of_reads(document: dict[str, Any]) -> None:
+    for operations in document["paths"].values():
         if "get" in operations:
             operations["get"].pop("security", None)
             for status in ("401", "403"):

@@ -1,4 +1,4 @@
-"""What Prometheus may scrape: the jobs as the database has them, and the requests of this process."""
+"""Metrics for Prometheus: the jobs in the database, and the requests of this process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,16 +9,16 @@ from prometheus_client.registry import Collector
 from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api import store
+from adascale_api.store.reports import latest_reports
 from adascale_core.messages import GainReport
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _GAUGES: dict[str, tuple[str, Callable[[GainReport], float]]] = {
-    "gain": ("Steps at the initial batch size that one step is worth.", lambda report: report.gain),
+    "gain": ("Worth of one step, in steps at the initial batch size.", lambda report: report.gain),
     "efficiency": ("Gain divided by scale.", lambda report: report.efficiency),
-    "progress": ("Steps at the initial batch size done so far.", lambda report: report.progress),
-    "replicas": ("Replicas that the job trains on.", lambda report: report.replicas),
+    "progress": ("Progress so far, in steps at the initial batch size.", lambda report: report.progress),
+    "replicas": ("Replicas of the job.", lambda report: report.replicas),
     "local_batch_size": ("Samples in a micro-batch of one replica.", lambda report: report.local_bsz),
 }
 
@@ -30,22 +30,22 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "adascale_reports",
-            "Reports received, by whether they were new or known already.",
+            "Reports received, by result: stored, or repeated if it was stored before.",
             ["result"],
             registry=self.registry,
         )
         self.requests = Histogram(
             "adascale_request_seconds",
-            "Time from a request's arrival to the end of its answer; waiting that was asked for included.",
+            "Seconds from the arrival of a request to the end of its answer, including a requested wait.",
             ["method", "route", "status"],
             registry=self.registry,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60),
         )
 
     def text(self, connection: Connection) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """Return all metrics in Prometheus' text format."""
         jobs = CollectorRegistry()
-        jobs.register(_Jobs(store.latest_reports(connection)))
+        jobs.register(_Jobs(latest_reports(connection)))
         return generate_latest(jobs) + generate_latest(self.registry)
 
 
@@ -57,25 +57,25 @@ class RequestMetrics:
         self._requests = metrics.requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and time it."""
+        """Handle a request, and measure its time."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         status = 500
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_and_record_status)
         finally:
-            # By the route's template: a path may hold anything, and each would be a series of its own.
+            # Labelled with the route's template: labels with full paths would create a series per path.
             route = getattr(scope.get("route"), "path", "none")
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - started
             self._requests.labels(_method(scope["method"]), route, status).observe(seconds)
 
 
@@ -84,8 +84,8 @@ class _Jobs(Collector):
         self._latest = latest
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, (meaning, value) in _GAUGES.items():
-            family = GaugeMetricFamily(f"adascale_job_{name}", meaning, labels=["job"])
+        for name, (description, value) in _GAUGES.items():
+            family = GaugeMetricFamily(f"adascale_job_{name}", description, labels=["job"])
             for job_id, report in self._latest.items():
                 family.add_metric([job_id], value(report))
             yield family

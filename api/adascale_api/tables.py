@@ -1,7 +1,7 @@
 """The tables of the database.
 
-A job is known inside by its `key`, which is never given again, so that rows of a deleted job can't be
-taken for those of a later job of the same id.
+Rows refer to a job by its `key`, which is never reused: rows of a deleted job can't belong to a later job
+with the same id.
 """
 
 from sqlalchemy import (
@@ -20,12 +20,12 @@ from sqlalchemy import (
     literal_column,
 )
 
-SCHEMA_VERSION = 1
-"""Raised whenever a table changes, so that a service never works on tables it does not know."""
+SCHEMA_VERSION = 2
+"""Raised with every change of a table, so that a service refuses a database of another version."""
 
 metadata = MetaData()
 
-_KEY = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers a key by itself only if it is INTEGER
+_KEY = BigInteger().with_variant(Integer, "sqlite")  # SQLite generates keys only for INTEGER columns
 
 
 def _job_key() -> Column[int]:
@@ -48,34 +48,35 @@ jobs = Table(
     Column("created_at", Double, nullable=False),
     Column("version", BigInteger, nullable=False),
     Column("spec", JSON(none_as_null=True)),
-    Column("state", Text, nullable=False),
+    Column("rendezvous", Text, nullable=False),
     sqlite_autoincrement=True,
 )
 
-former_jobs = Table(
-    "former_jobs",
+deleted_jobs = Table(
+    "deleted_jobs",
     metadata,
     Column("id", String(127), primary_key=True),
     Column("version", BigInteger, nullable=False),
 )
-"""The last version of each deleted job: one created anew under its id counts on from there."""
+"""The last version of each deleted job. A new job with the same id continues from this version."""
 
 heartbeats = Table(
     "heartbeats",
     metadata,
     _job_key(),
     Column("rank", Integer, primary_key=True, autoincrement=False),
-    Column("seen_at", Double, nullable=False),
-    Column("due_at", Double),  # when its silence means that it is lost; none: never
-    Index("heartbeats_by_due_at", "due_at"),
+    Column("received_at", Double, nullable=False),
+    Column("expires_at", Double),  # NULL if the heartbeat does not expire
+    Index("heartbeats_by_expires_at", "expires_at"),
 )
 
 reports = Table(
     "reports",
     metadata,
     _job_key(),
-    # Counts the job's reports in order of arrival, without gaps: evenly spaced ones are found without a scan.
-    Column("n", BigInteger, primary_key=True, autoincrement=False),
+    # Numbers the job's reports in order of arrival, without gaps: evenly spaced reports are found without a
+    # scan.
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("generation", Integer, nullable=False),
     Column("step", BigInteger, nullable=False),
     Column("progress", Double, nullable=False),
@@ -94,16 +95,17 @@ reports = Table(
     sqlite_with_rowid=False,
 )
 
-# No step is faster; a smaller number is no measurement, and its inverse might be beyond all numbers.
-# Written out, not bound: only then SQLite knows that the index below has what a query asks for.
-measured = reports.c.step_time >= literal_column("1e-9")
+# A shorter step time is not a measurement, and its inverse may overflow. The value is a literal, not a bound
+# parameter, because SQLite uses a partial index only if it can see that the query implies the index's
+# condition.
+has_step_time = reports.c.step_time >= literal_column("1e-9")
 Index(
     "reports_by_plan",
     reports.c.job_key,
     reports.c.replicas,
     reports.c.local_bsz,
     reports.c.accumulation,
-    reports.c.n.desc(),
-    sqlite_where=measured,
-    postgresql_where=measured,
+    reports.c.number.desc(),
+    sqlite_where=has_step_time,
+    postgresql_where=has_step_time,
 )

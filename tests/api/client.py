@@ -1,4 +1,4 @@
-"""The metrics service as a process, and calls to it."""
+"""The metrics service as a process, and a client that shows whole answers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def a_report(step: int = 1, **changed: Any) -> GainReport:
 def a_registration(
     rank: int = 0, replica_state: ReplicaState = ReplicaState.WAITING, **changed: Any
 ) -> Registration:
-    told = Registration(rank, f"agent-{rank}", replica_state, 0, "127.0.0.1", 40000 + rank)
-    return replace(told, **changed)
+    registration = Registration(rank, f"agent-{rank}", replica_state, 0, "127.0.0.1", 40000 + rank)
+    return replace(registration, **changed)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the service answered."""
+    """An answer of the service."""
 
     status: int
     headers: Mapping[str, str]
@@ -48,7 +48,7 @@ class Answer:
 
 
 class Client:
-    """Calls the service at a port, with one connection or a few."""
+    """Calls the service at a port."""
 
     def __init__(self, port: int, token: str | None = TOKEN) -> None:
         self._base = f"http://127.0.0.1:{port}"
@@ -73,39 +73,39 @@ class Client:
         headers: Mapping[str, str] | None = None,
         chunked: bool = False,
     ) -> Answer:
-        """Call it with a JSON body, or with `text` as it is."""
-        told = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        """Send a request with a JSON body, or with `text` as the body."""
+        default_headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         data = text
         if body is not None:
             data = json.dumps(body).encode()
         if data is not None:
-            told["content-type"] = "application/json"
+            default_headers["content-type"] = "application/json"
         answer = self._pool.request(
             method,
             self._base + path,
             body=data,
-            headers={**told, **(headers or {})},
+            headers={**default_headers, **(headers or {})},
             timeout=TIMEOUT + 60,
             chunked=chunked,
         )
-        kind = answer.headers.get("content-type", "")
-        read = json.loads(answer.data) if answer.data and "json" in kind else answer.data.decode()
-        return Answer(answer.status, answer.headers, read)
+        is_json = answer.data and "json" in answer.headers.get("content-type", "")
+        content = json.loads(answer.data) if is_json else answer.data.decode()
+        return Answer(answer.status, answer.headers, content)
 
     def get(self, path: str) -> Any:
-        """The body that a GET is answered with."""
+        """Return the body of the answer to a GET."""
         return self._ok(self.call("GET", path))
 
     def put(self, path: str, body: object) -> Any:
-        """The body that a PUT is answered with."""
+        """Return the body of the answer to a PUT."""
         return self._ok(self.call("PUT", path, body))
 
     def post_gain(self, job: str, *reports: GainReport) -> Any:
-        """The body that a POST of reports is answered with."""
+        """Post reports, and return the body of the answer."""
         return self._ok(self.call("POST", f"/jobs/{job}/gain", [report.to_json() for report in reports]))
 
     def register(self, job: str, registration: Registration) -> Any:
-        """The body that a registration is answered with."""
+        """Register a replica, and return the body of the answer."""
         return self.put(f"/jobs/{job}/replicas/{registration.rank}", registration.to_json())
 
     @staticmethod
@@ -115,7 +115,7 @@ class Client:
 
 
 class ServiceProcess:
-    """A metrics service of its own, on a folder that outlives it."""
+    """A metrics service with its data in a folder, which outlives it."""
 
     def __init__(
         self,
@@ -163,16 +163,16 @@ class ServiceProcess:
         self.process.wait()
 
     def _has_port(self) -> bool:
-        # "1" is what the tests leave there as the port of an earlier service.
+        # Tests write "1" as the port of an earlier service.
         return self._port_file.exists() and self._port_file.read_text() != "1\n"
 
     def log(self) -> str:
-        """All that it wrote."""
+        """Return its output."""
         return self._log.read_text()
 
 
 def run_service(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A service that is expected to refuse to start."""
+    """Run a service that is expected to exit by itself."""
     return subprocess.run(
         [sys.executable, "-m", "adascale_api", *options],
         env=environment(**environ),
@@ -184,13 +184,13 @@ def run_service(*options: str, **environ: str) -> subprocess.CompletedProcess[st
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """The environment of the tests, without what could tell a service something."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
-    return {**kept, **changed}
+    """Return the environment of the tests without the variables that configure a service."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
+    return {**inherited, **changed}
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
-    """Return once `condition` holds."""
+    """Return once `condition` is true."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"

@@ -1,4 +1,4 @@
-"""A service that the tests of this folder share; each uses jobs of its own."""
+"""A service that the tests in this folder share; each test uses jobs of its own."""
 
 from collections.abc import Iterator
 from uuid import uuid4
@@ -17,11 +17,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 
 @pytest.fixture
 def client(service: ServiceProcess) -> Iterator[Client]:
-    with Client(service.port) as one:
-        yield one
+    with Client(service.port) as client:
+        yield client
 
 
 @pytest.fixture
 def job() -> str:
-    """The id of a job that no other test uses."""
+    """The id of a job that only this test uses."""
     return f"tests.job-{uuid4().hex}"

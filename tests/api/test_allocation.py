@@ -1,4 +1,4 @@
-"""Allocations and replicas over HTTP: where agents meet the controller, and wait for each other."""
+"""Allocations and registrations over HTTP, and requests that wait for a change."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +12,16 @@ from api.client import Client, ServiceProcess, a_registration, a_report
 
 def allocate(client: Client, job: str, generation: int, replicas: int) -> dict[str, Any]:
     body = {"generation": generation, "replicas": replicas}
-    told: dict[str, Any] = client.put(f"/jobs/{job}/allocation", body)
-    return told
+    view: dict[str, Any] = client.put(f"/jobs/{job}/allocation", body)
+    return view
 
 
 def wait_for_change(client: Client, job: str, version: int, seconds: int = 60) -> dict[str, Any]:
-    told: dict[str, Any] = client.get(f"/jobs/{job}/allocation?version={version}&wait={seconds}")
-    return told
+    view: dict[str, Any] = client.get(f"/jobs/{job}/allocation?version={version}&wait={seconds}")
+    return view
 
 
-def test_an_allocation_becomes_active_once_its_replicas_are_there(client: Client, job: str) -> None:
+def test_an_allocation_becomes_active_once_its_replicas_are_ready(client: Client, job: str) -> None:
     assert allocate(client, job, 1, 2)["active"] is None
     assert client.register(job, a_registration(1))["active"] is None
     active = AllocationView.from_json(client.register(job, a_registration(0))).active
@@ -30,7 +30,7 @@ def test_an_allocation_becomes_active_once_its_replicas_are_there(client: Client
     assert (active.master_addr, active.master_port) == ("127.0.0.1", 40000)
 
 
-def test_an_older_allocation_is_refused_with_the_present_one(client: Client, job: str) -> None:
+def test_a_stale_allocation_is_refused_with_the_current_generations(client: Client, job: str) -> None:
     now = allocate(client, job, 3, 2)
     answer = client.call("PUT", f"/jobs/{job}/allocation", {"generation": 2, "replicas": 4})
     assert answer.status == 409
@@ -56,13 +56,13 @@ def test_a_change_raises_the_version_and_a_heartbeat_does_not(client: Client, jo
     assert client.post_gain(job, a_report())["allocation"]["version"] == versions[-1]
 
 
-def test_a_waiting_request_is_answered_at_once_if_the_version_is_another(client: Client, job: str) -> None:
+def test_a_request_with_another_version_is_answered_at_once(client: Client, job: str) -> None:
     version = allocate(client, job, 1, 1)["version"]
     assert wait_for_change(client, job, version + 1)["version"] == version
     assert wait_for_change(client, job, version - 1)["version"] == version
 
 
-def test_a_waiting_request_is_answered_with_the_present_version_when_the_time_is_over(
+def test_a_waiting_request_is_answered_with_the_same_version_after_its_timeout(
     client: Client, job: str
 ) -> None:
     now = allocate(client, job, 1, 1)
@@ -70,51 +70,51 @@ def test_a_waiting_request_is_answered_with_the_present_version_when_the_time_is
     assert client.get(f"/jobs/{job}/allocation?version={now['version']}&wait=0.05") == now
 
 
-@pytest.mark.parametrize("change", ["allocation", "replica", "removal"])
-def test_a_change_wakes_all_that_wait_for_it(service: ServiceProcess, job: str, change: str) -> None:
+@pytest.mark.parametrize("change", ["allocation", "replica", "deletion"])
+def test_a_change_wakes_all_waiting_requests(service: ServiceProcess, job: str, change: str) -> None:
     with Client(service.port) as client, ThreadPoolExecutor(8) as threads:
         version = allocate(client, job, 1, 1)["version"]
         waiting: list[Future[Any]] = [
-            threads.submit(wait_alone, service.port, job, version) for _ in range(8)
+            threads.submit(wait_in_thread, service.port, job, version) for _ in range(8)
         ]
-        # A change before they have come is answered at once, so there is nothing to wait for here.
+        # A request that arrives after the change is answered at once, so the test need not wait here.
         if change == "allocation":
             allocate(client, job, 2, 1)
         elif change == "replica":
             client.register(job, a_registration(0))
         else:
             client.call("DELETE", f"/jobs/{job}")
-        answers = [one.result(30) for one in waiting]
-    assert {answer.status for answer in answers} == ({404} if change == "removal" else {200})
-    if change != "removal":
+        answers = [request.result(30) for request in waiting]
+    assert {answer.status for answer in answers} == ({404} if change == "deletion" else {200})
+    if change != "deletion":
         assert all(answer.body["version"] > version for answer in answers)
 
 
-def wait_alone(port: int, job: str, version: int) -> Any:
+def wait_in_thread(port: int, job: str, version: int) -> Any:
     with Client(port) as client:
         return client.call("GET", f"/jobs/{job}/allocation?version={version}&wait=60")
 
 
-def test_a_change_by_another_process_on_the_same_database_wakes_too(tmp_path: Path) -> None:
+def test_a_change_by_another_process_on_the_same_database_wakes_waiting_requests(tmp_path: Path) -> None:
     with (
-        ServiceProcess(tmp_path) as one,
+        ServiceProcess(tmp_path) as service,
         ServiceProcess(tmp_path) as other,
-        Client(other.port) as elsewhere,
+        Client(other.port) as other_client,
         ThreadPoolExecutor(1) as threads,
     ):
-        version = allocate(elsewhere, "shared", 1, 1)["version"]
-        waiting = threads.submit(wait_alone, one.port, "shared", version)
-        changed = allocate(elsewhere, "shared", 2, 1)
+        version = allocate(other_client, "shared", 1, 1)["version"]
+        waiting = threads.submit(wait_in_thread, service.port, "shared", version)
+        changed = allocate(other_client, "shared", 2, 1)
         assert waiting.result(30).body == changed
 
 
-def test_the_versions_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_versions_continue_after_a_restart(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         before = allocate(client, "a", 1, 1)
         client.post_gain("b", a_report())
-        removed = allocate(client, "b", 5, 1)["version"]
+        deleted = allocate(client, "b", 5, 1)["version"]
         client.call("DELETE", "/jobs/b")
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         assert client.get("/jobs/a/allocation") == before
         assert allocate(client, "a", 2, 1)["version"] > before["version"]
-        assert allocate(client, "b", 1, 1)["version"] > removed
+        assert allocate(client, "b", 1, 1)["version"] > deleted

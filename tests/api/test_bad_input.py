@@ -1,4 +1,4 @@
-"""What can't be, each kind refused with the field, what was got and what is allowed; nothing is stored."""
+"""Invalid requests: each is refused with the field, the value and what is expected, and nothing is stored."""
 
 import json
 import socket
@@ -33,24 +33,26 @@ REPORT_CASES = [
 ]
 
 
-def refused(answer: Answer, status: int, *words: str) -> dict[str, Any]:
-    """The body of a refusal, whose words are all there."""
+def assert_refused(answer: Answer, status: int, *parts: str) -> dict[str, Any]:
+    """Assert that a request was refused with a message of these parts, and return the body."""
     assert answer.status == status, answer
-    told: dict[str, Any] = answer.body
-    for word in words:
-        assert word in told["error"], told
-    return told
+    body: dict[str, Any] = answer.body
+    for part in parts:
+        assert part in body["error"], body
+    return body
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_report_with_a_wrong_number_is_refused_by_the_name_of_the_field(
+def test_a_report_with_an_invalid_number_is_refused_with_the_name_of_the_field(
     client: Client, job: str, name: str
 ) -> None:
     for text in [text for field, text in REPORT_CASES if field == name]:
         members = json.dumps({**a_report().to_json(), name: "HERE"}).replace('"HERE"', text)
-        told = refused(client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422, f"{name}: got ")
-        assert [problem["field"].split(".")[0] for problem in told["detail"]] == [name]
-        assert told["detail"][0]["allowed"]
+        body = assert_refused(
+            client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422, f"{name}: got "
+        )
+        assert [error["field"].split(".")[0] for error in body["detail"]] == [name]
+        assert body["detail"][0]["expected"]
     assert client.call("GET", f"/jobs/{job}").status == 404
 
 
@@ -58,20 +60,22 @@ def test_a_report_with_a_wrong_number_is_refused_by_the_name_of_the_field(
     ("text", "got"),
     [("NaN", "NaN"), ("-Infinity", "-Infinity"), ('"1"', '"1"'), ("true", "true"), ("-1", "-1")],
 )
-def test_a_refusal_tells_what_was_got(client: Client, job: str, text: str, got: str) -> None:
+def test_an_error_has_an_excerpt_of_the_value(client: Client, job: str, text: str, got: str) -> None:
     members = json.dumps({**a_report().to_json(), "gain": "HERE"}).replace('"HERE"', text)
-    told = refused(client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422)
-    assert told["detail"][0]["got"] == got
+    body = assert_refused(client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422)
+    assert body["detail"][0]["got"] == got
 
 
-def test_one_wrong_report_of_a_list_keeps_all_of_it_out(client: Client, job: str) -> None:
+def test_one_invalid_report_refuses_the_whole_list(client: Client, job: str) -> None:
     reports = [a_report(1).to_json(), {**a_report(2).to_json(), "gain": -1.0}, a_report(3).to_json()]
-    refused(client.call("POST", f"/jobs/{job}/gain", reports), 422, "1.gain: got -1.0", "nothing was stored")
+    assert_refused(
+        client.call("POST", f"/jobs/{job}/gain", reports), 422, "1.gain: got -1.0", "nothing was stored"
+    )
     assert client.call("GET", f"/jobs/{job}").status == 404
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "parts"),
     [
         (b"", ["body: got nothing", "JSON"]),
         (b"{", ["body: got {", "JSON"]),
@@ -88,22 +92,24 @@ def test_one_wrong_report_of_a_list_keeps_all_of_it_out(client: Client, job: str
         (b"{}", ["generation: got nothing", "required", "and 12 more"]),
     ],
 )
-def test_a_body_that_is_no_report_is_refused(client: Client, job: str, text: bytes, words: list[str]) -> None:
-    refused(client.call("POST", f"/jobs/{job}/gain", text=text), 422, *words)
+def test_a_body_that_is_not_a_report_is_refused(
+    client: Client, job: str, text: bytes, parts: list[str]
+) -> None:
+    assert_refused(client.call("POST", f"/jobs/{job}/gain", text=text), 422, *parts)
     assert client.call("GET", f"/jobs/{job}").status == 404
 
 
-def test_a_misspelled_field_is_refused_by_its_name(client: Client, job: str) -> None:
+def test_a_misspelled_field_is_refused_with_its_name(client: Client, job: str) -> None:
     answer = client.call("POST", f"/jobs/{job}/gain", {**a_report().to_json(), "gian": 1.0})
-    refused(answer, 422, "gian: got 1.0", "no field of this name")
+    assert_refused(answer, 422, "gian: got 1.0", "no field of this name")
 
 
-def test_a_whole_number_may_be_written_with_a_point(client: Client, job: str) -> None:
+def test_an_integer_may_have_a_decimal_point(client: Client, job: str) -> None:
     assert client.call("POST", f"/jobs/{job}/gain", {**a_report().to_json(), "step": 7.0}).status == 200
     assert client.get(f"/jobs/{job}/gain")["step"] == 7
 
 
-def test_a_connection_that_ends_amid_a_body_stores_nothing(
+def test_a_connection_that_closes_within_a_body_stores_nothing(
     service: ServiceProcess, client: Client, job: str
 ) -> None:
     text = json.dumps(a_report().to_json())
@@ -122,7 +128,7 @@ def test_a_connection_that_ends_amid_a_body_stores_nothing(
 
 def test_more_than_a_thousand_reports_are_refused(client: Client, job: str) -> None:
     reports = [a_report(step).to_json() for step in range(1001)]
-    refused(client.call("POST", f"/jobs/{job}/gain", reports), 422, "a list of 1001", "1 to 1000")
+    assert_refused(client.call("POST", f"/jobs/{job}/gain", reports), 422, "a list of 1001", "1 to 1000")
     assert client.post_gain(job, *[a_report(step) for step in range(1000)])["stored"] == 1000
 
 
@@ -130,7 +136,7 @@ def test_more_than_a_thousand_reports_are_refused(client: Client, job: str) -> N
 def test_a_body_of_ten_megabytes_is_refused(client: Client, job: str, chunked: bool) -> None:
     text = b"[" + b" " * 10_000_000 + b"]"
     answer = client.call("POST", f"/jobs/{job}/gain", text=text, chunked=chunked)
-    refused(answer, 413, "body", "at most 1048576")
+    assert_refused(answer, 413, "body", "at most 1048576")
     assert client.get("/healthz") == {"status": "ok"}
 
 
@@ -138,7 +144,7 @@ def test_a_body_of_ten_megabytes_is_refused(client: Client, job: str, chunked: b
 def test_a_body_of_another_content_type_is_refused(client: Client, job: str, kind: str) -> None:
     text = json.dumps(a_report().to_json()).encode()
     answer = client.call("POST", f"/jobs/{job}/gain", text=text, headers={"content-type": kind})
-    refused(answer, 415, "application/json")
+    assert_refused(answer, 415, "application/json")
 
 
 @pytest.mark.parametrize(
@@ -148,25 +154,25 @@ def test_a_body_of_another_content_type_is_refused(client: Client, job: str, kin
     ("method", "path"),
     [("GET", ""), ("GET", "/gain"), ("GET", "/gain/history"), ("GET", "/allocation"), ("DELETE", "")],
 )
-def test_a_job_id_that_can_not_be_is_refused(client: Client, job_id: str, method: str, path: str) -> None:
-    refused(client.call(method, f"/jobs/{job_id}{path}"), 422, "is not valid: use lower case letters")
+def test_an_invalid_job_id_is_refused(client: Client, job_id: str, method: str, path: str) -> None:
+    assert_refused(client.call(method, f"/jobs/{job_id}{path}"), 422, "is not valid: use lower case letters")
 
 
 @pytest.mark.parametrize(
     ("method", "path"),
     [("GET", ""), ("GET", "/gain"), ("GET", "/gain/history"), ("GET", "/allocation"), ("DELETE", "")],
 )
-def test_an_unknown_job_is_not_found(client: Client, method: str, path: str) -> None:
-    refused(client.call(method, f"/jobs/nobody{path}"), 404, "job default.nobody is unknown")
+def test_a_missing_job_is_not_found(client: Client, method: str, path: str) -> None:
+    assert_refused(client.call(method, f"/jobs/nobody{path}"), 404, "job default.nobody does not exist")
 
 
 def test_a_job_without_a_report_has_no_gain(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}", JobSpec(4).to_json())
-    refused(client.call("GET", f"/jobs/{job}/gain"), 404, f"job {job} has no report yet")
+    assert_refused(client.call("GET", f"/jobs/{job}/gain"), 404, f"job {job} has no report yet")
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "parts"),
     [
         ({"batch_size": 0}, ["batch_size: got 0"]),
         ({"batch_size": True}, ["batch_size: got true"]),
@@ -182,17 +188,17 @@ def test_a_job_without_a_report_has_no_gain(client: Client, job: str) -> None:
         ({"batchSize": 8}, ["batch_size: got nothing"]),
     ],
 )
-def test_a_job_that_can_not_be_is_refused(
-    client: Client, job: str, spec: dict[str, Any], words: list[str]
+def test_an_invalid_declaration_is_refused(
+    client: Client, job: str, spec: dict[str, Any], parts: list[str]
 ) -> None:
-    refused(client.call("PUT", f"/jobs/{job}", spec), 422, *words)
+    assert_refused(client.call("PUT", f"/jobs/{job}", spec), 422, *parts)
     assert client.call("GET", f"/jobs/{job}").status == 404
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "parts"),
     [
-        ({"rank": 1}, ["rank: got 1, allowed is 0"]),
+        ({"rank": 1}, ["rank: got 1, expected 0"]),
         ({"rank": -1}, ["rank: got -1"]),
         ({"state": "resting"}, ['state: got "resting"', "'waiting'"]),
         ({"port": 65536}, ["port: got 65536"]),
@@ -202,16 +208,16 @@ def test_a_job_that_can_not_be_is_refused(
         ({"generation": -1}, ["generation: got -1"]),
     ],
 )
-def test_a_registration_that_can_not_be_is_refused(
-    client: Client, job: str, changed: dict[str, Any], words: list[str]
+def test_an_invalid_registration_is_refused(
+    client: Client, job: str, changed: dict[str, Any], parts: list[str]
 ) -> None:
     body = {**a_registration(state=ReplicaState.WAITING).to_json(), **changed}
-    refused(client.call("PUT", f"/jobs/{job}/replicas/0", body), 422, *words)
+    assert_refused(client.call("PUT", f"/jobs/{job}/replicas/0", body), 422, *parts)
     assert client.call("GET", f"/jobs/{job}").status == 404
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "parts"),
     [
         ({"generation": 0, "replicas": 1}, ["generation: got 0"]),
         ({"generation": 1, "replicas": -1}, ["replicas: got -1"]),
@@ -219,14 +225,14 @@ def test_a_registration_that_can_not_be_is_refused(
         ({"generation": 1}, ["replicas: got nothing"]),
     ],
 )
-def test_an_allocation_that_can_not_be_is_refused(
-    client: Client, job: str, body: dict[str, Any], words: list[str]
+def test_an_invalid_allocation_is_refused(
+    client: Client, job: str, body: dict[str, Any], parts: list[str]
 ) -> None:
-    refused(client.call("PUT", f"/jobs/{job}/allocation", body), 422, *words)
+    assert_refused(client.call("PUT", f"/jobs/{job}/allocation", body), 422, *parts)
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "parts"),
     [
         ("/gain/history?points=0", ["points: got", "greater than or equal to 1"]),
         ("/gain/history?points=5001", ["points: got", "less than or equal to 5000"]),
@@ -239,11 +245,9 @@ def test_an_allocation_that_can_not_be_is_refused(
         ("/replicas/-1", ["rank: got"]),
     ],
 )
-def test_a_parameter_that_can_not_be_is_refused(
-    client: Client, job: str, path: str, words: list[str]
-) -> None:
+def test_an_invalid_parameter_is_refused(client: Client, job: str, path: str, parts: list[str]) -> None:
     method, body = ("PUT", a_registration().to_json()) if "replicas" in path else ("GET", None)
-    refused(client.call(method, f"/jobs/{job}{path}", body), 422, *words)
+    assert_refused(client.call(method, f"/jobs/{job}{path}", body), 422, *parts)
 
 
 def test_writing_without_the_token_is_refused(service: ServiceProcess, job: str) -> None:
@@ -254,15 +258,15 @@ def test_writing_without_the_token_is_refused(service: ServiceProcess, job: str)
         ("PUT", "/replicas/0", a_registration().to_json()),
         ("DELETE", "", None),
     ]
-    for token, words in ((None, "a token is needed"), ("wrong", "not accepted"), ("ä", "not accepted")):
+    for token, message in ((None, "missing token"), ("wrong", "invalid token"), ("ä", "invalid token")):
         with Client(service.port, token) as client:
             for method, path, body in writes:
                 answer = client.call(method, f"/jobs/{job}{path}", body)
-                refused(answer, 401, words)
+                assert_refused(answer, 401, message)
                 assert answer.headers["www-authenticate"] == "Bearer"
             assert client.call("GET", f"/jobs/{job}").status == 404
 
 
-def test_what_does_not_exist_is_not_found_in_the_form_of_all_errors(client: Client) -> None:
-    refused(client.call("GET", "/nothing/here"), 404, "there is nothing at /nothing/here")
-    refused(client.call("POST", "/jobs"), 405, "POST is not possible here")
+def test_a_missing_resource_or_method_is_answered_in_the_form_of_all_errors(client: Client) -> None:
+    assert_refused(client.call("GET", "/nothing/here"), 404, "no resource at /nothing/here")
+    assert_refused(client.call("POST", "/jobs"), 405, "method POST is not allowed here: use GET")

@@ -1,4 +1,4 @@
-"""Reports over HTTP: kept once, answered with what they mean."""
+"""Reports over HTTP: each is stored once, and read with its predictions."""
 
 from adascale_core.batch import valid_replicas
 from adascale_core.gain import GradientEstimate
@@ -10,10 +10,10 @@ from api.client import Client, a_report
 SPEC = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), min_replicas=1, max_replicas=6)
 
 
-def test_the_first_report_makes_a_job_known(client: Client, job: str) -> None:
-    told = client.post_gain(job, a_report())
-    assert (told["stored"], told["repeated"]) == (1, 0)
-    assert AllocationView.from_json(told["allocation"]).desired is None
+def test_the_first_report_creates_a_job(client: Client, job: str) -> None:
+    answer = client.post_gain(job, a_report())
+    assert (answer["stored"], answer["repeated"]) == (1, 0)
+    assert AllocationView.from_json(answer["allocation"]).desired is None
     assert GainReport.from_json(client.get(f"/jobs/{job}/gain")) == a_report()
 
 
@@ -22,7 +22,7 @@ def test_a_single_report_needs_no_list(client: Client, job: str) -> None:
     assert answer.body["stored"] == 1
 
 
-def test_a_report_without_a_loss_is_kept_without_one(client: Client, job: str) -> None:
+def test_the_loss_of_a_report_is_optional(client: Client, job: str) -> None:
     client.post_gain(job, a_report(1, loss=None))
     assert client.get(f"/jobs/{job}/gain")["loss"] is None
     members = a_report(2).to_json()
@@ -30,10 +30,10 @@ def test_a_report_without_a_loss_is_kept_without_one(client: Client, job: str) -
     assert client.call("POST", f"/jobs/{job}/gain", members).status == 200
 
 
-def test_a_repeated_report_counts_once_and_the_first_one_stays(client: Client, job: str) -> None:
+def test_a_repeated_report_counts_once_and_the_first_report_stays(client: Client, job: str) -> None:
     client.post_gain(job, a_report(1), a_report(2))
-    told = client.post_gain(job, a_report(2, gain=3.0), a_report(3), a_report(3))
-    assert (told["stored"], told["repeated"]) == (1, 2)
+    answer = client.post_gain(job, a_report(2, gain=3.0), a_report(3), a_report(3))
+    assert (answer["stored"], answer["repeated"]) == (1, 2)
     history = client.get(f"/jobs/{job}/gain/history")
     assert history["total"] == 3
     assert [point["gain"] for point in history["points"]] == [2.0, 2.0, 2.0]
@@ -43,7 +43,7 @@ def test_the_same_step_of_another_generation_is_another_report(client: Client, j
     assert client.post_gain(job, a_report(5), a_report(5, generation=2))["stored"] == 2
 
 
-def test_the_latest_report_is_that_of_the_highest_generation_then_step(client: Client, job: str) -> None:
+def test_the_latest_report_has_the_highest_generation_then_step(client: Client, job: str) -> None:
     client.post_gain(job, a_report(90, generation=1), a_report(70, generation=2), a_report(60, generation=2))
     client.post_gain(job, a_report(95, generation=1))
     latest = client.get(f"/jobs/{job}/gain")
@@ -51,7 +51,7 @@ def test_the_latest_report_is_that_of_the_highest_generation_then_step(client: C
     assert client.get(f"/jobs/{job}")["latest"]["step"] == 70
 
 
-def test_a_bare_name_is_a_job_of_the_namespace_default(client: Client) -> None:
+def test_a_name_alone_means_the_namespace_default(client: Client) -> None:
     client.post_gain("bare-name", a_report())
     assert client.get("/jobs/default.bare-name/gain")["job"] == "default.bare-name"
 
@@ -61,14 +61,14 @@ def test_the_gain_comes_with_its_efficiency(client: Client, job: str) -> None:
     assert client.get(f"/jobs/{job}/gain")["efficiency"] == 0.75
 
 
-def test_there_are_no_predictions_before_a_job_is_declared_and_measured(client: Client, job: str) -> None:
+def test_predictions_need_a_declaration(client: Client, job: str) -> None:
     client.post_gain(job, a_report())
     assert client.get(f"/jobs/{job}/gain")["predictions"] is None
     client.put(f"/jobs/{job}", SPEC.to_json())
     assert client.get(f"/jobs/{job}/gain")["predictions"]
 
 
-def test_a_declared_job_without_step_times_has_no_predictions(client: Client, job: str) -> None:
+def test_predictions_need_a_step_time(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}", SPEC.to_json())
     client.post_gain(job, a_report(step_time=0.0))
     assert client.get(f"/jobs/{job}/gain")["predictions"] is None
@@ -88,20 +88,20 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
     assert expected
     assert client.get(f"/jobs/{job}/gain")["predictions"] == [
         {
-            "replicas": one.plan.replicas,
-            "local_bsz": one.plan.local_bsz,
-            "accumulation": one.plan.accumulation,
-            "scale": one.scale,
-            "gain": one.gain,
-            "efficiency": one.efficiency,
-            "step_time": one.step_time,
-            "goodput": one.goodput,
+            "replicas": prediction.plan.replicas,
+            "local_bsz": prediction.plan.local_bsz,
+            "accumulation": prediction.plan.accumulation,
+            "scale": prediction.scale,
+            "gain": prediction.gain,
+            "efficiency": prediction.efficiency,
+            "step_time": prediction.step_time,
+            "goodput": prediction.goodput,
         }
-        for one in expected.values()
+        for prediction in expected.values()
     ]
 
 
-def test_the_history_is_thinned_to_the_points_asked_for(client: Client, job: str) -> None:
+def test_the_history_has_at_most_the_requested_points(client: Client, job: str) -> None:
     client.post_gain(job, *[a_report(step) for step in range(1, 1001)])
     for points in (1, 2, 3, 10, 999, 1000, 5000):
         history = client.get(f"/jobs/{job}/gain/history?points={points}")
@@ -116,6 +116,6 @@ def test_the_history_is_thinned_to_the_points_asked_for(client: Client, job: str
 
 def test_the_answer_to_a_report_has_the_active_allocation(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 2})
-    told = client.post_gain(job, a_report())["allocation"]
-    assert told == client.get(f"/jobs/{job}/allocation")
-    assert told["desired"] == {"generation": 1, "replicas": 2}
+    allocation = client.post_gain(job, a_report())["allocation"]
+    assert allocation == client.get(f"/jobs/{job}/allocation")
+    assert allocation["desired"] == {"generation": 1, "replicas": 2}

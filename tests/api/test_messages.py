@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from adascale_api.schemas import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
 from adascale_core.messages import Allocation, GainReport, JobSpec, Message, Registration
 from adascale_core.views import GainView, JobList, JobView
 from api.client import Client, a_registration, a_report

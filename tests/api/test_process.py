@@ -1,4 +1,4 @@
-"""The service as a process: how it starts, refuses to start, survives and ends."""
+"""The service as a process: start, refused starts, crashes and shutdown."""
 
 import random
 import resource
@@ -29,11 +29,11 @@ from api.client import (
 CLIENTS = 16
 
 
-def test_sixteen_clients_at_once_lose_and_double_nothing(service: ServiceProcess, job: str) -> None:
+def test_concurrent_clients_lose_and_duplicate_no_report(service: ServiceProcess, job: str) -> None:
     together = Barrier(CLIENTS)
 
     def post(number: int) -> tuple[int, int]:
-        """Every report twice, once by this client and once by the next; some alone, some in lists."""
+        """Post every report twice, by this client and by the next; some alone, some in lists."""
         stored = repeated = 0
         with Client(service.port) as client:
             together.wait()
@@ -41,8 +41,8 @@ def test_sixteen_clients_at_once_lose_and_double_nothing(service: ServiceProcess
                 steps = [
                     (number + again) % CLIENTS * 1000 + chunk * 5 + i for again in (0, 1) for i in range(5)
                 ]
-                for told in (steps[:3], steps[3:4], steps[4:]):
-                    answer = client.post_gain(job, *[a_report(step) for step in told])
+                for request in (steps[:3], steps[3:4], steps[4:]):
+                    answer = client.post_gain(job, *[a_report(step) for step in request])
                     stored += answer["stored"]
                     repeated += answer["repeated"]
         return stored, repeated
@@ -59,7 +59,9 @@ def test_sixteen_clients_at_once_lose_and_double_nothing(service: ServiceProcess
     assert steps == sorted({client * 1000 + i for client in range(CLIENTS) for i in range(50)})
 
 
-def test_allocations_written_at_once_are_taken_in_one_order(service: ServiceProcess, job: str) -> None:
+def test_of_concurrent_allocations_with_one_generation_a_single_one_is_stored(
+    service: ServiceProcess, job: str
+) -> None:
     together = Barrier(CLIENTS)
 
     def allocate(number: int) -> tuple[int, int]:
@@ -76,7 +78,7 @@ def test_allocations_written_at_once_are_taken_in_one_order(service: ServiceProc
     assert len({replicas for _, replicas in answers}) == 1
 
 
-def test_replicas_that_register_at_once_are_all_known(service: ServiceProcess, job: str) -> None:
+def test_replicas_that_register_concurrently_are_all_stored(service: ServiceProcess, job: str) -> None:
     with Client(service.port) as client:
         client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": CLIENTS})
 
@@ -88,14 +90,14 @@ def test_replicas_that_register_at_once_are_all_known(service: ServiceProcess, j
         versions = list(threads.map(register, range(CLIENTS)))
     assert len(set(versions)) == CLIENTS
     with Client(service.port) as client:
-        told = client.get(f"/jobs/{job}")
-    assert [replica["rank"] for replica in told["replicas"]] == list(range(CLIENTS))
-    assert told["active"]["replicas"] == CLIENTS
+        stored = client.get(f"/jobs/{job}")
+    assert [replica["rank"] for replica in stored["replicas"]] == list(range(CLIENTS))
+    assert stored["active"]["replicas"] == CLIENTS
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)]])
 def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
-    patience = random.Random(seed).randrange(20, 400)
+    reports_before_kill = random.Random(seed).randrange(20, 400)
     answered: dict[int, list[int]] = {number: [] for number in range(CLIENTS)}
 
     def post_until_killed(port: int, number: int) -> None:
@@ -104,7 +106,7 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
             while True:
                 steps = range(step, step + 1 + number % 3)
                 try:
-                    answer = client.post_gain(f"job-{number}", *[a_report(one) for one in steps])
+                    answer = client.post_gain(f"job-{number}", *[a_report(step) for step in steps])
                 except urllib3.exceptions.HTTPError:
                     return
                 assert answer["stored"] == len(steps)
@@ -115,24 +117,24 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
         posting = [threads.submit(post_until_killed, service.port, number) for number in range(CLIENTS)]
         with Client(service.port) as client:
             version = client.put("/jobs/job-0/allocation", {"generation": 7, "replicas": 2})["version"]
-        wait_until(lambda: sum(map(len, answered.values())) >= patience, "enough reports")
+        wait_until(lambda: sum(map(len, answered.values())) >= reports_before_kill, "enough reports")
         service.process.kill()
-        for one in posting:
-            one.result(30)
+        for client_loop in posting:
+            client_loop.result(30)
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         for number, steps in answered.items():
             history = client.get(f"/jobs/job-{number}/gain/history?points=5000")
-            kept = [point["step"] for point in history["points"]]
-            # The last request may have been kept without its answer having arrived.
-            assert kept[: len(steps)] == steps
-            assert len(kept) - len(steps) in (0, 1 + number % 3)
-            assert history["total"] == len(kept)
-            told = client.post_gain(f"job-{number}", *[a_report(step) for step in steps])
-            assert (told["stored"], told["repeated"]) == (0, len(steps))
+            stored = [point["step"] for point in history["points"]]
+            # The last request may have been stored without its answer having arrived.
+            assert stored[: len(steps)] == steps
+            assert len(stored) - len(steps) in (0, 1 + number % 3)
+            assert history["total"] == len(stored)
+            again = client.post_gain(f"job-{number}", *[a_report(step) for step in steps])
+            assert (again["stored"], again["repeated"]) == (0, len(steps))
         assert client.get("/jobs/job-0/allocation")["version"] == version
 
 
-def test_a_full_disk_is_told_and_forgotten_once_there_is_room(tmp_path: Path) -> None:
+def test_writes_fail_with_503_while_the_disk_is_full_and_succeed_afterwards(tmp_path: Path) -> None:
     if not hasattr(resource, "prlimit"):
         pytest.skip("needs prlimit")
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
@@ -140,23 +142,25 @@ def test_a_full_disk_is_told_and_forgotten_once_there_is_room(tmp_path: Path) ->
         no_limit = resource.prlimit(
             service.process.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY)
         )
-        kept = 1
+        stored = 1
         for start in count(1, 100):
             reports = [a_report(step).to_json() for step in range(start, start + 100)]
             answer = client.call("POST", "/jobs/a/gain", reports)
             if answer.status != 200:
                 break
-            kept += 100
+            stored += 100
         assert answer.status == 503
-        assert "the database can't do it now" in answer.body["error"]
-        assert client.get("/jobs/a/gain/history?points=1")["total"] == kept
+        assert "the database is unavailable" in answer.body["error"]
+        assert client.get("/jobs/a/gain/history?points=1")["total"] == stored
         resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, no_limit)
         assert client.call("POST", "/jobs/a/gain", reports).body["stored"] == 100
         assert "Traceback" not in service.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_leaves_when_asked_though_requests_wait(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_service_and_answers_waiting_requests(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with ServiceProcess(tmp_path) as service, ThreadPoolExecutor(4) as threads:
         with Client(service.port) as client:
             now = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
@@ -172,20 +176,20 @@ def test_it_leaves_when_asked_though_requests_wait(tmp_path: Path, number: signa
             assert metric not in str(client.call("GET", "/metrics").body)
         service.process.send_signal(number)
         assert service.process.wait(10) == 0
-        assert [one.result(10) for one in waiting] == [now] * 4
+        assert [request.result(10) for request in waiting] == [now] * 4
         assert "Traceback" not in service.log()
         assert not list(tmp_path.glob("*.db-wal")), "the database was not closed"
 
 
 def open_connections(service: ServiceProcess) -> int:
-    """The connections that the service has accepted."""
+    """Return the number of connections that the service has accepted."""
     folder = Path(f"/proc/{service.process.pid}/fd")
     if not folder.exists():
         pytest.skip("needs /proc")
     return sum(str(entry.readlink()).startswith("socket:") for entry in folder.iterdir()) - 1
 
 
-def test_the_port_file_appears_with_the_port_and_an_old_one_goes(tmp_path: Path) -> None:
+def test_the_port_file_is_replaced_when_the_service_listens(tmp_path: Path) -> None:
     old = tmp_path / "port"
     old.write_text("1\n")
     with ServiceProcess(tmp_path, port_file=old) as service:
@@ -196,7 +200,7 @@ def test_the_port_file_appears_with_the_port_and_an_old_one_goes(tmp_path: Path)
             assert client.get("/readyz") == {"status": "ok"}
 
 
-def test_a_port_in_use_is_told_without_a_traceback(service: ServiceProcess, tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused_without_a_traceback(service: ServiceProcess, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'a.db'}"
     refused = run_service("--port", str(service.port), "--database", url, ADASCALE_TOKEN=TOKEN)
     assert_refused(
@@ -208,57 +212,57 @@ def test_a_port_in_use_is_told_without_a_traceback(service: ServiceProcess, tmp_
     )
 
 
-def test_a_port_file_that_can_not_be_written_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_port_file_that_can_not_be_written_is_refused_without_a_traceback(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'a.db'}"
     options = ["--port", "0", "--database", url, "--port-file", "/nowhere/at/all"]
     refused = run_service(*options, ADASCALE_TOKEN=TOKEN)
     assert_refused(refused.returncode, refused.stderr, "port file /nowhere/at/all can't be written")
 
 
-def assert_refused(code: object, told: str, *words: str) -> None:
-    assert code == 2, told
-    assert "Traceback" not in told
-    for word in words:
-        assert word in told, told
+def assert_refused(code: object, output: str, *parts: str) -> None:
+    assert code == 2, output
+    assert "Traceback" not in output
+    for part in parts:
+        assert part in output, output
 
 
-class Refusal:
-    """Calls the command in this process, which is quicker; it must refuse before it serves."""
+class Command:
+    """Calls the command in this process, which is faster; it must exit before it serves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
 
-    def assert_refuses(self, options: list[str], environ: dict[str, str], *words: str) -> None:
+    def assert_refuses(self, options: list[str], environ: dict[str, str], *parts: str) -> None:
         self._monkeypatch.setattr("sys.argv", ["adascale-api", *options])
         self._monkeypatch.setattr("os.environ", environment(**environ))
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_:
             main()
-        assert_refused(left.value.code, self._capsys.readouterr().err, *words)
+        assert_refused(exit_.value.code, self._capsys.readouterr().err, *parts)
 
 
 @pytest.fixture
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    return Refusal(monkeypatch, capsys)
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "parts"),
     [
-        ("nonsense", ["'nonsense' is not one", "sqlite:///PATH"]),
+        ("nonsense", ["'nonsense' is not valid", "sqlite:///PATH"]),
         ("mysql://somewhere/db", ["mysql://somewhere/db is not supported"]),
         ("postgresql://me:secret@somewhere/db", ["me:***@somewhere", "is not supported"]),
-        ("sqlite://", ["would forget everything"]),
-        ("sqlite:///:memory:", ["would forget everything"]),
+        ("sqlite://", ["would lose all data"]),
+        ("sqlite:///:memory:", ["would lose all data"]),
         ("sqlite:////nowhere/at/all.db", ["can't be opened", "unable to open database file"]),
         ("sqlite:////dev/null/a.db", ["can't be opened"]),
         ("sqlite:///{folder}", ["can't be opened", "unable to open database file"]),
         ("sqlite:///{folder}/no.db", ["can't be opened", "not a database"]),
-        ("sqlite:///{folder}/other.db", ["tables of version 99", "another database"]),
+        ("sqlite:///{folder}/other.db", ["schema version 99", "another database"]),
     ],
 )
-def test_a_database_that_can_not_be_used_is_told_without_a_traceback(
-    tmp_path: Path, refusal: Refusal, url: str, words: list[str]
+def test_an_unusable_database_is_refused_without_a_traceback(
+    tmp_path: Path, command: Command, url: str, parts: list[str]
 ) -> None:
     (tmp_path / "no.db").write_bytes(b"this is no database, but a text" * 100)
     other = sqlite3.connect(tmp_path / "other.db")
@@ -267,13 +271,13 @@ def test_a_database_that_can_not_be_used_is_told_without_a_traceback(
         other.execute("INSERT INTO adascale_schema VALUES (99)")
     other.close()
     options = ["--port", "0", "--database", url.format(folder=tmp_path)]
-    refusal.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, *words)
+    command.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, *parts)
 
 
 @pytest.mark.parametrize(
-    ("options", "environ", "words"),
+    ("options", "environ", "parts"),
     [
-        ([], {}, ["no token", "ADASCALE_TOKEN", "--no-auth"]),
+        ([], {}, ["no token is set", "ADASCALE_TOKEN", "--no-auth"]),
         ([], {"ADASCALE_TOKEN": "two words"}, ["ADASCALE_TOKEN", "visible ASCII"]),
         ([], {"ADASCALE_TOKEN_FILE": "/nowhere/token"}, ["/nowhere/token", "can't be read"]),
         (["--no-auth", "--host", "0.0.0.0"], {}, ["--no-auth", "0.0.0.0", "--host 127.0.0.1"]),
@@ -285,18 +289,18 @@ def test_a_database_that_can_not_be_used_is_told_without_a_traceback(
         (["--port", "http"], {"ADASCALE_TOKEN": TOKEN}, ["--port", "http"]),
     ],
 )
-def test_options_that_can_not_be_followed_are_told_without_a_traceback(
-    tmp_path: Path, refusal: Refusal, options: list[str], environ: dict[str, str], words: list[str]
+def test_unusable_options_are_refused_without_a_traceback(
+    tmp_path: Path, command: Command, options: list[str], environ: dict[str, str], parts: list[str]
 ) -> None:
     port = [] if "--port" in options else ["--port", "0"]
     url = f"sqlite:///{tmp_path / 'a.db'}"
-    refusal.assert_refuses([*port, "--database", url, *options], environ, *words)
+    command.assert_refuses([*port, "--database", url, *options], environ, *parts)
 
 
-def test_the_help_tells_the_options() -> None:
-    told = run_service("--help")
-    assert told.returncode == 0
-    for word in (
+def test_the_help_lists_options_and_variables() -> None:
+    shown = run_service("--help")
+    assert shown.returncode == 0
+    for text in (
         "--host",
         "--database",
         "--port-file",
@@ -304,16 +308,16 @@ def test_the_help_tells_the_options() -> None:
         "ADASCALE_TOKEN_FILE",
         str(DEFAULT_API_PORT),
     ):
-        assert word in told.stdout
+        assert text in shown.stdout
 
 
-def test_without_authentication_everyone_may_write_and_it_is_warned_of(tmp_path: Path) -> None:
+def test_without_authentication_every_client_may_write_and_a_warning_is_logged(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path, "--no-auth", environ={}) as service, Client(service.port, None) as client:
         assert client.post_gain("a", a_report())["stored"] == 1
-        assert "WITHOUT A TOKEN" in service.log()
+        assert "NO AUTHENTICATION" in service.log()
 
 
-def test_protected_reads_need_the_token_and_probes_do_not(tmp_path: Path) -> None:
+def test_protected_reads_need_the_token_but_probes_do_not(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path, "--protect-reads") as service:
         with Client(service.port) as client:
             client.post_gain("a", a_report())
@@ -334,7 +338,7 @@ def test_protected_reads_need_the_token_and_probes_do_not(tmp_path: Path) -> Non
 def test_a_renewed_token_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("first\n")
-    # The file goes before the variable.
+    # The file takes precedence over the variable.
     environ = {"ADASCALE_TOKEN_FILE": str(path), "ADASCALE_TOKEN": "unused"}
     with (
         ServiceProcess(tmp_path, environ=environ) as service,
@@ -346,14 +350,14 @@ def test_a_renewed_token_file_is_read_again(tmp_path: Path) -> None:
             if text is None:
                 path.unlink()
             else:
-                beside = path.with_suffix(".new")
-                beside.write_text(text)
-                beside.replace(path)
+                renewed = path.with_suffix(".new")
+                renewed.write_text(text)
+                renewed.replace(path)
             body = a_report().to_json()
-            statuses.append([one.call("POST", "/jobs/a/gain", body).status for one in (first, second)])
-        # An empty or missing file leaves the token from before.
+            statuses.append([client.call("POST", "/jobs/a/gain", body).status for client in (first, second)])
+        # With an empty or missing file the previous token stays valid.
         assert statuses == [[200, 401], [401, 200], [401, 200], [401, 200]]
-        assert "the token from before stays" in service.log()
+        assert "the previous token stays valid" in service.log()
 
 
 @pytest.mark.parametrize(
@@ -364,7 +368,9 @@ def test_a_renewed_token_file_is_read_again(tmp_path: Path) -> None:
         ("0.0.0.0", ["127.0.0.1"], ["::1"]),
     ],
 )
-def test_ipv6_works_too(tmp_path: Path, host: str, reached: list[str], not_reached: list[str]) -> None:
+def test_the_service_listens_on_ipv4_and_ipv6_as_the_host_says(
+    tmp_path: Path, host: str, reached: list[str], not_reached: list[str]
+) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -380,7 +386,7 @@ def test_ipv6_works_too(tmp_path: Path, host: str, reached: list[str], not_reach
                 socket.create_connection((address, service.port))
 
 
-def test_metrics_tell_the_jobs_and_the_requests(service: ServiceProcess, client: Client, job: str) -> None:
+def test_metrics_cover_the_jobs_and_the_requests(service: ServiceProcess, client: Client, job: str) -> None:
     client.post_gain(job, a_report(1), a_report(2, gain=3.0, progress=5.0))
     client.call("GET", "/somewhere/else")
     answer = client.call("GET", "/metrics")

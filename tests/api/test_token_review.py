@@ -1,4 +1,4 @@
-"""Tokens of service accounts: who may do what, and what is remembered of reviews for how long."""
+"""Service account tokens: roles, error messages, and the cache of token reviews."""
 
 import asyncio
 import base64
@@ -14,11 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_api import cli
-from adascale_api import reviews as reviews_module
-from adascale_api.auth import Right
+from adascale_api import token_review_cache as cache_module
+from adascale_api.authorization import Role
 from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError
-from adascale_api.reviews import ACCEPTED_FOR, PAUSE, REFUSED_FOR, TRUSTED_FOR, Review
-from adascale_api.token_review import InvalidAccountError, TokenReviewer, read_claims
+from adascale_api.service_accounts import InvalidAccountError, ServiceAccountAuthorizer
+from adascale_api.token_claims import read_claims
+from adascale_api.token_review_cache import (
+    ACCEPTED_TTL,
+    OUTAGE_TTL,
+    REJECTED_TTL,
+    RETRY_INTERVAL,
+    TokenReviewResult,
+)
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Client, ServiceProcess, a_report
@@ -29,170 +36,183 @@ OPERATOR = "system:serviceaccount:adascale-system:adascale-controller"
 WORKER = "system:serviceaccount:team-a:default"
 
 
-def a_token(*audiences: str, expires_at: float = 10_000, about: object = None) -> str:
-    """As a cluster makes them, but for the signature."""
-    return jwt({"aud": list(audiences), "exp": expires_at, "about": about})
+def a_token(*audiences: str, expires_at: float = 10_000, nonce: object = None) -> str:
+    """A token like those of a cluster, with an arbitrary signature."""
+    return jwt({"aud": list(audiences), "exp": expires_at, "nonce": nonce})
 
 
 def jwt(payload: object) -> str:
-    parts = (base64.urlsafe_b64encode(json.dumps(one).encode()) for one in ({"alg": "RS256"}, payload))
+    parts = (base64.urlsafe_b64encode(json.dumps(part).encode()) for part in ({"alg": "RS256"}, payload))
     return ".".join([*(part.decode().rstrip("=") for part in parts), "c2lnbmF0dXJl"])
 
 
 class Cluster:
-    """Reviews tokens as it is told, with clocks that are set by hand; counts what it is asked."""
+    """A cluster that reviews every token with the same result, with a clock that the test sets."""
 
     def __init__(self, user: str | None = WORKER) -> None:
         self.user = user
         self.now = 1000.0
-        self.asked: list[tuple[str, tuple[str, ...]]] = []
-        self.is_away = False
+        self.reviews: list[tuple[str, tuple[str, ...]]] = []
+        self.is_down = False
         self.gate: asyncio.Event | None = None
-        self.reviewer = TokenReviewer(self.review, clock=lambda: self.now, monotonic=lambda: self.now)
+        self.authorizer = ServiceAccountAuthorizer(self, clock=lambda: self.now, monotonic=lambda: self.now)
 
-    async def review(self, token: str, audiences: Sequence[str]) -> Review:
-        self.asked.append((token, tuple(audiences)))
+    async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
+        self.reviews.append((token, tuple(audiences)))
         if self.gate is not None:
             await self.gate.wait()
-        if self.is_away:
-            raise UnavailableError("nobody answers")
+        if self.is_down:
+            raise UnavailableError("no answer")
         if self.user is None:
-            return Review(None, problem="it is revoked")
-        return Review(self.user, tuple(audiences))
+            return TokenReviewResult(None, error="token is revoked")
+        return TokenReviewResult(self.user, tuple(audiences))
 
-    async def require(self, token: str, right: Right = Right.WORK, job: str | None = JOB) -> None:
-        await self.reviewer.require(token, right, job)
+    async def close(self) -> None:
+        """Do nothing."""
 
-    async def refusal(
-        self, token: str, right: Right = Right.WORK, job: str | None = JOB
-    ) -> RequestError | None:
+    async def authorize(self, token: str, role: Role = Role.WORKER, job: str | None = JOB) -> None:
+        await self.authorizer.authorize(token, role, job)
+
+    async def error(self, token: str, role: Role = Role.WORKER, job: str | None = JOB) -> RequestError | None:
         try:
-            await self.require(token, right, job)
+            await self.authorize(token, role, job)
         except RequestError as error:
             return error
         return None
 
-    async def status(self, token: str, right: Right = Right.WORK, job: str | None = JOB) -> int:
-        refused = await self.refusal(token, right, job)
-        return 200 if refused is None else refused.status
+    async def status(self, token: str, role: Role = Role.WORKER, job: str | None = JOB) -> int:
+        error = await self.error(token, role, job)
+        return 200 if error is None else error.status
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def whole() -> None:
+    async def run_test() -> None:
         await test()
 
-    asyncio.run(whole())
+    asyncio.run(run_test())
 
 
-# -- who may do what ------------------------------------------------------------------------------------
+# -- roles ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("user", "audience", "right", "job", "status"),
+    ("user", "audience", "role", "job", "status"),
     [
-        # the operator: everything
-        (OPERATOR, API_AUDIENCE, Right.CONTROL, JOB, 200),
-        (OPERATOR, API_AUDIENCE, Right.WORK, JOB, 200),
-        (OPERATOR, API_AUDIENCE, Right.READ, JOB, 200),
-        (OPERATOR, API_AUDIENCE, Right.READ, None, 200),
-        # the operator's account, with a token that is for a job in another namespace
-        (OPERATOR, job_audience(JOB), Right.CONTROL, JOB, 403),
-        (OPERATOR, job_audience(JOB), Right.WORK, JOB, 403),
+        # the operator has every role
+        (OPERATOR, API_AUDIENCE, Role.CONTROLLER, JOB, 200),
+        (OPERATOR, API_AUDIENCE, Role.WORKER, JOB, 200),
+        (OPERATOR, API_AUDIENCE, Role.READER, JOB, 200),
+        (OPERATOR, API_AUDIENCE, Role.READER, None, 200),
+        # the operator's account, with the audience of a job in another namespace
+        (OPERATOR, job_audience(JOB), Role.CONTROLLER, JOB, 403),
+        (OPERATOR, job_audience(JOB), Role.WORKER, JOB, 403),
         # a worker of the job
-        (WORKER, job_audience(JOB), Right.WORK, JOB, 200),
-        (WORKER, job_audience(JOB), Right.READ, JOB, 200),
-        (WORKER, job_audience(JOB), Right.CONTROL, JOB, 403),
-        (WORKER, job_audience(JOB), Right.READ, None, 403),
-        ("system:serviceaccount:team-a:trainer", job_audience(JOB), Right.WORK, JOB, 200),
-        # of another job, of the same name elsewhere, of a name that begins alike
-        (WORKER, job_audience("team-a.other"), Right.WORK, JOB, 403),
-        (WORKER, job_audience("team-b.digits"), Right.WORK, JOB, 403),
-        (WORKER, job_audience("team-b.digits"), Right.WORK, "team-b.digits", 403),
-        (WORKER, job_audience(JOB), Right.WORK, "team-a.digits-2", 403),
-        # for the job, but of an account elsewhere
-        ("system:serviceaccount:team-b:default", job_audience(JOB), Right.WORK, JOB, 403),
-        ("system:serviceaccount:team-a-b:default", job_audience(JOB), Right.WORK, JOB, 403),
-        ("system:serviceaccount:team:a:default", job_audience(JOB), Right.WORK, JOB, 403),
-        ("team-a", job_audience(JOB), Right.WORK, JOB, 403),
-        ("system:admin", job_audience(JOB), Right.WORK, JOB, 403),
-        # for the operator's audience, but of another account
-        (WORKER, API_AUDIENCE, Right.CONTROL, JOB, 403),
-        (WORKER, API_AUDIENCE, Right.WORK, JOB, 403),
-        ("adascale-system:adascale-controller", API_AUDIENCE, Right.CONTROL, JOB, 403),
+        (WORKER, job_audience(JOB), Role.WORKER, JOB, 200),
+        (WORKER, job_audience(JOB), Role.READER, JOB, 200),
+        (WORKER, job_audience(JOB), Role.CONTROLLER, JOB, 403),
+        (WORKER, job_audience(JOB), Role.READER, None, 403),
+        ("system:serviceaccount:team-a:trainer", job_audience(JOB), Role.WORKER, JOB, 200),
+        # a worker of another job, of a job with this name in another namespace, of a job with this prefix
+        (WORKER, job_audience("team-a.other"), Role.WORKER, JOB, 403),
+        (WORKER, job_audience("team-b.digits"), Role.WORKER, JOB, 403),
+        (WORKER, job_audience("team-b.digits"), Role.WORKER, "team-b.digits", 403),
+        (WORKER, job_audience(JOB), Role.WORKER, "team-a.digits-2", 403),
+        # the job's audience, with an account in another namespace
+        ("system:serviceaccount:team-b:default", job_audience(JOB), Role.WORKER, JOB, 403),
+        ("system:serviceaccount:team-a-b:default", job_audience(JOB), Role.WORKER, JOB, 403),
+        ("system:serviceaccount:team:a:default", job_audience(JOB), Role.WORKER, JOB, 403),
+        ("team-a", job_audience(JOB), Role.WORKER, JOB, 403),
+        ("system:admin", job_audience(JOB), Role.WORKER, JOB, 403),
+        # the operator's audience, with another account
+        (WORKER, API_AUDIENCE, Role.CONTROLLER, JOB, 403),
+        (WORKER, API_AUDIENCE, Role.WORKER, JOB, 403),
+        ("adascale-system:adascale-controller", API_AUDIENCE, Role.CONTROLLER, JOB, 403),
         (
             "system:serviceaccount:adascale-system:adascale-controller-2",
             API_AUDIENCE,
-            Right.CONTROL,
+            Role.CONTROLLER,
             JOB,
             403,
         ),
-        # that the cluster does not know, or that is for others
-        (None, job_audience(JOB), Right.WORK, JOB, 401),
-        (WORKER, "https://kubernetes.default.svc", Right.WORK, JOB, 401),
-        (OPERATOR, "adascale.dev/api/", Right.CONTROL, JOB, 401),
+        # a token that the cluster rejects, or with the audience of another service
+        (None, job_audience(JOB), Role.WORKER, JOB, 401),
+        (WORKER, "https://kubernetes.default.svc", Role.WORKER, JOB, 401),
+        (OPERATOR, "adascale.dev/api/", Role.CONTROLLER, JOB, 401),
     ],
 )
-def test_who_may_do_what(user: str | None, audience: str, right: Right, job: str | None, status: int) -> None:
+def test_a_token_has_the_roles_of_its_account_and_audience(
+    user: str | None, audience: str, role: Role, job: str | None, status: int
+) -> None:
     async def test() -> None:
-        assert await Cluster(user).status(a_token(audience), right, job) == status
+        assert await Cluster(user).status(a_token(audience), role, job) == status
 
     run(test)
 
 
 def test_only_audiences_that_the_cluster_confirms_count() -> None:
-    async def confirm_one(token: str, audiences: Sequence[str]) -> Review:
-        return Review(WORKER, ("adascale.dev/jobs/team-a.other",))
+    class OneAudience(Cluster):
+        async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
+            return TokenReviewResult(WORKER, ("adascale.dev/jobs/team-a.other",))
 
     async def test() -> None:
-        reviewer = TokenReviewer(confirm_one, clock=lambda: 0.0)
+        authorizer = OneAudience().authorizer
         token = a_token(job_audience(JOB), "adascale.dev/jobs/team-a.other", "https://example.org")
-        await reviewer.require(token, Right.WORK, "team-a.other")
+        await authorizer.authorize(token, Role.WORKER, "team-a.other")
         with pytest.raises(ForbiddenError):
-            await reviewer.require(token, Right.WORK, JOB)
+            await authorizer.authorize(token, Role.WORKER, JOB)
 
     run(test)
 
 
-def test_a_token_is_reviewed_for_our_audiences_alone() -> None:
+def test_a_token_is_reviewed_only_for_the_services_audiences() -> None:
     async def test() -> None:
         cluster = Cluster()
-        await cluster.require(a_token("https://example.org", job_audience(JOB), API_AUDIENCE))
-        assert cluster.asked[0][1] == (job_audience(JOB), API_AUDIENCE)
+        await cluster.authorize(a_token("https://example.org", job_audience(JOB), API_AUDIENCE))
+        assert cluster.reviews[0][1] == (job_audience(JOB), API_AUDIENCE)
 
     run(test)
 
 
-def test_a_refusal_says_what_was_got_and_what_is_needed() -> None:
+def test_an_error_names_the_token_and_what_is_required() -> None:
     async def test() -> None:
         cluster = Cluster()
-        told = str(await cluster.refusal(a_token(job_audience("team-a.other"))))
-        assert told == (
-            "the token, of team-a:default for adascale.dev/jobs/team-a.other, is not enough: working for "
-            "team-a.digits needs one of namespace team-a for adascale.dev/jobs/team-a.digits, or one of "
-            "adascale-system:adascale-controller for adascale.dev/api. Nothing was done"
+        message = str(await cluster.error(a_token(job_audience("team-a.other"))))
+        assert message == (
+            "the token of team-a:default with the audience adascale.dev/jobs/team-a.other may not report for "
+            "team-a.digits: send a token of a service account in namespace team-a with the audience "
+            "adascale.dev/jobs/team-a.digits, or a token of adascale-system:adascale-controller with the "
+            "audience adascale.dev/api. Nothing was stored"
         )
-        told = str(await cluster.refusal(a_token(job_audience(JOB)), Right.CONTROL))
-        assert told.endswith(
-            "needs one of adascale-system:adascale-controller for adascale.dev/api. Nothing was done"
+        message = str(await cluster.error(a_token(job_audience(JOB)), Role.CONTROLLER))
+        assert message == (
+            "the token of team-a:default with the audience adascale.dev/jobs/team-a.digits may not control "
+            "team-a.digits: send a token of adascale-system:adascale-controller with the audience "
+            "adascale.dev/api. Nothing was stored"
         )
-        assert "the token has expired, 40 s ago" in str(
-            await cluster.refusal(a_token(job_audience(JOB), expires_at=960))
+        message = str(await cluster.error("garbage", Role.CONTROLLER))
+        assert message == (
+            "not a service account token: send a token of adascale-system:adascale-controller with the "
+            "audience adascale.dev/api"
         )
+        message = str(await cluster.error(a_token("https://example.org"), Role.CONTROLLER))
+        assert message.startswith("the token has the audience https://example.org: send a token of ")
+        message = str(await cluster.error(a_token(job_audience(JOB), expires_at=960)))
+        assert message.startswith("the token expired 40 s ago: ")
         cluster.user = None
-        assert str(await cluster.refusal(a_token(job_audience(JOB), about=2))) == (
-            "the cluster does not accept the token: it is revoked"
+        assert str(await cluster.error(a_token(job_audience(JOB), nonce=2))) == (
+            "the Kubernetes API rejects the token: token is revoked"
         )
 
     run(test)
 
 
 @pytest.mark.parametrize("name", ["", "a", "a:", ":b", "a:b:c"])
-def test_an_account_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_account_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidAccountError, match="must be NAMESPACE:NAME"):
-        TokenReviewer(Cluster().review, name)
+        ServiceAccountAuthorizer(Cluster(), name)
 
 
-# -- what is not even asked for -------------------------------------------------------------------------
+# -- tokens that are refused without a review -----------------------------------------------------------
 
 GARBAGE: list[Any] = [
     "garbage",
@@ -210,75 +230,75 @@ GARBAGE: list[Any] = [
     jwt({"aud": API_AUDIENCE, "exp": None}),
     jwt({"aud": [API_AUDIENCE, 7], "exp": 10_000}),
     jwt({"aud": {API_AUDIENCE: 1}, "exp": 10_000}),
-    a_token(API_AUDIENCE, about="x" * 20_000),
+    a_token(API_AUDIENCE, nonce="x" * 20_000),
     "e30." + base64.urlsafe_b64encode(b"[" * 9000).decode().rstrip("=") + ".c2ln",
 ]
 
 
 @pytest.mark.parametrize("token", GARBAGE, ids=range(len(GARBAGE)))
-def test_what_is_no_token_of_an_account_is_refused_without_asking(token: str) -> None:
+def test_text_that_is_not_a_service_account_token_is_refused_without_a_review(token: str) -> None:
     async def test() -> None:
         cluster = Cluster(OPERATOR)
-        assert isinstance(await cluster.refusal(token), UnauthorizedError)
-        assert cluster.asked == []
+        assert isinstance(await cluster.error(token), UnauthorizedError)
+        assert cluster.reviews == []
 
     run(test)
 
 
 @given(st.text(max_size=60) | st.builds("{}.{}.{}".format, *[st.text("ab-_=e3", min_size=1)] * 3))
-def test_any_text_is_read(text: str) -> None:
+def test_claims_are_read_from_any_text_without_an_exception(text: str) -> None:
     read_claims(text)
 
 
-def test_a_token_that_says_itself_that_it_has_expired_is_refused_without_asking() -> None:
+def test_an_expired_token_is_refused_without_a_review() -> None:
     async def test() -> None:
         cluster = Cluster()
         assert await cluster.status(a_token(job_audience(JOB), expires_at=1000)) == 401
-        assert cluster.asked == []
+        assert cluster.reviews == []
 
     run(test)
 
 
-# -- what is remembered ---------------------------------------------------------------------------------
+# -- the cache ------------------------------------------------------------------------------------------
 
 
-def test_an_accepted_token_is_asked_for_once_a_minute() -> None:
+def test_an_accepted_token_is_reviewed_once_a_minute() -> None:
     async def test() -> None:
         cluster, token = Cluster(), a_token(job_audience(JOB))
-        for seconds in (0, 1, ACCEPTED_FOR - 3):
+        for seconds in (0, 1, ACCEPTED_TTL - 3):
             cluster.now += seconds
             assert await cluster.status(token) == 200
-            assert await cluster.status(token, Right.CONTROL) == 403
-            assert len(cluster.asked) == 1
+            assert await cluster.status(token, Role.CONTROLLER) == 403
+            assert len(cluster.reviews) == 1
         cluster.now += 1
         cluster.user = None
         assert await cluster.status(token) == 200
         cluster.now += 1
         assert await cluster.status(token) == 401
-        assert len(cluster.asked) == 2
+        assert len(cluster.reviews) == 2
 
     run(test)
 
 
-def test_a_refused_token_is_asked_for_again_after_some_seconds() -> None:
+def test_a_rejected_token_is_reviewed_again_after_some_seconds() -> None:
     async def test() -> None:
         cluster, token = Cluster(None), a_token(job_audience(JOB))
         assert await cluster.status(token) == 401
         cluster.user = WORKER
-        cluster.now += REFUSED_FOR - 0.1
+        cluster.now += REJECTED_TTL - 0.1
         assert await cluster.status(token) == 401
         cluster.now += 0.1
         assert await cluster.status(token) == 200
-        assert len(cluster.asked) == 2
+        assert len(cluster.reviews) == 2
 
     run(test)
 
 
-def test_nothing_remembered_outlives_the_token_itself() -> None:
+def test_a_cached_review_does_not_outlive_the_token() -> None:
     async def test() -> None:
         cluster, token = Cluster(), a_token(job_audience(JOB), expires_at=1030)
         assert await cluster.status(token) == 200
-        cluster.is_away = True
+        cluster.is_down = True
         cluster.now = 1029.9
         assert await cluster.status(token) == 200
         cluster.now = 1030
@@ -287,101 +307,103 @@ def test_nothing_remembered_outlives_the_token_itself() -> None:
     run(test)
 
 
-def test_requests_at_the_same_time_ask_once_also_when_the_first_is_given_up() -> None:
+def test_concurrent_requests_share_a_review_even_if_the_first_is_cancelled() -> None:
     async def test() -> None:
         cluster, token = Cluster(), a_token(job_audience(JOB))
         cluster.gate = asyncio.Event()
         waiting = [asyncio.create_task(cluster.status(token)) for _ in range(20)]
-        other = asyncio.create_task(cluster.status(a_token(job_audience(JOB), about=2)))
+        other = asyncio.create_task(cluster.status(a_token(job_audience(JOB), nonce=2)))
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.sleep(0)
         cluster.gate.set()
         assert await asyncio.gather(*waiting[1:], other) == 20 * [200]
         assert waiting[0].cancelled()
-        assert len(cluster.asked) == 2
+        assert len(cluster.reviews) == 2
 
     run(test)
 
 
-def test_while_nobody_answers_accepted_tokens_stay_good_for_some_minutes_and_no_other_is() -> None:
+def test_during_an_outage_only_accepted_tokens_stay_valid_for_some_minutes() -> None:
     async def test() -> None:
-        cluster, token, stranger = Cluster(), a_token(job_audience(JOB)), a_token(job_audience(JOB), about=2)
+        cluster, token, unknown = Cluster(), a_token(job_audience(JOB)), a_token(job_audience(JOB), nonce=2)
         assert await cluster.status(token) == 200
-        cluster.is_away = True
-        assert await cluster.status(stranger) == 503
-        cluster.now += ACCEPTED_FOR + TRUSTED_FOR - 0.1
+        cluster.is_down = True
+        assert await cluster.status(unknown) == 503
+        cluster.now += ACCEPTED_TTL + OUTAGE_TTL - 0.1
         assert await cluster.status(token) == 200
         cluster.now += 0.1
-        refused = await cluster.refusal(token)
+        refused = await cluster.error(token)
         assert isinstance(refused, UnavailableError)
-        assert str(refused) == "nobody answers; nothing was done, try again"
+        assert str(refused) == "no answer; nothing was stored, try again"
         assert refused.headers["Retry-After"] == "5"
-        cluster.is_away = False
-        cluster.now += PAUSE
+        cluster.is_down = False
+        cluster.now += RETRY_INTERVAL
         assert await cluster.status(token) == 200
-        assert await cluster.status(stranger) == 200
+        assert await cluster.status(unknown) == 200
 
     run(test)
 
 
-def test_while_nobody_answers_it_is_tried_now_and_then_only() -> None:
+def test_during_an_outage_reviews_are_retried_at_an_interval() -> None:
     async def test() -> None:
         cluster = Cluster()
-        cluster.is_away = True
+        cluster.is_down = True
         for number in range(10):
-            assert await cluster.status(a_token(job_audience(JOB), about=number)) == 503
-        assert len(cluster.asked) == 1
-        cluster.now += PAUSE
-        cluster.is_away = False
-        assert await cluster.status(a_token(job_audience(JOB), about=1)) == 200
+            assert await cluster.status(a_token(job_audience(JOB), nonce=number)) == 503
+        assert len(cluster.reviews) == 1
+        cluster.now += RETRY_INTERVAL
+        cluster.is_down = False
+        assert await cluster.status(a_token(job_audience(JOB), nonce=1)) == 200
 
     run(test)
 
 
-def test_a_token_that_was_refused_is_not_good_while_nobody_answers() -> None:
+def test_a_rejected_token_is_not_valid_during_an_outage() -> None:
     async def test() -> None:
         cluster, token = Cluster(), a_token(job_audience(JOB))
         assert await cluster.status(token) == 200
         cluster.user = None
-        cluster.now += ACCEPTED_FOR
+        cluster.now += ACCEPTED_TTL
         assert await cluster.status(token) == 401
-        cluster.is_away = True
-        cluster.now += REFUSED_FOR
+        cluster.is_down = True
+        cluster.now += REJECTED_TTL
         assert await cluster.status(token) == 503
 
     run(test)
 
 
-def test_memory_is_bounded_and_refused_tokens_push_out_no_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reviews_module, "MAX_REMEMBERED", 5)
+def test_the_cache_is_bounded_and_rejected_tokens_evict_no_accepted_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_ENTRIES", 5)
 
     async def test() -> None:
         cluster, good = Cluster(), a_token(job_audience(JOB))
         assert await cluster.status(good) == 200
         cluster.user = None
-        strangers = [a_token(job_audience(JOB), about=number) for number in range(20)]
-        for stranger in strangers:
-            assert await cluster.status(stranger) == 401
-        cluster.is_away = True
+        unknown_tokens = [a_token(job_audience(JOB), nonce=number) for number in range(20)]
+        for unknown in unknown_tokens:
+            assert await cluster.status(unknown) == 401
+        cluster.is_down = True
         assert await cluster.status(good) == 200
-        assert await cluster.status(strangers[-1]) == 401
-        assert await cluster.status(strangers[0]) == 503, "forgotten"
-        cluster.is_away, cluster.user = False, WORKER
-        cluster.now += PAUSE
+        assert await cluster.status(unknown_tokens[-1]) == 401
+        assert await cluster.status(unknown_tokens[0]) == 503, "evicted"
+        cluster.is_down, cluster.user = False, WORKER
+        cluster.now += RETRY_INTERVAL
         for number in range(100, 105):
-            assert await cluster.status(a_token(job_audience(JOB), about=number)) == 200
+            assert await cluster.status(a_token(job_audience(JOB), nonce=number)) == 200
         cluster.user = None
-        assert await cluster.status(good) == 401, "the one that was used longest ago is forgotten"
+        assert await cluster.status(good) == 401, "the least recently used token is evicted"
 
     run(test)
 
 
-def test_tokens_themselves_are_not_kept() -> None:
+def test_the_cache_does_not_contain_tokens() -> None:
     async def test() -> None:
         cluster, token = Cluster(), a_token(job_audience(JOB))
         assert await cluster.status(token) == 200
-        assert token not in repr(vars(cluster.reviewer._reviews))
+        assert token not in repr(vars(cluster.authorizer._cache))
 
     run(test)
 
@@ -389,8 +411,8 @@ def test_tokens_themselves_are_not_kept() -> None:
 # -- as a process ---------------------------------------------------------------------------------------
 
 
-def kubeconfig_of(folder: Path, server: str) -> str:
-    """A kubeconfig that names a server."""
+def write_kubeconfig(folder: Path, server: str) -> str:
+    """Write a kubeconfig for a server, and return its path."""
     path = folder / "kubeconfig"
     path.write_text(
         json.dumps(
@@ -407,14 +429,14 @@ def kubeconfig_of(folder: Path, server: str) -> str:
     return str(path)
 
 
-def test_with_the_kubernetes_api_away_unknown_tokens_are_told_to_try_again(tmp_path: Path) -> None:
-    environ = {"KUBECONFIG": kubeconfig_of(tmp_path, f"https://127.0.0.1:{free_port()}")}
+def test_without_the_kubernetes_api_the_service_answers_503_with_retry_after(tmp_path: Path) -> None:
+    environ = {"KUBECONFIG": write_kubeconfig(tmp_path, f"https://127.0.0.1:{free_port()}")}
     token = a_token(job_audience(JOB), expires_at=2**40)
     with ServiceProcess(tmp_path, "--token-review", environ=environ) as service:
         with Client(service.port, token) as client:
             answer = client.call("POST", f"/jobs/{JOB}/gain", a_report().to_json())
             assert answer.status == 503
-            assert "the Kubernetes API, which reviews tokens, does not answer" in answer.body["error"]
+            assert "the Kubernetes API does not answer, so tokens can't be reviewed" in answer.body["error"]
             assert answer.headers["retry-after"] == "5"
             assert client.get("/jobs")["jobs"] == []
         service.process.terminate()
@@ -431,8 +453,8 @@ def test_with_the_kubernetes_api_away_unknown_tokens_are_told_to_try_again(tmp_p
         ([], {"ADASCALE_TOKEN": "a"}, "--token-review and ADASCALE_TOKEN contradict each other"),
         ([], {"ADASCALE_TOKEN_FILE": "/a"}, "--token-review and ADASCALE_TOKEN_FILE contradict each other"),
         (["--controller-account", "a"], {"KUBECONFIG": "{}"}, "must be NAMESPACE:NAME"),
-        ([], {"KUBECONFIG": "/no/such/file"}, "there is no cluster that could review tokens"),
-        ([], {"KUBECONFIG": "/dev/null"}, "there is no cluster that could review tokens"),
+        ([], {"KUBECONFIG": "/no/such/file"}, "no cluster is configured to review tokens"),
+        ([], {"KUBECONFIG": "/dev/null"}, "no cluster is configured to review tokens"),
         ([], {}, "Service host/port is not set.; run this in a pod, or set KUBECONFIG"),
         (
             [],
@@ -441,7 +463,7 @@ def test_with_the_kubernetes_api_away_unknown_tokens_are_told_to_try_again(tmp_p
         ),
     ],
 )
-def test_what_cannot_be_followed_is_told(
+def test_unusable_options_are_refused_with_the_reason(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
@@ -451,8 +473,8 @@ def test_what_cannot_be_followed_is_told(
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "ADASCALE_TOKEN", "ADASCALE_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
-        told = kubeconfig_of(tmp_path, "https://127.0.0.1:1") if value == "{}" else value
-        monkeypatch.setenv(name, told)
+        setting = write_kubeconfig(tmp_path, "https://127.0.0.1:1") if value == "{}" else value
+        monkeypatch.setenv(name, setting)
     with pytest.raises(AdaScaleError, match=re.escape(message)) as refused:
-        cli.serve(cli._parser().parse_args(["--token-review", *options]), os.environ)
+        cli.run(["--token-review", *options], os.environ)
     assert refused.value.exit_code == 2

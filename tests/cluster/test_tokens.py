@@ -151,7 +151,8 @@ def test_what_a_token_is_not_good_for_is_refused_and_changes_nothing(
         # Nobody without the operator's token moves a job, not even its own workers.
         answer = call(service, worker, job, name)
         assert (answer.status, name) == (403, name)
-        assert f"needs one of {namespace}:operator for adascale.dev/api" in answer.body["error"]
+        required = f"send a token of {namespace}:operator with the audience adascale.dev/api"
+        assert required in answer.body["error"]
     assert jobs(service) == before
     assert token_is_not_told(service, [worker, *filter(None, unauthorized.values()), *forbidden.values()])
 
@@ -212,7 +213,7 @@ def test_a_service_that_may_not_review_says_which_right_it_needs(
     with reviewing(tmp_path, str(own), f"{namespace}:operator") as service:
         answer = call(service, worker, job, "report")
         assert answer.status == 503
-        assert "its account needs the right to create tokenreviews" in answer.body["error"]
+        assert "its account needs permission to create tokenreviews" in answer.body["error"]
         assert answer.headers["retry-after"] == "5"
         assert jobs(service)["jobs"] == []
         rights.create_cluster_role_binding(binding)
@@ -220,4 +221,4 @@ def test_a_service_that_may_not_review_says_which_right_it_needs(
             wait_until(lambda: call(service, worker, job, "report").status == 200, "its being allowed to")
         finally:
             rights.delete_cluster_role_binding(binding.metadata.name)  # type: ignore[union-attr, arg-type]
-        assert "tokens are reviewed again" in service.log()
+        assert "the Kubernetes API reviews tokens again" in service.log()

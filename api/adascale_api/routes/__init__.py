@@ -1,1 +1,1 @@
-"""The calls: each reads its parameters, calls the store or the core, and answers."""
+"""The routes of the service. Each reads its parameters, calls the store or the core, and answers."""

@@ -1,18 +1,18 @@
-"""What the calls share: the service, the job in the path, who may call, and the errors they may answer."""
+"""What the routes share: the service, the job in the path, the required role, and error responses."""
 
 from typing import Annotated, Any
 
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from adascale_api.auth import Right
+from adascale_api.authorization import Role
 from adascale_api.errors import ErrorBody, UnauthorizedError
 from adascale_api.service import Service
 from adascale_core.job_id import parse_job_id
 
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"
-"""Tells in the OpenAPI text what `parse_job_id` accepts."""
+"""The job ids that `parse_job_id` accepts, for the OpenAPI document."""
 
 
 async def _service(request: Request) -> Service:
@@ -27,7 +27,7 @@ async def _job_id(
     job: Annotated[
         str,
         Path(
-            description="`<namespace>.<name>`, or a bare name in the namespace `default`.",
+            description="`<namespace>.<name>`, or a name in the namespace `default`.",
             examples=["default.digits", "digits"],
             json_schema_extra={"pattern": JOB_ID_PATTERN, "maxLength": 127},
         ),
@@ -38,53 +38,52 @@ async def _job_id(
 
 JobId = Annotated[str, Depends(_job_id)]
 
-_bearer = HTTPBearer(auto_error=False, description="The token of the run, or of the service account.")
+_bearer = HTTPBearer(auto_error=False, description="The shared token, or the token of a service account.")
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
-async def may_work(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Let only those on who may tell what workers of the job in the path do."""
-    await _require(Right.WORK, request, service, credentials)
-
-
-async def may_control(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Let only those on who may decide on the job in the path."""
-    await _require(Right.CONTROL, request, service, credentials)
-
-
-async def may_read(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Let only those on who may read; that is everyone, unless the service was told otherwise."""
+async def require_reader(request: Request, service: ServiceOf, credentials: Credentials) -> None:
+    """Refuse a request without the role reader, if the service protects reads."""
     if service.protect_reads:
-        await _require(Right.READ, request, service, credentials)
+        await _require(Role.READER, request, service, credentials)
+
+
+async def require_worker(request: Request, service: ServiceOf, credentials: Credentials) -> None:
+    """Refuse a request without the role worker for the job in the path."""
+    await _require(Role.WORKER, request, service, credentials)
+
+
+async def require_controller(request: Request, service: ServiceOf, credentials: Credentials) -> None:
+    """Refuse a request without the role controller for the job in the path."""
+    await _require(Role.CONTROLLER, request, service, credentials)
 
 
 async def _require(
-    right: Right, request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
+    role: Role, request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
 ) -> None:
-    if service.authenticator is None:
+    if service.authorizer is None:
         return
     if credentials is None:
-        raise UnauthorizedError("a token is needed: send the header `Authorization: Bearer TOKEN`")
+        raise UnauthorizedError("missing token: send the header `Authorization: Bearer TOKEN`")
     job = request.path_params.get("job")
-    await service.authenticator.require(credentials.credentials, right, parse_job_id(job) if job else None)
+    await service.authorizer.authorize(credentials.credentials, role, parse_job_id(job) if job else None)
 
 
-READ = [Depends(may_read)]
-WORK = [Depends(may_work)]
-CONTROL = [Depends(may_control)]
+READER = [Depends(require_reader)]
+WORKER = [Depends(require_worker)]
+CONTROLLER = [Depends(require_controller)]
 
-_MEANING = {
-    401: "No token, or one that is not accepted.",
-    403: "A token that is good, but not for this.",
-    404: "The job is unknown, or has no report yet.",
+_DESCRIPTIONS = {
+    401: "The token is missing or not valid.",
+    403: "The token is valid, but not for this job or operation.",
+    404: "The job does not exist, or has no report yet.",
     413: "The body is too large.",
-    415: "The body is not JSON by its content type.",
-    422: "A parameter or a field of the body is not what it must be. Nothing was stored.",
-    503: "The database can't do it now, or nobody can say whether the token is good. Nothing was stored; "
-    "try again.",
+    415: "The content type of the body is not JSON.",
+    422: "A parameter or a field of the body is not valid. Nothing was stored.",
+    503: "The database is unavailable, or the token can't be checked now. Nothing was stored; try again.",
 }
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The descriptions of error answers, for a route's `responses`."""
-    return {status: {"model": ErrorBody, "description": _MEANING[status]} for status in statuses}
+    """Return the descriptions of error responses, for a route's `responses`."""
+    return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}

@@ -1,4 +1,4 @@
-"""Reports of the gain: posted by workers, read by whoever wants to know."""
+"""Gain reports, which workers post, and predictions from them."""
 
 from functools import partial
 from typing import Annotated
@@ -6,11 +6,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from sqlalchemy import Connection
 
-from adascale_api import store
-from adascale_api.bodies import ReportsBody
-from adascale_api.routes.common import READ, WORK, JobId, ServiceOf, errors
-from adascale_api.schemas import GainReportBody, GainResponse
-from adascale_api.store import UnknownJobError
+from adascale_api.request_body import ReportsBody
+from adascale_api.request_models import GainReportBody
+from adascale_api.response_models import GainResponse
+from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, errors
+from adascale_api.store import jobs, reports
+from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.batch import valid_replicas
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime
@@ -19,76 +20,79 @@ from adascale_core.throughput import StepTimeModel
 from adascale_core.views import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
-body = ReportsBody()
+reports_body = ReportsBody()
 
 
-class NoReportError(UnknownJobError):
-    """A job without a report so far."""
+class ReportNotFoundError(JobNotFoundError):
+    """The job has no report."""
 
     def __init__(self, job_id: str) -> None:
-        super(UnknownJobError, self).__init__(f"job {job_id} has no report yet: it has not trained a step")
+        super(JobNotFoundError, self).__init__(
+            f"job {job_id} has no report yet: the first one follows its first optimizer step"
+        )
 
 
 @router.post(
     "",
-    summary="Post one report or a list of them",
-    dependencies=WORK,
+    summary="Post a report or a list of reports",
+    dependencies=WORKER,
     responses=errors(401, 403, 413, 415, 422, 503),
-    openapi_extra=body.openapi,
+    openapi_extra=reports_body.openapi,
 )
 async def post_gain(
-    service: ServiceOf, job: JobId, told: Annotated[list[GainReportBody], Depends(body)]
+    service: ServiceOf, job: JobId, body: Annotated[list[GainReportBody], Depends(reports_body)]
 ) -> StoredReports:
-    """Stores each report once per generation and step: repeating a request does no harm. All or nothing
-    of a request is stored. Answers with the job's generations, so that a worker learns whether to leave."""
-    reports = [one.report() for one in told]
-    done = await service.database.write(partial(store.record, job_id=job, told=reports, now=service.clock()))
-    service.metrics.reports.labels("stored").inc(done.stored)
-    service.metrics.reports.labels("repeated").inc(done.repeated)
-    return StoredReports(done.stored, done.repeated, done.allocation)
+    """Stores each report once per generation and step, so repeating a request has no effect. Stores all
+    reports of a request, or none. Answers with the job's generations, which show a worker when to leave its
+    generation."""
+    new = [report.to_report() for report in body]
+    result = await service.database.write(partial(reports.post, job_id=job, new=new, now=service.clock()))
+    service.metrics.reports.labels("stored").inc(result.stored)
+    service.metrics.reports.labels("repeated").inc(result.repeated)
+    return result
 
 
 @router.get(
     "",
-    summary="The latest gain, and predictions for other replica counts",
-    dependencies=READ,
+    summary="Read the latest gain, and predictions for other replica counts",
+    dependencies=READER,
     responses=errors(401, 403, 404, 422, 503),
 )
 async def get_gain(service: ServiceOf, job: JobId) -> GainResponse:
-    """The report of the highest generation and step. `predictions` tells what each valid replica count
-    between the job's `min_replicas` and `max_replicas` would be worth, by the measured step times."""
+    """Returns the report of the highest generation and step. `predictions` has the predicted performance of
+    each valid replica count from `min_replicas` to `max_replicas`, by the measured step times."""
     return GainResponse.of(await service.database.read(partial(_gain_view, job_id=job)))
 
 
 @router.get(
     "/history",
-    summary="The reports over time, thinned",
-    dependencies=READ,
+    summary="Read the reports over time",
+    dependencies=READER,
     responses=errors(401, 403, 404, 422, 503),
 )
 async def get_history(
     service: ServiceOf,
     job: JobId,
-    points: Annotated[int, Query(ge=1, le=5000, description="At most so many reports.")] = 500,
+    points: Annotated[int, Query(ge=1, le=5000, description="The maximum number of reports.")] = 500,
 ) -> HistoryView:
-    """Evenly spread over all reports, by generation and step, with the first and the last. A single
-    point is the last."""
+    """Returns reports that are evenly spread over all reports, by generation and step, including the first
+    and the last. A single point is the last."""
 
     def query(connection: Connection) -> HistoryView:
-        series = store.history(connection, store.find_job(connection, job), points)
-        return HistoryView(job, series.total, series.reports)
+        history = reports.history(connection, jobs.find_job(connection, job), points)
+        return HistoryView(job, history.total, history.reports)
 
     return await service.database.read(query)
 
 
 def _gain_view(connection: Connection, job_id: str) -> GainView:
-    job = store.find_job(connection, job_id)
-    report = store.latest_report(connection, job)
+    job = jobs.find_job(connection, job_id)
+    report = reports.latest_report(connection, job)
     if report is None:
-        raise NoReportError(job_id)
+        raise ReportNotFoundError(job_id)
     predictions = None
     if job.spec is not None:
-        predictions = _predictions(job.spec, report, store.step_times(connection, job))
+        predictions = _predictions(job.spec, report, reports.step_times(connection, job))
     return GainView(job_id, report, predictions)
 
 

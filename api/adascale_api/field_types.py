@@ -1,0 +1,32 @@
+"""Types of the numbers in requests.
+
+Numbers are strict: no strings, no booleans, no infinities. The limits exceed every sensible value, and
+prevent overflows in later calculations.
+"""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from adascale_core.names import MAX_BATCH_SIZE, MAX_REPLICAS, MAX_STEPS
+
+MAX_INTEGER = 2**31 - 1
+
+
+def _to_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+INTEGER = BeforeValidator(_to_integer)
+"""Accepts 4.0 as 4, because JSON has a single number type."""
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER), INTEGER]
+Generation = Annotated[int, Field(ge=1, le=MAX_INTEGER), INTEGER]
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS), INTEGER]
+ReplicasOrZero = Annotated[int, Field(ge=0, le=MAX_REPLICAS), INTEGER]
+Rank = Annotated[int, Field(ge=0, lt=MAX_REPLICAS), INTEGER]
+Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE), INTEGER]
+Step = Annotated[int, Field(ge=0, le=MAX_STEPS), INTEGER]
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), INTEGER]
+Port = Annotated[int, Field(ge=0, le=65535), INTEGER]
+ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), INTEGER]
+Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]

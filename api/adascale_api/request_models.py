@@ -1,0 +1,156 @@
+"""The bodies of requests, which convert to messages of the core."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from adascale_api.field_types import (
+    Count,
+    Estimate,
+    ExitCode,
+    Generation,
+    Port,
+    Rank,
+    Replicas,
+    ReplicasOrZero,
+    Samples,
+    Step,
+    Steps,
+)
+from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+
+MAX_REPORTS = 1000
+"""Reports in one request."""
+
+
+def _example(**members: Any) -> dict[str, Any]:
+    return {"examples": [members]}
+
+
+class RequestBody(BaseModel):
+    """A request body with exactly these fields of exactly these types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class GainReportBody(RequestBody):
+    """A snapshot of training, posted by rank 0."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
+            scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
+            time=1760000000.0, loss=0.31,
+        )
+    )  # fmt: skip
+
+    generation: Count = Field(description="The generation in which it was measured.")
+    step: Step = Field(description="Optimizer steps since the job began.")
+    progress: float = Field(ge=0, le=1e15, description="Sum of gains so far, in steps at `batch_size`.")
+    epoch: Count = Field(description="The current epoch, from 0.")
+    replicas: Replicas = Field(description="Number of replicas (K).")
+    local_bsz: Samples = Field(description="Samples in a micro-batch of one replica (b).")
+    accumulation: Samples = Field(description="Micro-batches of one replica per optimizer step (a).")
+    scale: float = Field(ge=1e-9, le=1e9, description="K*b*a / `batch_size`.")
+    gain: float = Field(ge=1e-9, le=1e9, description="The worth of one step, in steps at `batch_size`.")
+    grad_sqr: Estimate = Field(
+        description="Estimated squared norm of the true gradient; noise can make it negative."
+    )
+    grad_var: Estimate = Field(
+        description="Estimated variance of a gradient at `batch_size`; noise can make it negative."
+    )
+    step_time: float = Field(
+        ge=0, le=1e6, description="Mean seconds per step since the last report; 0 if not measured."
+    )
+    time: float = Field(ge=0, le=1e12, description="When the step finished, in seconds since 1970.")
+    loss: Estimate | None = Field(
+        default=None, description="Mean training loss since the last report; null if not logged."
+    )
+
+    def to_report(self) -> GainReport:
+        """Return the report as a message of the core."""
+        return GainReport(**self.__dict__)
+
+
+class JobSpecBody(RequestBody):
+    """The declaration of a job."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            batch_size=4, max_batch_size=256, local_bsz_bounds=[4, 64], min_replicas=1, max_replicas=4,
+            scale_invariant_steps=12000, efficiency_target=0.5,
+        )
+    )  # fmt: skip
+
+    batch_size: Samples = Field(description="The global batch size that the learning rate was tuned for.")
+    max_batch_size: Samples | None = Field(
+        default=None, description="Upper bound of the global batch size; null for no bound."
+    )
+    local_bsz_bounds: tuple[Samples, Samples] | None = Field(
+        default=None,
+        description="Lower and upper bound of the batch size of one replica; null for no bounds.",
+    )
+    min_replicas: Replicas = Field(default=1, description="The minimum number of replicas.")
+    max_replicas: Replicas = Field(default=1, description="The maximum number of replicas.")
+    scale_invariant_steps: Steps | None = Field(
+        default=None, description="The progress at which training ends; null if unknown."
+    )
+    efficiency_target: float = Field(
+        default=JobSpec.efficiency_target,
+        gt=0,
+        le=1,
+        description="The minimum efficiency (gain / scale) of a batch while step times are unknown.",
+    )
+
+    def to_spec(self) -> JobSpec:
+        """Return the spec as a message of the core."""
+        return JobSpec(**self.__dict__)
+
+
+class AllocationBody(RequestBody):
+    """The desired number of replicas."""
+
+    model_config = ConfigDict(json_schema_extra=_example(generation=3, replicas=4))
+
+    generation: Generation = Field(description="The number of the generation, higher than all before.")
+    replicas: ReplicasOrZero = Field(description="The number of replicas; 0 suspends the job.")
+
+    def to_allocation(self) -> Allocation:
+        """Return the allocation as a message of the core."""
+        return Allocation(**self.__dict__)
+
+
+class RegistrationBody(RequestBody):
+    """The state and address of a replica's agent."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            rank=0, instance="6f1c", state="running", generation=2, address="127.0.0.1", port=40123,
+            exit_code=None, log=None, prepared=2,
+        )
+    )  # fmt: skip
+
+    rank: Rank = Field(description="The rank, as in the path.")
+    instance: str = Field(
+        min_length=1, max_length=128, description="A random identifier of the agent process."
+    )
+    state: ReplicaState = Field(description="The state of the replica.")
+    generation: Count = Field(description="The last generation in which its trainer ran; 0 if none.")
+    address: str = Field(
+        min_length=1, max_length=253, description="Host name or IP address at which other replicas reach it."
+    )
+    port: Port = Field(description="Port of the listening socket for the next generation.")
+    exit_code: ExitCode | None = Field(
+        default=None, description="Exit code of the trainer if it has exited; negative for a signal."
+    )
+    log: Annotated[str, Field(max_length=65536)] | None = Field(
+        default=None, description="The last lines of the trainer's output if it failed."
+    )
+    prepared: Count | None = Field(
+        default=None,
+        description="The newest generation for which the agent has a standby trainer; null if it keeps none.",
+    )
+
+    def to_registration(self) -> Registration:
+        """Return the registration as a message of the core."""
+        return Registration(**self.__dict__)

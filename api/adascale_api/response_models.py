@@ -1,0 +1,32 @@
+"""Bodies of responses that are not messages of the core."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import Field
+
+from adascale_api.request_models import GainReportBody
+from adascale_core.views import GainView, PredictionView
+
+
+class GainResponse(GainReportBody):
+    """The latest report of a job, with predictions for other replica counts."""
+
+    job: str = Field(description="The full job id.")
+    efficiency: float = Field(description="gain / scale.")
+    predictions: list[PredictionView] | None = Field(
+        description="One per valid replica count; null until the job is declared and a step time is known."
+    )
+
+    @classmethod
+    def of(cls, view: GainView) -> Self:
+        """Return the response for a view."""
+        predictions = None if view.predictions is None else list(view.predictions)
+        return cls(**vars(view.report), job=view.job, efficiency=view.efficiency, predictions=predictions)
+
+
+@dataclass(frozen=True)
+class HealthResponse:
+    """The result of a probe."""
+
+    status: str

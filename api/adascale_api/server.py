@@ -1,0 +1,147 @@
+"""The HTTP server: its socket, its port file, and its shutdown."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from adascale_api.app import create_app
+from adascale_api.authorization import Authorizer
+from adascale_api.database import Database
+from adascale_core.errors import AdaScaleError
+
+SHUTDOWN_GRACE = 2
+"""Seconds that open requests may take to finish after the service was asked to stop."""
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open, longer than the interval of heartbeats."""
+
+
+class UsageError(AdaScaleError):
+    """The options can't be used."""
+
+    exit_code = 2
+
+
+def serve(
+    *,
+    host: str,
+    port: int,
+    port_file: Path | None,
+    database_url: str,
+    authorizer: Authorizer | None,
+    protect_reads: bool,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        host: the address to listen on.
+        port: the port to listen on; 0 for any free port.
+        port_file: gets the port once the server listens.
+        database_url: the database.
+        authorizer: checks tokens; None allows every request.
+        protect_reads: whether reading needs a token too.
+
+    Raises:
+        AdaScaleError: the address, the port file or the database can't be used.
+    """
+    if port_file is not None:
+        _remove_port_file(port_file)
+    with _listen(host, port) as listener:
+        app = create_app(Database(database_url), authorizer, protect_reads=protect_reads)
+        address, port = listener.getsockname()[:2]
+        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+        def announce() -> None:
+            if port_file is not None:
+                _write_port_file(port_file, port)
+            print(f"adascale-api: listening on {url}, database {database_url}", flush=True)
+
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE,
+        )
+        server = _Server(config, on_listening=announce, on_stopping=app.state.service.changes.close)
+        server.run([listener])
+        if server.start_error is not None:
+            raise server.start_error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can connect to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(uvicorn.Server):
+    """Calls `on_listening` once it listens, and `on_stopping` when it is asked to stop."""
+
+    def __init__(
+        self, config: uvicorn.Config, on_listening: Callable[[], None], on_stopping: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+        self._on_stopping = on_stopping
+        self.start_error: AdaScaleError | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        try:
+            self._on_listening()
+        except AdaScaleError as error:
+            # Raised after the server has shut down.
+            self.start_error = error
+            self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
+        # The base class raises the signal again after the shutdown; a requested stop exits with 0.
+        self.should_exit = True
+        self._on_stopping()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # `::` means all addresses, of IPv4 too; by default Python leaves these out.
+        dual_stack = address[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual_stack)
+        # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
+        # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise UsageError(
+            f"can't listen on {host} port {port}: {error}; use another --port (0 for any free port) or --host"
+        ) from error
+    return listener
+
+
+def _remove_port_file(path: Path) -> None:
+    # A reader must not take the port of an earlier run.
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"port file {path} can't be written: {error}") from error
+
+
+def _write_port_file(path: Path, port: int) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(f"{port}\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise UsageError(f"port file {path} can't be written: {error}") from error
