@@ -1,4 +1,4 @@
-"""The command line as a real process: its output and exit codes."""
+"""The command line: its output and exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from adascale_client import MetricsServiceClient
 from adascale_core.messages import Allocation, JobSpec
-from e2e.local_run import adascale, write_job
+from e2e.local_run import adascale as adascale_process
+from e2e.local_run import adascale_in_process as adascale
+from e2e.local_run import write_job
 from support.service import TOKEN, Service
 
 REPORT = {
@@ -52,7 +54,7 @@ def test_help_lists_every_option() -> None:
 
 
 def test_version_shows_the_version() -> None:
-    assert adascale("--version").stdout == "adascale 0.1.0\n"
+    assert adascale_process("--version").stdout == "adascale 0.1.0\n"
 
 
 def test_an_unknown_option_is_an_error_that_suggests_one() -> None:
@@ -101,7 +103,7 @@ def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> No
 
 
 def test_a_missing_file_is_an_error() -> None:
-    failed = adascale("validate", "absent.yaml")
+    failed = adascale_process("validate", "absent.yaml")
     assert failed.returncode == 2
     assert failed.stderr == "adascale: absent.yaml: no such file\n"
 
