@@ -37,7 +37,7 @@ PACE = 0.05
 
 def history(system: System, job: JobUnderTest) -> list[dict[str, Any]]:
     """All reports so far."""
-    points: list[dict[str, Any]] = system.ask(f"/jobs/{job.id}/gain/history?points=5000")["points"]
+    points: list[dict[str, Any]] = system.get(f"/jobs/{job.id}/gain/history?points=5000")["points"]
     return points
 
 
@@ -46,7 +46,7 @@ def first_step(system: System, job: JobUnderTest, generation: int) -> tuple[floa
 
     def reported() -> bool:
         try:
-            return bool(system.ask(f"/jobs/{job.id}/gain")["generation"] >= generation)
+            return bool(system.get(f"/jobs/{job.id}/gain")["generation"] >= generation)
         except AssertionError:
             return False
 

@@ -1,4 +1,4 @@
-"""The operator and the metrics service as they are installed for tests, and jobs to try them with."""
+"""The installed operator and metrics service, and jobs that run on them."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from support import launch
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "paced.py"
 VOLUMES = "/var/tmp/adascale-test-volumes"
-"""Where volumes of tests are on a node, on clusters that make none by themselves."""
+"""The folder for volumes on a node, on clusters without dynamic provisioning."""
 
 wait_until = partial(launch.wait_until, pause=0.2)
-"""As elsewhere, but asking a cluster takes time from what is waited for."""
+"""Polls less often than `launch.wait_until`, since each call costs the cluster time."""
 
 Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
 Manifest = dict[str, Any]
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command wrote, if it went well."""
+    """Check that a command has succeeded. Returns its output."""
     assert done.returncode == 0, f"{done.args}: {done.stderr or done.stdout}"
     return done.stdout
 
 
 class Storage:
-    """Volumes for tests: of the default storage class, or else folders of the nodes.
+    """Volumes for tests: of the default storage class, or else folders on the nodes.
 
     Args:
-        api: a client with all rights.
+        api: a client with all permissions.
     """
 
     def __init__(self, api: client.ApiClient) -> None:
         self._core: Any = client.CoreV1Api(api)
         listed: Any = client.StorageV1Api(api).list_storage_class()
         mark = "storageclass.kubernetes.io/is-default-class"
-        self.dynamic = any((one.metadata.annotations or {}).get(mark) == "true" for one in listed.items)
+        self.dynamic = any((item.metadata.annotations or {}).get(mark) == "true" for item in listed.items)
 
     @property
     def shared(self) -> bool:
-        """Whether a volume can be mounted on several nodes at once."""
+        """Whether a volume can be mounted on several nodes at the same time."""
         return not self.dynamic
 
     def claim(self, namespace: str, name: str = "shared") -> str:
-        """A claim for the state of jobs."""
+        """Create a claim for checkpoints. Returns its name."""
         if self.dynamic:
-            self._make_claim(namespace, name, ["ReadWriteOnce"], None)
+            self._create_claim(namespace, name, ["ReadWriteOnce"], None)
         else:
             self.provide(namespace, name, ["ReadWriteMany"])
-            self._make_claim(namespace, name, ["ReadWriteMany"], "")
+            self._create_claim(namespace, name, ["ReadWriteMany"], "")
         return name
 
     def provide(self, namespace: str, name: str, modes: list[str]) -> None:
-        """A volume for a claim that is there already, or will be."""
+        """Create a volume for a claim, which may not exist yet."""
         folder = f"{namespace}-{name}"
-        known = self._core.list_persistent_volume(field_selector=f"metadata.name=test-{folder}").items
-        if known:
+        existing = self._core.list_persistent_volume(field_selector=f"metadata.name=test-{folder}").items
+        if existing:
             return
-        self._make_folder(folder)
+        self._create_folder(folder)
         volume = {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
@@ -89,7 +89,7 @@ class Storage:
             if error.status != 409:
                 raise
 
-    def _make_claim(self, namespace: str, name: str, modes: list[str], storage_class: str | None) -> None:
+    def _create_claim(self, namespace: str, name: str, modes: list[str], storage_class: str | None) -> None:
         spec: Manifest = {"accessModes": modes, "resources": {"requests": {"storage": "1Gi"}}}
         if storage_class is not None:
             spec["storageClassName"] = storage_class
@@ -101,8 +101,8 @@ class Storage:
         }
         self._core.create_namespaced_persistent_volume_claim(namespace, claim)
 
-    def _make_folder(self, folder: str) -> None:
-        """Make a folder that every user may write, by a pod, on the node that it comes to run on."""
+    def _create_folder(self, folder: str) -> None:
+        """Create a folder that every user may write to, on the node that its pod is scheduled to."""
         name = f"folder-{folder}"[:60].rstrip("-")
         code = (
             f"import os; path = '/volumes/{folder}'; os.makedirs(path, exist_ok=True); os.chmod(path, 0o777)"
@@ -140,8 +140,8 @@ class System:
     """The installed operator and metrics service.
 
     Args:
-        api: a client with all rights.
-        kubectl: runs kubectl.
+        api: a client with all permissions.
+        kubectl: a function that runs kubectl.
     """
 
     def __init__(self, api: client.ApiClient, kubectl: Kubectl) -> None:
@@ -151,30 +151,30 @@ class System:
         self.storage = Storage(api)
 
     def install(self) -> None:
-        """Install as a user does, and wait until all is up."""
+        """Install with kubectl, as users do, and wait until everything runs."""
         if not self.storage.dynamic:
             self.storage.provide(names.SYSTEM_NAMESPACE, f"data-{names.API_SERVICE}-0", ["ReadWriteOnce"])
-        # A job that kubectl did not make has no record of what was applied; the server needs none.
+        # Server-side, because a CRD that kubectl did not create has no last-applied annotation.
         succeeded(
             self.kubectl(
                 "apply", "-k", str(DEPLOY / "kind"), "--server-side", "--force-conflicts", timeout=120
             )
         )
-        for what in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
+        for workload in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
             succeeded(
                 self.kubectl(
-                    "-n", names.SYSTEM_NAMESPACE, "rollout", "status", what, "--timeout=180s", timeout=200
+                    "-n", names.SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=180s", timeout=200
                 )
             )
 
     def pods_of(self, part: str) -> list[str]:
-        """The pods of the operator or of the service."""
+        """Return the names of the pods of the operator or of the metrics service."""
         selector = f"app.kubernetes.io/name={part}"
         found = self.core.list_namespaced_pod(names.SYSTEM_NAMESPACE, label_selector=selector).items
-        return [one.metadata.name for one in found]
+        return [pod.metadata.name for pod in found]
 
     def kill(self, part: str) -> None:
-        """Kill the operator or the service, without a chance to end in order."""
+        """Delete the pods of the operator or of the metrics service without a grace period."""
         for pod in self.pods_of(part):
             succeeded(
                 self.kubectl(
@@ -182,20 +182,20 @@ class System:
                 )
             )
 
-    def ask(self, path: str) -> Any:
-        """What the metrics service answers, through the API server."""
-        place = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
+    def get(self, path: str) -> Any:
+        """Return the JSON of a GET of the metrics service, through the API server's proxy."""
+        service = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
         answer = self.kubectl(
-            "get", "--raw", f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/{place}/proxy{path}"
+            "get", "--raw", f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/{service}/proxy{path}"
         )
         return json.loads(succeeded(answer))
 
     @contextmanager
-    def scaled(self, what: str, replicas: int) -> Iterator[None]:
-        """Have so many replicas of a workload meanwhile, as in `deployment/adascale-controller`."""
+    def scaled(self, workload: str, replicas: int) -> Iterator[None]:
+        """Scale a workload (`deployment/adascale-controller`) for the duration of the context."""
 
         def scale(count: int) -> None:
-            succeeded(self.kubectl("-n", names.SYSTEM_NAMESPACE, "scale", what, f"--replicas={count}"))
+            succeeded(self.kubectl("-n", names.SYSTEM_NAMESPACE, "scale", workload, f"--replicas={count}"))
 
         scale(replicas)
         try:
@@ -204,7 +204,7 @@ class System:
             scale(1)
             succeeded(
                 self.kubectl(
-                    "-n", names.SYSTEM_NAMESPACE, "rollout", "status", what, "--timeout=180s", timeout=200
+                    "-n", names.SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=180s", timeout=200
                 )
             )
 
@@ -214,7 +214,7 @@ class JobUnderTest:
 
     Args:
         system: the installation.
-        namespace, name: which one.
+        namespace, name: its identity.
     """
 
     def __init__(self, system: System, namespace: str, name: str) -> None:
@@ -230,18 +230,18 @@ class JobUnderTest:
         return succeeded(self._system.kubectl("-n", self.namespace, *arguments, **options))
 
     def raw(self) -> Manifest:
-        """The object."""
+        """Return the object."""
         found: Manifest = self._objects.get_namespaced_custom_object(
             names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, self.name
         )
         return found
 
     def status(self) -> Manifest:
-        """Its status; empty before there is one."""
+        """Return its status. Empty before the operator has written one."""
         return dict(self.raw().get("status") or {})
 
     def edit(self, **spec: Any) -> None:
-        """Change fields of the spec, by their names in the YAML."""
+        """Patch fields of the spec, by their names in YAML."""
         self._objects.patch_namespaced_custom_object(
             names.API_GROUP,
             names.API_VERSION,
@@ -253,82 +253,84 @@ class JobUnderTest:
         )
 
     def delete(self) -> None:
-        """Delete it, as `kubectl delete` does."""
+        """Delete it."""
         self._objects.delete_namespaced_custom_object(
             names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, self.name
         )
 
     def condition(self, kind: str) -> Manifest:
-        """One of its conditions; empty if it has none such."""
-        found = (one for one in self.status().get("conditions") or () if one["type"] == kind)
-        return next(found, {})
+        """Return its condition of a type. Empty if it has none."""
+        conditions = self.status().get("conditions") or ()
+        return next((condition for condition in conditions if condition["type"] == kind), {})
 
-    def wait_for(self, what: str, holds: Callable[[Manifest], Any], patience: float = 120.0) -> Manifest:
-        """The first status that something holds for."""
-        deadline = time.monotonic() + patience
+    def wait_for(
+        self, description: str, holds: Callable[[Manifest], Any], timeout: float = 120.0
+    ) -> Manifest:
+        """Wait until a condition on the status holds. Returns the status."""
+        deadline = time.monotonic() + timeout
         while True:
             status = self.status()
             if holds(status):
                 return status
-            assert time.monotonic() < deadline, f"no {what} in {patience:.0f} s; {self.story()}"
+            assert time.monotonic() < deadline, f"no {description} within {timeout:.0f} s; {self.report()}"
             time.sleep(0.25)
 
-    def wait_until_training(self, replicas: int, patience: float = 120.0) -> Manifest:
-        """Wait until it trains on so many replicas, and nothing is under way."""
+    def wait_until_training(self, replicas: int, timeout: float = 120.0) -> Manifest:
+        """Wait until it trains on a number of replicas and is not rescaling. Returns its status."""
 
         def trains(status: Manifest) -> bool:
             return status.get("replicas") == replicas and status.get("state") == "Running"
 
-        return self.wait_for(f"training on {replicas} replicas", trains, patience)
+        return self.wait_for(f"training on {replicas} replicas", trains, timeout)
 
     def wait_for_condition(
-        self, kind: str, reason: str | None = None, status: str = "True", patience: float = 120.0
+        self, kind: str, *reasons: str, status: str = "True", timeout: float = 120.0
     ) -> Manifest:
-        """Wait until a condition is so; the condition."""
+        """Wait until a condition has a status and one of some reasons, or any. Returns the condition."""
 
-        def is_so(_: Manifest) -> bool:
-            found = self.condition(kind)
-            return found.get("status") == status and reason in (None, found.get("reason"))
+        def holds(_: Manifest) -> bool:
+            condition = self.condition(kind)
+            expected = not reasons or condition.get("reason") in reasons
+            return condition.get("status") == status and expected
 
-        self.wait_for(f"{kind}={status} ({reason or 'any reason'})", is_so, patience)
+        self.wait_for(f"{kind}={status} ({', '.join(reasons) or 'any reason'})", holds, timeout)
         return self.condition(kind)
 
     def pods(self, *, ended: bool = False) -> dict[int, Any]:
-        """Its pods by rank; without those that have ended, unless asked for."""
+        """Return the newest pod of each rank; without pods that have ended, unless `ended`."""
         selector = f"{names.LABEL_JOB}={self.name}"
         found = self._system.core.list_namespaced_pod(self.namespace, label_selector=selector).items
         index = "batch.kubernetes.io/job-completion-index"
-        alive = [one for one in found if ended or one.status.phase in ("Pending", "Running")]
-        # Of a rank that has had several, the newest.
-        alive.sort(key=lambda one: one.metadata.creation_timestamp)
-        return {int(one.metadata.annotations[index]): one for one in alive}
+        pods = [pod for pod in found if ended or pod.status.phase in ("Pending", "Running")]
+        pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
+        return {int(pod.metadata.annotations[index]): pod for pod in pods}
 
     def uids(self) -> dict[int, str]:
-        """The uids of its pods, by rank."""
+        """Return the uids of its pods, by rank."""
         return {rank: pod.metadata.uid for rank, pod in sorted(self.pods().items())}
 
-    def batch_jobs(self) -> list[Any]:
-        """The Jobs that belong to it."""
+    def indexed_jobs(self) -> list[Any]:
+        """Return its Indexed Jobs."""
         selector = f"{names.LABEL_JOB}={self.name}"
         return list(self._batch.list_namespaced_job(self.namespace, label_selector=selector).items)
 
     def logs(self, rank: int = 0) -> str:
-        """What the newest pod of a rank has written."""
+        """Return the output of the newest pod of a rank."""
         return self.kubectl("logs", self.pods(ended=True)[rank].metadata.name, "--tail=-1")
 
     def run_in(self, rank: int, code: str) -> str:
-        """What a Python program writes in the container of a rank."""
+        """Run a Python program in the container of a rank. Returns its output."""
         return self.kubectl(
             "exec", self.pods()[rank].metadata.name, "-c", "worker", "--", "python", "-c", code
         )
 
     def entered(self) -> int:
-        """The step at which the program has entered the active generation, once it has."""
+        """Wait until the program has entered the active generation. Returns the step."""
         line = re.compile(rf"^enters generation {self.view()['active']['generation']} at step (\d+)$", re.M)
         return int(wait_until(lambda: line.search(self.logs()), line.pattern)[1])
 
     def saved_step(self) -> int:
-        """The step of the newest checkpoint, as rank 0 sees it; 0 if there is none."""
+        """Return the step of the newest checkpoint on rank 0. 0 if there is none."""
         code = (
             "import json, os, pathlib; folder = pathlib.Path(os.environ['ADASCALE_CHECKPOINT_DIR']); "
             "found = sorted(folder.glob('checkpoint-*.json')); "
@@ -337,39 +339,39 @@ class JobUnderTest:
         return int(self.run_in(0, code))
 
     def view(self) -> Manifest:
-        """What the metrics service knows of it."""
-        found: Manifest = self._system.ask(f"/jobs/{self.id}")
+        """Return the job in the metrics service."""
+        found: Manifest = self._system.get(f"/jobs/{self.id}")
         return found
 
     def history(self) -> list[Manifest]:
-        """The reports of its gain, as the metrics service keeps them."""
-        found: list[Manifest] = self._system.ask(f"/jobs/{self.id}/gain/history?points=5000")["points"]
+        """Return the reports of its gain in the metrics service."""
+        found: list[Manifest] = self._system.get(f"/jobs/{self.id}/gain/history?points=5000")["points"]
         return found
 
     def events(self) -> list[tuple[str, str]]:
-        """What it was told of: reason and message, in order."""
+        """Return reason and message of its Events, by creation time."""
         found = self._system.core.list_namespaced_event(
             self.namespace, field_selector=f"involvedObject.name={self.name}"
         ).items
-        mine = [one for one in found if one.involved_object.kind == names.KIND]
-        mine.sort(key=lambda one: one.metadata.creation_timestamp)
-        return [(one.reason, one.message) for one in mine]
+        events = [event for event in found if event.involved_object.kind == names.KIND]
+        events.sort(key=lambda event: event.metadata.creation_timestamp)
+        return [(event.reason, event.message) for event in events]
 
-    def story(self) -> str:
-        """All that helps to see why a test has failed."""
+    def report(self) -> str:
+        """Return its status, pods and Events, for the message of a failed test."""
         pods = {rank: (pod.metadata.name, pod.status.phase) for rank, pod in self.pods(ended=True).items()}
         return f"status {json.dumps(self.status(), indent=1)}\npods {pods}\nevents {self.events()}"
 
 
 def job_manifest(name: str = "paced", *, pace: float = 0.05, **spec: Any) -> Manifest:
-    """An AdaScaleJob whose steps take `pace` seconds on any number of replicas.
+    """Return an AdaScaleJob whose steps take `pace` seconds on any number of replicas.
 
-    The gradients are noisy, so that each replica is worth its while: it goes to 1, 2, 4 by itself.
+    Its gradients are noisy, so that more replicas increase its goodput: it grows to 1, 2 and 4 replicas.
 
     Args:
-        name: of the job.
-        pace: seconds.
-        spec: fields of the spec, by their names in the YAML; `container` for fields of the container.
+        name: name of the job.
+        pace: seconds per step.
+        spec: fields of the spec, by their names in YAML; `container` and `pod` for fields of the template.
     """
     container: Manifest = {
         "name": "worker",
@@ -390,29 +392,28 @@ def job_manifest(name: str = "paced", *, pace: float = 0.05, **spec: Any) -> Man
         "volumes": [{"name": "programs", "configMap": {"name": "programs"}}],
     }
     pod |= spec.pop("pod", {})
-    whole: Manifest = {
+    defaults: Manifest = {
         "batchSize": 4,
         "maxBatchSize": 16,
         "localBszBounds": {"lower": 4, "upper": 4},
         "maxReplicas": 4,
         "checkpoint": {"claimName": "shared", "intervalSeconds": 2},
         "template": {"spec": pod},
-        **spec,
     }
     return {
         "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
         "metadata": {"name": name},
-        "spec": whole,
+        "spec": defaults | spec,
     }
 
 
 class Workspace:
-    """A namespace with what jobs of tests need: the program, and a volume for state.
+    """A namespace with a program for jobs and a claim for their checkpoints.
 
     Args:
         system: the installation.
-        namespace: its name.
+        namespace: name of the namespace.
     """
 
     def __init__(self, system: System, namespace: str) -> None:
@@ -425,7 +426,7 @@ class Workspace:
         system.storage.claim(namespace)
 
     def submit(self, manifest: Mapping[str, Any]) -> JobUnderTest:
-        """Make a job."""
+        """Create a job."""
         self._objects.create_namespaced_custom_object(
             names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, dict(manifest)
         )

@@ -162,7 +162,7 @@ def waits_for_room(job: JobUnderTest, replicas: str) -> None:
     condition = job.wait_for_condition("Running", "InsufficientCapacity", status="False")
     assert condition["message"] == f"Insufficient capacity for {replicas}"
     assert job.status()["state"] == "Pending"
-    assert not job.batch_jobs()
+    assert not job.indexed_jobs()
 
 
 def finish(job: JobUnderTest) -> None:
@@ -234,12 +234,12 @@ def test_where_the_nodes_seem_to_have_more_room_than_they_have_training_goes_on_
         condition = job.wait_for_condition("Rescaling", "Unschedulable")
         assert condition["message"].startswith("2 -> 3: ")
         assert condition["message"].endswith("; training continues on 2 replicas")
-        assert job.condition("Running")["message"] == "trains on 2 replicas"
+        assert job.condition("Running")["message"] == "Training on 2 replicas"
         step = job.view()["latest"]["step"]
         wait_until(lambda: job.view()["latest"]["step"] > step, "more steps")
 
         # The try is given up.
-        condition = job.wait_for_condition("Rescaling", "Unschedulable", status="False", patience=180)
+        condition = job.wait_for_condition("Rescaling", "Unschedulable", status="False", timeout=180)
         assert condition["message"].startswith("3 replicas could not be scheduled: ")
         status = job.status()
         assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Running", 2, 2)
@@ -351,7 +351,7 @@ def test_without_the_right_to_list_nodes_what_fits_is_found_by_trying(
 ) -> None:
     with own_installation(system, workspace.namespace), devices.taken(workspace, devices.nodes[0]):
         told = succeeded(system.kubectl("-n", workspace.namespace, "logs", f"deploy/{names.CONTROLLER}"))
-        assert "Nodes may not be listed" in told
+        assert "Not allowed to list nodes" in told
         job = workspace.submit(job_manifest(minReplicas=2, container=devices.container()))
         job.wait_until_training(2)
         two = job.uids()
@@ -360,7 +360,7 @@ def test_without_the_right_to_list_nodes_what_fits_is_found_by_trying(
         assert f"Insufficient {devices.name}" in condition["message"]
         assert job.status()["replicas"] in (2, 3)
         # After a while it makes do with what could be placed.
-        status = job.wait_until_training(3, patience=180)
+        status = job.wait_until_training(3, timeout=180)
         assert two.items() < job.uids().items()
         assert (status["disruptions"], status["failures"]) == (0, 0)
         condition = job.condition("Rescaling")

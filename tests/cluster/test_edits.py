@@ -50,7 +50,7 @@ def is_known(system: System, job: JobUnderTest) -> bool:
 
 def wait_until_nothing_is_left(system: System, job: JobUnderTest) -> None:
     """Wait until neither the cluster nor the service knows a job any more."""
-    wait_until(lambda: not job.batch_jobs(), "the end of its Job", patience=90)
+    wait_until(lambda: not job.indexed_jobs(), "the end of its Job", patience=90)
     wait_until(lambda: not job.pods(ended=True), "the end of its pods", patience=90)
     wait_until(lambda: not is_known(system, job), "the service to forget it")
 
@@ -59,7 +59,7 @@ def wait_until_at_rest(job: JobUnderTest, reason: str) -> None:
     """Wait until a job is suspended: its Job, and no pods."""
     job.wait_for_condition("Suspended", reason)
     wait_until(lambda: not job.pods(ended=True), "the end of its pods")
-    (batch,) = job.batch_jobs()
+    (batch,) = job.indexed_jobs()
     assert batch.spec.suspend
     status = job.status()
     assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Suspended", 0, 0)
@@ -127,7 +127,7 @@ def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
     assert '"progress":' in job.run_in(0, code)
 
     # Suspended, the pods are gone and their state is there.
-    (batch,) = job.batch_jobs()
+    (batch,) = job.indexed_jobs()
     step = step_of(job)
     job.edit(suspend=True)
     wait_until_at_rest(job, "Suspended")
@@ -135,7 +135,7 @@ def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
     job.wait_until_training(1)
     entered = job.entered()
     assert entered >= step > 0
-    assert [one.metadata.uid for one in job.batch_jobs()] == [batch.metadata.uid]
+    assert [one.metadata.uid for one in job.indexed_jobs()] == [batch.metadata.uid]
 
     # Another template means other pods, which go on from where the others were.
     step = step_of(job)
@@ -144,10 +144,10 @@ def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
     job.edit(template=template)
 
     def other_job() -> bool:
-        return batch.metadata.uid not in [one.metadata.uid for one in job.batch_jobs()]
+        return batch.metadata.uid not in [one.metadata.uid for one in job.indexed_jobs()]
 
     wait_until(other_job, "the end of the Job", patience=90)
-    job.wait_until_training(1, patience=180)
+    job.wait_until_training(1, timeout=180)
     assert job.run_in(0, "import os; print(os.environ['ANOTHER'])").strip() == "template"
     assert job.entered() >= step >= entered
 
@@ -182,11 +182,11 @@ def test_of_edits_in_quick_succession_the_last_ones_count_and_no_step_is_lost(wo
 
     generation = job.raw()["metadata"]["generation"]
     job.wait_for("its last spec", lambda status: status.get("observedGeneration") == generation)
-    status = job.wait_until_training(2, patience=180)
+    status = job.wait_until_training(2, timeout=180)
     assert (status["disruptions"], status["failures"]) == (0, 0)
     assert job.run_in(1, "import os; print(os.environ['EDIT'])").strip() == "2"
     assert job.entered() >= step > 0
-    (batch,) = job.batch_jobs()
+    (batch,) = job.indexed_jobs()
     assert (batch.spec.completions, batch.spec.parallelism, batch.spec.suspend) == (2, 2, False)
     view = job.view()
     assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]

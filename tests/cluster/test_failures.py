@@ -1,4 +1,4 @@
-"""What keeps a job from training is told at once; where the program itself fails, the job is given up."""
+"""Jobs that can't start show why in their conditions. Jobs whose program fails end after `backoffLimit`."""
 
 from __future__ import annotations
 
@@ -12,73 +12,76 @@ from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manife
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-EVERYWHERE = f"{CHECKPOINT_FOLDER}/fail"
-"""A file that makes the program fail in all pods, and in those that come after them."""
-HERE = "/tmp/fail"
+FAIL_IN_ALL_PODS = f"{CHECKPOINT_FOLDER}/fail"
+"""A file in the checkpoint claim that makes the program fail in all pods, later ones too."""
+FAIL_IN_ONE_POD = "/tmp/fail"
 """A file that makes the program fail in one container."""
 
 
 def fail(job: JobUnderTest, rank: int, file: str) -> None:
-    """Make the program fail."""
+    """Create a file in the container of a rank that makes the program fail."""
     job.run_in(
         rank, f"import os, pathlib; pathlib.Path('{file}~').write_text('3'); os.rename('{file}~', '{file}')"
     )
 
 
 def worker_of(manifest: Manifest) -> Manifest:
-    """The container that trains."""
-    found: Manifest = manifest["spec"]["template"]["spec"]["containers"][0]
-    return found
+    """Return the worker's container in a job's template."""
+    container: Manifest = manifest["spec"]["template"]["spec"]["containers"][0]
+    return container
 
 
-def on_one_replica(name: str, **more: Any) -> Manifest:
-    """A job that never has more than one replica."""
-    return job_manifest(name, **{"maxReplicas": 1, "backoffLimit": 0, **more})
+def single_replica(name: str, **spec: Any) -> Manifest:
+    """Return a job with one replica and no restarts."""
+    return job_manifest(name, **{"maxReplicas": 1, "backoffLimit": 0, **spec})
 
 
-def failed(job: JobUnderTest, reason: str = "BackoffLimitExceeded") -> str:
-    """What the job says of its failure, once it has failed for a reason."""
+def failed_message(job: JobUnderTest, reason: str = "BackoffLimitExceeded") -> str:
+    """Wait until a job has failed for a reason. Returns the message of the condition."""
     return str(job.wait_for_condition("Failed", reason)["message"])
 
 
-def hindered(job: JobUnderTest, reason: str) -> str:
-    """What the job says of why it does not run, once it is for a reason."""
-    return str(job.wait_for_condition("Running", reason, "False")["message"])
+def not_running_message(job: JobUnderTest, *reasons: str) -> str:
+    """Wait until a job is not running for one of some reasons. Returns the message of the condition."""
+    return str(job.wait_for_condition("Running", *reasons, status="False")["message"])
 
 
-def test_a_program_that_fails_is_started_again_and_then_given_up(workspace: Workspace) -> None:
-    """A generation counts once, whether one replica fails, which the other follows, or both do."""
+def test_a_failing_program_restarts_until_backoff_limit_is_exceeded(workspace: Workspace) -> None:
+    """A generation counts once, whether one replica fails or both do."""
     manifest = job_manifest(minReplicas=2, maxReplicas=2, backoffLimit=2)
-    worker_of(manifest)["env"].append({"name": "FAIL", "value": f"{HERE}:{EVERYWHERE}"})
+    worker_of(manifest)["env"].append({"name": "FAIL", "value": f"{FAIL_IN_ONE_POD}:{FAIL_IN_ALL_PODS}"})
     job = workspace.submit(manifest)
     job.wait_until_training(2)
     first = job.uids()
     saved = wait_until(lambda: job.saved_step(), "a checkpoint")
 
-    fail(job, 1, HERE)
+    fail(job, 1, FAIL_IN_ONE_POD)
     job.wait_for("failure", lambda status: status["failures"] == 1)
     status = job.wait_until_training(2)
-    assert (status["failures"], status["disruptions"], status["restarts"]) == (1, 0, 1), job.story()
+    assert (status["failures"], status["disruptions"], status["restarts"]) == (1, 0, 1), job.report()
     assert job.entered() >= saved
     second = job.uids()
     assert second[0] == first[0]
     assert second[1] != first[1]
 
-    fail(job, 0, EVERYWHERE)
+    fail(job, 0, FAIL_IN_ALL_PODS)
     job.wait_for("second failure", lambda status: status["failures"] == 2)
-    message = failed(job)
-    assert message.startswith("3 failures of the program, backoffLimit is 2. Replica ")
+    message = failed_message(job)
+    assert message.startswith("The program has failed 3 times, backoffLimit (2) exceeded. Replica ")
     assert "failed: exit code 3:\nenters generation " in message
     assert message.endswith("this program fails on purpose")
     status = job.status()
-    assert (status["state"], status["failures"], status["disruptions"]) == ("Failed", 3, 0), job.story()
+    assert (status["state"], status["failures"], status["disruptions"]) == ("Failed", 3, 0), job.report()
     assert status["completionTime"]
     wait_until(lambda: not job.pods(), "the end of all pods")
-    [batch] = job.batch_jobs()
-    assert batch.spec.suspend
-    # Nobody is needed for their end, such as a Job controller that makes no more of them.
-    wait_until(lambda: not any(pod.metadata.finalizers for pod in job.pods(ended=True).values()), "free pods")
-    # The one that the message names has failed before the others were taken away.
+    [indexed_job] = job.indexed_jobs()
+    assert indexed_job.spec.suspend
+    # They can be deleted although the Job controller creates no pods that would release them.
+    wait_until(
+        lambda: not any(pod.metadata.finalizers for pod in job.pods(ended=True).values()),
+        "pods without finalizers",
+    )
+    # The pod that the message names still has its logs.
     [named] = re.findall(r"\(pod (.+?)\)", message)
     assert "this program fails on purpose" in job.kubectl("logs", named, "--tail=-1")
     reasons = [reason for reason, _ in job.events()]
@@ -86,51 +89,51 @@ def test_a_program_that_fails_is_started_again_and_then_given_up(workspace: Work
     assert reasons.count("BackoffLimitExceeded") == 1
 
 
-def test_programs_that_never_come_to_train_fail_with_words(workspace: Workspace) -> None:
-    early = on_one_replica("early")
+def test_programs_that_end_before_training_fail_with_the_reason(workspace: Workspace) -> None:
+    early = single_replica("early")
     worker_of(early)["command"] = ["python", "-c", "import sys; print('there is no data'); sys.exit(4)"]
-    idle = on_one_replica("idle")
+    idle = single_replica("idle")
     worker_of(idle)["command"] = ["true"]
-    missing = on_one_replica("missing")
+    missing = single_replica("missing")
     worker_of(missing)["command"] = ["no-such-program"]
-    other_image = on_one_replica("other-image")
-    # As in an image that was not built from the worker's.
+    other_image = single_replica("other-image")
+    # As in an image that is not built from the worker's.
     worker_of(other_image)["env"].append({"name": "PATH", "value": "/usr/local/bin:/usr/bin:/bin"})
-    jobs = [workspace.submit(one) for one in (early, idle, missing, other_image)]
+    jobs = [workspace.submit(manifest) for manifest in (early, idle, missing, other_image)]
 
-    told = [failed(job) for job in jobs]
-    assert "exit code 4" in told[0]
-    assert "there is no data\n" in told[0]
-    assert told[0].endswith("ended before it made an ElasticTrainer (exit code 4)")
-    assert "true finished without making an ElasticTrainer" in told[1]
-    assert "exit code 127" in told[2]
-    assert "'no-such-program' cannot be started: No such file or directory" in told[2]
-    assert "adascale-agent" in told[3]
+    messages = [failed_message(job) for job in jobs]
+    assert "exit code 4" in messages[0]
+    assert "there is no data\n" in messages[0]
+    assert messages[0].endswith("ended before it made an ElasticTrainer (exit code 4)")
+    assert "true finished without making an ElasticTrainer" in messages[1]
+    assert "exit code 127" in messages[2]
+    assert "'no-such-program' cannot be started: No such file or directory" in messages[2]
+    assert "adascale-agent" in messages[3]
     assert [job.status()["failures"] for job in jobs] == [1, 1, 1, 1]
 
 
-def test_what_keeps_pods_from_starting_is_told_at_once(system: System, workspace: Workspace) -> None:
-    unknown = on_one_replica("unknown-image")
+def test_what_keeps_pods_from_starting_is_in_the_condition(system: System, workspace: Workspace) -> None:
+    unknown = single_replica("unknown-image")
     worker_of(unknown).update(image="adascale-worker:no-such-tag", imagePullPolicy="Never")
-    invalid = on_one_replica("invalid-image")
+    invalid = single_replica("invalid-image")
     worker_of(invalid)["image"] = "Not//AnImage"
-    unbound = on_one_replica("unbound", checkpoint={"storageClassName": "no-such-class"})
-    missing = on_one_replica("missing-claim", checkpoint={"claimName": "later"})
-    privileged = on_one_replica("privileged")
+    unbound = single_replica("unbound", checkpoint={"storageClassName": "no-such-class"})
+    missing = single_replica("missing-claim", checkpoint={"claimName": "later"})
+    privileged = single_replica("privileged")
     worker_of(privileged)["securityContext"] = {"privileged": True}
-    unset = on_one_replica("unset")
+    unset = single_replica("unset")
     worker_of(unset)["envFrom"] = [{"configMapRef": {"name": "no-such-map"}}]
-    unmounted = on_one_replica("unmounted")
+    unmounted = single_replica("unmounted")
     pod = unmounted["spec"]["template"]["spec"]
     pod["volumes"].append({"name": "settings", "configMap": {"name": "no-such-volume-map"}})
     worker_of(unmounted)["volumeMounts"].append({"name": "settings", "mountPath": "/settings"})
     unshared = job_manifest("unshared", checkpoint={"path": "/state"})
-    mistaken = on_one_replica("mistaken")
+    mistaken = single_replica("mistaken")
     worker_of(mistaken)["volumeMounts"].append({"name": "no-such-volume", "mountPath": "/data"})
 
     jobs = {
-        one["metadata"]["name"]: workspace.submit(one)
-        for one in (
+        manifest["metadata"]["name"]: workspace.submit(manifest)
+        for manifest in (
             unknown,
             invalid,
             unbound,
@@ -142,20 +145,24 @@ def test_what_keeps_pods_from_starting_is_told_at_once(system: System, workspace
             mistaken,
         )
     }
-    assert "image adascale-worker:no-such-tag" in hindered(jobs["unknown-image"], "ImagePullFailed")
-    assert "image Not//AnImage" in hindered(jobs["invalid-image"], "ImagePullFailed")
-    assert "unbound-checkpoints" in hindered(jobs["unbound"], "VolumeNotBound")
-    assert "no PersistentVolumeClaim later in" in hindered(jobs["missing-claim"], "VolumeNotFound")
-    assert "violates PodSecurity" in hindered(jobs["privileged"], "PodCreationFailed")
-    assert "no-such-map" in hindered(jobs["unset"], "ContainerStartFailed")
-    assert '"no-such-volume-map" not found' in hindered(jobs["unmounted"], "ContainerStartFailed")
-    assert "worker mounts no volume at /state" in failed(jobs["unshared"], "InvalidSpec")
-    assert "no-such-volume" in failed(jobs["mistaken"], "InvalidSpec")
+    assert "image adascale-worker:no-such-tag" in not_running_message(
+        jobs["unknown-image"], "ImagePullFailed"
+    )
+    assert "image Not//AnImage" in not_running_message(jobs["invalid-image"], "ImagePullFailed")
+    assert "unbound-checkpoints" in not_running_message(jobs["unbound"], "VolumeNotBound")
+    assert "PersistentVolumeClaim later not found in" in not_running_message(
+        jobs["missing-claim"], "VolumeNotFound"
+    )
+    assert "violates PodSecurity" in not_running_message(jobs["privileged"], "PodCreationFailed")
+    assert "no-such-map" in not_running_message(jobs["unset"], "ContainerStartFailed")
+    assert '"no-such-volume-map" not found' in not_running_message(jobs["unmounted"], "ContainerStartFailed")
+    assert "worker mounts no volume at /state" in failed_message(jobs["unshared"], "InvalidSpec")
+    assert "no-such-volume" in failed_message(jobs["mistaken"], "InvalidSpec")
     for job in jobs.values():
         status = job.status()
         assert (status["replicas"], status["failures"], status["disruptions"]) == (0, 0, 0)
 
-    # What was missing comes, or what was wrong is put right.
+    # The jobs start once the claim exists and the template is corrected.
     system.storage.claim(workspace.namespace, "later")
     jobs["missing-claim"].wait_until_training(1)
     mistaken["spec"]["template"]["spec"]["volumes"].append({"name": "no-such-volume", "emptyDir": {}})
@@ -163,25 +170,72 @@ def test_what_keeps_pods_from_starting_is_told_at_once(system: System, workspace
     jobs["mistaken"].wait_until_training(1)
 
 
-def test_a_job_trains_on_as_many_replicas_as_a_quota_lets_it_have(
-    system: System, workspace: Workspace
-) -> None:
+def test_a_job_trains_on_as_many_replicas_as_a_quota_allows(system: System, workspace: Workspace) -> None:
     quota = {"metadata": {"name": "pods"}, "spec": {"hard": {"pods": "2"}}}
     system.core.create_namespaced_resource_quota(workspace.namespace, quota)
     job = workspace.submit(job_manifest())
     job.wait_until_training(2)
-    told = job.wait_for_condition("Rescaling", "QuotaExceeded")["message"]
-    assert told.startswith("2 -> ")
-    assert "exceeded quota: pods" in told
-    assert told.endswith("training continues on 2 replicas")
+    message = job.wait_for_condition("Rescaling", "QuotaExceeded")["message"]
+    assert message.startswith("2 -> ")
+    assert "exceeded quota: pods" in message
+    assert message.endswith("training continues on 2 replicas")
     status = job.status()
     assert (status["replicas"], status["disruptions"], status["failures"]) == (2, 0, 0)
     assert job.condition("Running")["reason"] == "Training"
 
-    late = workspace.submit(on_one_replica("late"))
-    assert "exceeded quota: pods" in hindered(late, "QuotaExceeded")
+    late = workspace.submit(single_replica("late"))
+    assert "exceeded quota: pods" in not_running_message(late, "QuotaExceeded")
     hard: Manifest = {"spec": {"hard": {"pods": "10"}}}
     system.core.patch_namespaced_resource_quota("pods", workspace.namespace, hard)
-    late.wait_until_training(1, patience=300)
-    job.wait_until_training(4, patience=300)
+    late.wait_until_training(1, timeout=300)
+    job.wait_until_training(4, timeout=300)
     assert job.status()["disruptions"] == 0
+
+
+def test_a_template_that_mounts_the_checkpoint_claim_by_a_volume_of_its_own_trains(
+    workspace: Workspace,
+) -> None:
+    """The pod has one volume of the claim: with two, it would stay in ContainerCreating."""
+    manifest = single_replica("data-and-checkpoints")
+    pod = manifest["spec"]["template"]["spec"]
+    pod["volumes"].append(
+        {"name": "data", "persistentVolumeClaim": {"claimName": "shared", "readOnly": True}}
+    )
+    worker_of(manifest)["volumeMounts"].append({"name": "data", "mountPath": "/data"})
+    job = workspace.submit(manifest)
+    job.wait_until_training(1)
+    volumes = job.pods()[0].spec.volumes
+    claims = [
+        volume.persistent_volume_claim.claim_name for volume in volumes if volume.persistent_volume_claim
+    ]
+    assert claims == ["shared"]
+    wait_until(lambda: job.saved_step(), "a checkpoint")
+    assert job.id in job.run_in(0, "import os; print(os.listdir('/data'))")
+    with pytest.raises(AssertionError, match="Read-only file system"):
+        job.run_in(0, "open('/data/new', 'w')")
+    assert "TemplateOverridden" in [reason for reason, _ in job.events()]
+
+
+def test_a_pod_that_stays_in_container_creating_is_named_in_the_condition(
+    system: System, workspace: Workspace
+) -> None:
+    """Two volumes of one claim in the user's template: the kubelet mounts only one of them."""
+    system.storage.claim(workspace.namespace, "twice")
+    manifest = single_replica("stuck")
+    pod = manifest["spec"]["template"]["spec"]
+    for name in ("first", "second"):
+        pod["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": "twice"}})
+        worker_of(manifest)["volumeMounts"].append({"name": name, "mountPath": f"/{name}"})
+    job = workspace.submit(manifest)
+    condition = job.wait_for_condition(
+        "Running", "ContainerCreating", "ContainerStartFailed", status="False", timeout=180
+    )
+    if condition["reason"] == "ContainerCreating":
+        [stuck] = job.pods().values()
+        assert condition["message"].startswith(
+            f"pod {stuck.metadata.name} has been in ContainerCreating for more than "
+        )
+        assert f" on node {stuck.spec.node_name}" in condition["message"]
+    else:
+        assert "second" in condition["message"] or "first" in condition["message"]
+    assert job.status()["failures"] == 0

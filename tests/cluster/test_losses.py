@@ -43,7 +43,7 @@ def wait_until_it_goes_on(job: JobUnderTest, disruptions: int) -> int:
 
     status = job.wait_for(f"training after disruption {disruptions}", goes_on, 180)
     counts = ("replicas", "disruptions", "failures", "restarts", "rescales")
-    assert [status[one] for one in counts] == [2, disruptions, 0, disruptions, 0], job.story()
+    assert [status[one] for one in counts] == [2, disruptions, 0, disruptions, 0], job.report()
     return job.entered()
 
 

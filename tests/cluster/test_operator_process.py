@@ -111,7 +111,7 @@ def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
     """Whether a count is decided, desired, and what the one Job has."""
     status = job.status()
     told = status.get("allocation", {"generation": 0, "replicas": -1})
-    batches = job.batch_jobs()
+    batches = job.indexed_jobs()
     if status.get("observedGeneration") != job.raw()["metadata"]["generation"] or len(batches) != 1:
         return False
     spec = batches[0].spec
@@ -139,7 +139,7 @@ def test_an_operator_that_is_killed_before_any_of_its_writes_leaves_what_another
             change(job)
             killed += _work(place, job, replicas, die_before=before)
             _work(place, job, replicas)
-        assert len(job.batch_jobs()) == 1
+        assert len(job.indexed_jobs()) == 1
         job.delete()
         _work(place, None, 0)
         if not killed:
@@ -157,7 +157,7 @@ def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int
             return True
         told = operator.log.removeprefix(known)
         if job is None:
-            return "forgotten by the metrics service" in told
+            return "removed it from the metrics service" in told
         return "Running in" in told and is_carried_out(place, job, replicas)
 
     wait_until(is_over, f"{replicas} replicas of {job and job.name}")
@@ -183,11 +183,11 @@ def test_an_operator_takes_over_from_one_that_leaves_and_from_one_that_is_killed
     first = start("first")
     wait_until(lambda: at_work() == 1, "the first at work")
     second = start("second")
-    wait_until(lambda: "first is at work" in operator_log(), "the second waiting")
+    wait_until(lambda: "first holds it" in operator_log(), "the second waiting")
     assert first.stop() == 0
     wait_until(lambda: at_work() == 2, "the second at work", patience=10)
     third = start("third")
-    wait_until(lambda: "second is at work" in operator_log(), "the third waiting")
+    wait_until(lambda: "second holds it" in operator_log(), "the third waiting")
     second.stop(signal.SIGKILL)
     wait_until(lambda: at_work() == 3, "the third at work", patience=45)
     assert third.stop() == 0

@@ -57,7 +57,7 @@ def goes_on(job: JobUnderTest, more: int = 40) -> None:
 
 def is_one_job(job: JobUnderTest, replicas: int) -> None:
     """One Job, of the right size, and one generation that status and service agree on."""
-    batches = job.batch_jobs()
+    batches = job.indexed_jobs()
     assert [one.metadata.name for one in batches] == [job.name]
     assert batches[0].spec.completions == batches[0].spec.parallelism == replicas
     view, status = job.view(), job.status()
@@ -117,7 +117,7 @@ def test_the_metrics_service_is_killed_and_knows_what_it_had_answered(
     goes_on(job)
     uids = job.uids()
     generation = job.view()["active"]["generation"]
-    history = system.ask(f"/jobs/{job.id}/gain/history")["points"]
+    history = system.get(f"/jobs/{job.id}/gain/history")["points"]
     with system.scaled(f"statefulset/{names.API_SERVICE}", 0):
         system.kill(names.API_SERVICE)
         wait_until(lambda: not system.pods_of(names.API_SERVICE), "the service's end")
@@ -127,7 +127,7 @@ def test_the_metrics_service_is_killed_and_knows_what_it_had_answered(
         assert job.uids() == uids
     wait_until(lambda: answers(system, job), "the service's answer", patience=120)
     goes_on(job)
-    after = system.ask(f"/jobs/{job.id}/gain/history?points=5000")["points"]
+    after = system.get(f"/jobs/{job.id}/gain/history?points=5000")["points"]
     known = {(one["generation"], one["step"]) for one in after}
     assert {(one["generation"], one["step"]) for one in history} <= known
     assert job.view()["active"]["generation"] == generation
@@ -138,7 +138,7 @@ def test_the_metrics_service_is_killed_and_knows_what_it_had_answered(
 def answers(system: System, job: JobUnderTest) -> Any:
     """The service's answer, as soon as there is one."""
     try:
-        return system.ask(f"/jobs/{job.id}/gain")
+        return system.get(f"/jobs/{job.id}/gain")
     except AssertionError:
         return None
 
@@ -203,22 +203,22 @@ def test_a_lost_node_is_done_without_and_used_again_when_it_is_back(
         )
     )
     lost = have_both_parts_on_one(system, nodes[:2])
-    job.wait_until_training(4, patience=180)
-    job.wait_for("replicas on both nodes", lambda _: len(places(job)) == 2, patience=180)
-    job.wait_until_training(6, patience=240)
+    job.wait_until_training(4, timeout=180)
+    job.wait_for("replicas on both nodes", lambda _: len(places(job)) == 2, timeout=180)
+    job.wait_until_training(6, timeout=240)
     with stopped(run, lost):
         wait_until(lambda: not is_ready(system, lost), f"{lost} to be declared lost", patience=120)
         declared = time.monotonic()
         status = job.wait_for(
             "training on the other node",
             lambda told: told.get("replicas") in (2, 3, 4) and places(job) <= {*nodes} - {lost},
-            patience=90,
+            timeout=90,
         )
         assert time.monotonic() - declared < 60
         goes_on(job)
         assert status["failures"] == 0
     wait_until(lambda: is_ready(system, lost), f"{lost} to be back", patience=120)
-    job.wait_until_training(6, patience=300)
+    job.wait_until_training(6, timeout=300)
     assert places(job) == {*nodes[:2]}
     assert job.status()["failures"] == 0
 

@@ -40,4 +40,4 @@ def test_a_job_grows_by_its_gain_and_the_pods_that_stay_are_the_same(
     reasons = [reason for reason, _ in job.events()]
     assert reasons.count("Rescaling") == 3
     assert reasons[-1] == "Finished"
-    assert system.ask(f"/jobs/{job.id}/gain")["progress"] >= 4000
+    assert system.get(f"/jobs/{job.id}/gain")["progress"] >= 4000
