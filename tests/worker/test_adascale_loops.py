@@ -56,6 +56,8 @@ def test_the_list_of_schedulers_is_whole() -> None:
     assert public <= set(SCHEDULERS)
 
 
+# torch 2.6 issues this warning about its own call in SequentialLR.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("of_inner", [True, False])
 def test_a_scheduler_sees_the_unscaled_lr(*, name: str, of_inner: bool) -> None:

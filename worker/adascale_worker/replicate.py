@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.environment import RankAssignment
 from adascale_worker.patching import StandIn
-from adascale_worker.torch_private import rebuild_buckets
+from adascale_worker.torch_private import rebuild_buckets, tcp_store
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 
@@ -33,14 +33,13 @@ def join(place: RankAssignment, device: torch.device, generation: int, listen_fd
     if generation == 0 or place.master_addr is None or place.master_port is None:
         dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
         return True
-    tcp = TCPStore(
+    tcp = tcp_store(
         place.master_addr,
         place.master_port,
         place.replicas,
         is_master=place.rank == 0,
         timeout=JOIN_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
+        listen_fd=listen_fd,
     )
     store = PrefixStore(f"generation-{generation}", tcp)
     dist.init_process_group(

@@ -14,11 +14,13 @@ FSDP2 and DTensor take a third of a second to import, so they are imported only 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -152,6 +154,43 @@ def is_optimizer_hook_table(attribute: str) -> bool:
     `Optimizer.__getstate__` leaves them out too, and `Optimizer.__setstate__` makes new ones.
     """
     return attribute.startswith("_optimizer_")
+
+
+# -- process groups ------------------------------------------------------------------------------------------
+
+
+def tcp_store(
+    host: str, port: int, world_size: int, *, is_master: bool, timeout: timedelta, listen_fd: int | None
+) -> TCPStore:
+    """Return a TCPStore that does not wait for the other ranks, served on a socket that already listens.
+
+    The default backend of the server (libuv) does not accept a listening socket in torch 2.6. There the older
+    backend serves the store; clients are the same for both.
+
+    Args:
+        host, port: address of the server.
+        world_size: number of ranks.
+        is_master: whether this rank is the server.
+        timeout: of the operations of the store.
+        listen_fd: file descriptor of the listening socket, on the server; None to open one.
+    """
+
+    def make(**options: Any) -> TCPStore:
+        return TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+            **options,
+        )
+
+    try:
+        return make()
+    except NotImplementedError:
+        return make(use_libuv=False)
 
 
 # -- DistributedDataParallel ---------------------------------------------------------------------------------
