@@ -1,4 +1,4 @@
-"""A real metrics service, in a process of its own."""
+"""A real metrics service in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOKEN = "a-token-for-tests"
 
 
 class Service:
-    """The metrics service, with its data in a folder; may be killed and started again.
+    """A metrics service with its data in a folder, which can be killed and started again.
 
     Args:
-        folder: for its database and port.
-        job: the job that the helpers below speak of.
+        folder: the folder of its database and port file.
+        job: the job that the methods use.
     """
 
     def __init__(self, folder: Path, job: str = "default.test") -> None:
@@ -34,16 +34,16 @@ class Service:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
+        """The base URL."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def environ(self) -> dict[str, str]:
-        """What an agent has to be told of it."""
+        """The variables that an agent needs to reach the service."""
         return {"ADASCALE_API_URL": self.url, "ADASCALE_TOKEN": TOKEN, "ADASCALE_JOB_ID": self._job}
 
     def start(self) -> None:
-        """Start it, on the port that it had before."""
+        """Start the service, on the same port as before."""
         port_file = self._folder / "port"
         port_file.unlink(missing_ok=True)
         with (self._folder / "api.log").open("ab") as log:
@@ -62,38 +62,43 @@ class Service:
                 stderr=log,
             )
         process = self._process
-        wait_until(lambda: port_file.exists() or process.poll() is not None, "the service's start")
+        wait_until(lambda: port_file.exists() or process.poll() is not None, "the start of the service")
         assert port_file.exists(), (self._folder / "api.log").read_text()
         self.port = int(port_file.read_text())
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End it."""
+        """Send a signal, and wait for the service to exit."""
         if self._process is not None:
             self._process.send_signal(number)
             self._process.wait(10)
             self._process = None
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the service."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def allocate(self, generation: int, replicas: int) -> None:
-        """Write an allocation, as the controller does."""
+        """Set an allocation, as the controller does."""
         self.call("PUT", "/allocation", {"generation": generation, "replicas": replicas})
 
     def job(self) -> dict[str, Any]:
-        """All that it knows of the job."""
-        known: dict[str, Any] = self.call("GET", "")
-        return known
+        """Return the stored job."""
+        stored: dict[str, Any] = self.call("GET", "")
+        return stored
 
     def knows_job(self) -> bool:
-        """Whether it has heard of the job."""
+        """Whether the job exists."""
         try:
             self.job()
-        except urllib.error.HTTPError as refusal:
-            if refusal.code != 404:
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
                 raise
             return False
         return True
 
     def call(self, method: str, path: str, body: object = None) -> Any:
-        """Call it about the job."""
+        """Send a request for the job, and return the parsed answer."""
         request = urllib.request.Request(
             f"{self.url}/jobs/{self._job}{path}",
             method=method,

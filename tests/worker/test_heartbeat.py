@@ -1,70 +1,95 @@
-"""The agent's line to the metrics service: what it believes, from answers in any order."""
+"""The agent's connection to the metrics service, with answers in any order."""
 
 import threading
 from collections.abc import Callable
 
+import pytest
+
+from adascale_client import ServiceUnreachableError
 from adascale_core.messages import Allocation, AllocationView, Registration, ReplicaState
 from adascale_worker.agent.heartbeat import Heartbeat
 from support.launch import wait_until
 
-TOLD = Registration(0, "instance", ReplicaState.WAITING, 0, "127.0.0.1", 1)
+REGISTRATION = Registration(0, "instance", ReplicaState.WAITING, 0, "127.0.0.1", 1)
 
 
 def view(version: int, generation: int = 1) -> AllocationView:
     return AllocationView(version, Allocation(generation, 1), None, broken=False, complete=False)
 
 
-class Script:
-    """A service that gives the answers of a list, and then none any more."""
+class FakeClient:
+    """Answers reads from a list, and registrations with a function. After the list it does not answer."""
 
     def __init__(self, *answers: Callable[[], AllocationView], registered: Callable[[], AllocationView]):
         self._answers = list(answers)
         self._registered = registered
-        self.asked: list[int | None] = []
+        self.known_versions: list[int | None] = []
+        self.registrations: list[Registration] = []
 
     def get_allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
-        self.asked.append(known_version)
-        return self._answers.pop(0)() if self._answers else silence()
+        self.known_versions.append(known_version)
+        return self._answers.pop(0)() if self._answers else no_answer()
 
     def register(self, registration: Registration) -> AllocationView:
+        self.registrations.append(registration)
         return self._registered()
 
 
-def silence() -> AllocationView:
+def no_answer() -> AllocationView:
     threading.Event().wait()
     raise AssertionError
 
 
-def link_to(script: Script) -> Heartbeat:
-    link = Heartbeat(script, lambda: None)  # type: ignore[arg-type]
-    link.start()
-    return link
+def start_heartbeat(client: FakeClient) -> Heartbeat:
+    heartbeat = Heartbeat(client, lambda: None)  # type: ignore[arg-type]
+    heartbeat.start()
+    return heartbeat
 
 
-def test_a_service_that_has_lost_its_data_is_believed() -> None:
-    script = Script(lambda: view(7, 3), lambda: view(2), lambda: view(2, 2), registered=silence)
-    link = link_to(script)
-    wait_until(lambda: script.asked == [None, 7, 2, 2], "three answers")
-    assert link.view == view(2, 2), "also where it has come to the same number anew"
+def test_the_view_follows_a_service_that_has_lost_its_data() -> None:
+    client = FakeClient(lambda: view(7, 3), lambda: view(2), lambda: view(2, 2), registered=no_answer)
+    heartbeat = start_heartbeat(client)
+    wait_until(lambda: client.known_versions == [None, 7, 2, 2], "three answers")
+    assert heartbeat.view == view(2, 2), "another view with the same version is stored too"
 
 
-def test_an_answer_that_was_overtaken_is_left_aside() -> None:
-    asked, heard = threading.Event(), threading.Event()
+def test_an_answer_that_was_overtaken_is_ignored() -> None:
+    requested, released = threading.Event(), threading.Event()
 
-    def overtaking() -> AllocationView:
-        asked.wait()
+    def new() -> AllocationView:
+        requested.wait()
         return view(7, 3)
 
-    def overtaken() -> AllocationView:
-        asked.set()
-        heard.wait()
+    def old() -> AllocationView:
+        requested.set()
+        released.wait()
         return view(6)
 
-    script = Script(overtaking, registered=overtaken)
-    link = link_to(script)
-    told = threading.Thread(target=lambda: link.tell(TOLD, patience=60.0))
-    told.start()
-    wait_until(lambda: link.view is not None, "the answer that overtakes")
-    heard.set()
-    told.join(60.0)
-    assert link.view == view(7, 3)
+    heartbeat = start_heartbeat(FakeClient(new, registered=old))
+    register = threading.Thread(target=lambda: heartbeat.register(REGISTRATION, timeout=60.0))
+    register.start()
+    wait_until(lambda: heartbeat.view is not None, "the newer answer")
+    released.set()
+    register.join(60.0)
+    assert heartbeat.view == view(7, 3)
+
+
+def test_a_registration_is_retried_until_the_service_acknowledges_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failures = 2
+
+    def fail_twice() -> AllocationView:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ServiceUnreachableError("no answer")
+        return view(1)
+
+    client = FakeClient(registered=fail_twice)
+    heartbeat = start_heartbeat(client)
+    assert not heartbeat.register(REGISTRATION), "without a timeout it does not wait"
+    assert heartbeat.register(REGISTRATION, timeout=60.0)
+    assert client.registrations == [REGISTRATION] * 3
+    assert heartbeat.error is None
+    assert capsys.readouterr().out == "adascale-agent: no answer; retrying\n", "logged once"

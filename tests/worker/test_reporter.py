@@ -1,4 +1,4 @@
-"""The reporter, against the real metrics service: nothing waits for it, and little is lost."""
+"""The reporter, with a real metrics service that is stopped, killed and started again."""
 
 import signal
 import threading
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_client import MetricsServiceClient
-from adascale_core.batch import BatchBounds
-from adascale_core.messages import GainReport
+from adascale_client import MetricsServiceClient, ServiceError
+from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.messages import Allocation, GainReport
 from adascale_worker import reporter as reporter_module
 from adascale_worker.reporter import Reporter
 from adascale_worker.telemetry import Telemetry
+from adascale_worker.training_progress import TrainingProgress
 from support.launch import wait_until
 from support.service import TOKEN, Service
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
@@ -27,38 +28,37 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service.stop(signal.SIGKILL)
 
 
-class Desk:
-    """A service with a job of its own for each test, and the reporters to it."""
+class ServiceJob:
+    """A job at the shared service, and the reporters of this job."""
 
     def __init__(self, service: Service, job: str) -> None:
         self.service = service
         self.job = job
+        self.client = MetricsServiceClient(service.url, TOKEN)
         self.reporters: list[Reporter] = []
 
     def reporter(self, generation: int = 1, token: str = TOKEN) -> Reporter:
-        client = MetricsServiceClient(self.service.url, token)
-        self.reporters.append(Reporter(client.for_job(self.job), generation))
+        client = MetricsServiceClient(self.service.url, token).for_job(self.job)
+        self.reporters.append(Reporter(client, generation))
         return self.reporters[-1]
 
     def steps(self) -> list[int]:
-        """The steps that were reported."""
-        self.service._job = self.job
+        """The steps of the stored reports."""
         try:
-            points: list[dict[str, Any]] = self.service.call("GET", "/gain/history?points=5000")["points"]
-        except OSError:
+            history = self.client.get_history(self.job, 5000)
+        except ServiceError:
             return []
-        return [point["step"] for point in points]
+        return [report.step for report in history.points]
 
     def allocate(self, generation: int, replicas: int) -> None:
-        self.service._job = self.job
-        self.service.allocate(generation, replicas)
+        self.client.allocate(self.job, Allocation(generation, replicas))
 
 
 @pytest.fixture
-def desk(running: Service, request: pytest.FixtureRequest) -> Iterator[Desk]:
-    desk = Desk(running, f"default.job-{abs(hash(request.node.name)) % 10**9}")
-    yield desk
-    for reporter in desk.reporters:
+def service_job(running: Service, request: pytest.FixtureRequest) -> Iterator[ServiceJob]:
+    service_job = ServiceJob(running, f"default.job-{abs(hash(request.node.name)) % 10**9}")
+    yield service_job
+    for reporter in service_job.reporters:
         reporter.close()
     wait_until(
         lambda: not any(thread.name == "adascale-reporter" for thread in threading.enumerate()),
@@ -86,128 +86,150 @@ def report(step: int, **changes: Any) -> GainReport:
     return GainReport(**members)
 
 
-def test_reports_arrive(desk: Desk) -> None:
-    reporter = desk.reporter()
+def test_reports_are_posted_in_order(service_job: ServiceJob) -> None:
+    reporter = service_job.reporter()
     for step in range(1, 6):
         reporter.report(report(step))
-    wait_until(lambda: desk.steps() == [1, 2, 3, 4, 5], "five reports")
+    wait_until(lambda: service_job.steps() == [1, 2, 3, 4, 5], "five reports")
 
 
-def test_what_waits_is_posted_when_it_closes(desk: Desk) -> None:
-    reporter = desk.reporter()
+def test_close_posts_the_queued_reports(service_job: ServiceJob) -> None:
+    reporter = service_job.reporter()
     for step in range(1, 200):
         reporter.report(report(step))
     reporter.close()
     reporter.close()
-    assert desk.steps() == list(range(1, 200))
+    assert service_job.steps() == list(range(1, 200))
 
 
-def test_reports_wait_while_the_service_is_away_the_newest_of_them(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_newest_reports_are_queued_while_the_service_does_not_answer(
+    service_job: ServiceJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reporter_module, "MAX_WAITING", 50)
-    reporter = desk.reporter()
+    monkeypatch.setattr(reporter_module, "MAX_QUEUED", 50)
+    reporter = service_job.reporter()
     reporter.report(report(1))
-    wait_until(lambda: desk.steps() == [1], "a first report")
-    desk.service.stop(signal.SIGKILL)
+    wait_until(lambda: service_job.steps() == [1], "a first report")
+    service_job.service.stop(signal.SIGKILL)
     for step in range(2, 102):
         reporter.report(report(step))
-    told = ""
-    while "reports wait" not in told:
-        told += capsys.readouterr().out
+    output = ""
+    while "reports are queued" not in output:
+        output += capsys.readouterr().out
         time.sleep(0.01)
-    desk.service.start()
-    wait_until(lambda: desk.steps() == [1, *range(52, 102)], "the newest fifty")
-    told += capsys.readouterr().out
-    assert told.count("does not answer") == 1, "told once, and not at each attempt"
-    assert "the metrics service answers again" in told
+    service_job.service.start()
+    wait_until(lambda: service_job.steps() == [1, *range(52, 102)], "the newest fifty")
+    output += capsys.readouterr().out
+    assert output.count("does not answer") == 1, "logged once, not at each attempt"
+    assert "the metrics service answers again" in output
 
 
-def test_a_report_that_is_refused_takes_no_other_with_it(
-    desk: Desk, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_report_is_dropped_and_the_others_are_posted(
+    service_job: ServiceJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    desk.service.stop(signal.SIGKILL)
-    reporter = desk.reporter()
+    service_job.service.stop(signal.SIGKILL)
+    reporter = service_job.reporter()
     for step in range(1, 8):
         reporter.report(report(step, gain=float("nan") if step == 4 else 1.5))
-    desk.service.start()
-    wait_until(lambda: desk.steps() == [1, 2, 3, 5, 6, 7], "all but the refused one")
+    service_job.service.start()
+    wait_until(lambda: service_job.steps() == [1, 2, 3, 5, 6, 7], "all reports but the invalid one")
     reporter.report(report(8))
-    wait_until(lambda: desk.steps()[-1:] == [8], "those that come after it")
+    wait_until(lambda: service_job.steps()[-1:] == [8], "the report after it")
     assert "gain" in capsys.readouterr().out
 
 
-def test_a_token_that_is_not_taken_stalls_nothing(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = desk.reporter(token="wrong")
-    told = ""
+def test_a_refused_token_does_not_block_the_caller(
+    service_job: ServiceJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter = service_job.reporter(token="wrong")
+    output = ""
     for step in range(1, 4):
         reporter.report(report(step))
-    while "answers 401" not in told:
-        told += capsys.readouterr().out
+    while "answers 401" not in output:
+        output += capsys.readouterr().out
         time.sleep(0.01)
-    began = time.monotonic()
+    started = time.monotonic()
     reporter.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - started < 10
 
 
-def test_closing_while_the_service_is_silent_is_bounded_in_time(desk: Desk) -> None:
-    """A service that is stopped takes connections and never answers."""
-    assert desk.service._process is not None
-    reporter = desk.reporter()
-    desk.service._process.send_signal(signal.SIGSTOP)
+def test_close_returns_after_its_timeout_if_the_service_does_not_answer(service_job: ServiceJob) -> None:
+    """A service that is stopped by SIGSTOP accepts connections and never answers."""
+    reporter = service_job.reporter()
+    service_job.service.send_signal(signal.SIGSTOP)
     try:
         reporter.report(report(1))
-        began = time.monotonic()
-        reporter.close(patience=0.3)
-        assert time.monotonic() - began < 4, "less than the service's own time to answer"
+        started = time.monotonic()
+        reporter.close(timeout=0.3)
+        assert time.monotonic() - started < 4, "less than the timeout of a request"
     finally:
-        desk.service._process.send_signal(signal.SIGCONT)
+        service_job.service.send_signal(signal.SIGCONT)
 
 
-def test_a_newer_generation_is_heard_of(desk: Desk) -> None:
-    reporter = desk.reporter(generation=1)
-    desk.allocate(1, 0)
+def test_the_answers_show_that_a_newer_generation_is_active(service_job: ServiceJob) -> None:
+    reporter = service_job.reporter(generation=1)
+    service_job.allocate(1, 0)
     assert not reporter.generation_is_over
-    desk.allocate(2, 0)  # of no replicas, so it is active at once
+    service_job.allocate(2, 0)  # active at once, because it needs no replicas
     wait_until(lambda: reporter.generation_is_over, "the end of the generation")
 
 
-def test_a_trainer_without_an_agent_reports_and_is_never_told_to_leave(
-    desk: Desk, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_without_an_agent_is_never_told_to_exit(service_job: ServiceJob) -> None:
+    """Generation 0 means that no agent would start the trainer again."""
+    service_job.allocate(5, 0)
+    reporter = service_job.reporter(generation=0)
+    wait_until(lambda: reporter.generation_is_over, "the view of generation 5")
+    assert not Telemetry(BatchBounds(8), 0, reporter).generation_is_over
+    assert Telemetry(BatchBounds(8), 1, reporter).generation_is_over
+
+
+def test_a_trainer_without_an_agent_reports_every_step(
+    service_job: ServiceJob, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk.allocate(5, 0)
-    monkeypatch.setenv("ADASCALE_API_URL", desk.service.url)
-    monkeypatch.setenv("ADASCALE_JOB_ID", desk.job)
+    service_job.allocate(5, 0)
+    monkeypatch.setenv("ADASCALE_API_URL", service_job.service.url)
+    monkeypatch.setenv("ADASCALE_JOB_ID", service_job.job)
     monkeypatch.setenv("ADASCALE_TOKEN", TOKEN)
     monkeypatch.setattr("adascale_worker.telemetry.REPORT_INTERVAL", 0.0)
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    wait_until(lambda: trainer._telemetry._reporter._view is not None, "an answer")  # type: ignore[union-attr]
     assert len(train(trainer, model, optimizer, data=samples())) == 6
-    wait_until(lambda: desk.steps() == [1, 2, 3, 4, 5, 6], "the reports of all steps")
+    wait_until(lambda: service_job.steps() == [1, 2, 3, 4, 5, 6], "the reports of all steps")
 
 
-def test_losses_of_any_shape_are_averaged_and_kept_until_the_next_report_only() -> None:
-    class Kept:
-        def __init__(self) -> None:
-            self.reports: list[GainReport] = []
+class RecordingReporter:
+    """Records reports instead of posting them."""
 
-        def report(self, report: GainReport) -> None:
-            self.reports.append(report)
+    def __init__(self) -> None:
+        self.reports: list[GainReport] = []
 
-    kept = Kept()
-    telemetry = Telemetry(BatchBounds(8), 1, kept)  # type: ignore[arg-type]
-    losses: list[torch.Tensor | float] = [
-        torch.tensor(1.0),
-        torch.tensor([2.0, 4.0]),
-        5.0,
-        torch.tensor(3.0, dtype=torch.bfloat16),
-    ]
-    for loss in losses:
-        telemetry.log_loss(loss)
-    assert telemetry._mean_loss() == 3.0
-    assert telemetry._mean_loss() is None
-    telemetry.log_loss(torch.tensor(float("nan")))
-    assert telemetry._mean_loss() is None
+    def report(self, report: GainReport) -> None:
+        self.reports.append(report)
+
+
+class FixedEstimates:
+    """The part of an optimizer that a report reads."""
+
+    grad_sqr = 1.0
+    grad_var = 2.0
+
+    def gain(self) -> float:
+        return 1.5
+
+
+def test_a_report_has_the_mean_of_the_losses_since_the_last_report() -> None:
+    reporter = RecordingReporter()
+    telemetry = Telemetry(BatchBounds(8), 1, reporter)  # type: ignore[arg-type]
+
+    def loss_of_report(*losses: torch.Tensor | float) -> float | None:
+        for loss in losses:
+            telemetry.log_loss(loss)
+        telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(), FixedEstimates())  # type: ignore[arg-type]
+        return reporter.reports[-1].loss
+
+    shapes = (torch.tensor(1.0), torch.tensor([2.0, 4.0]), 5.0, torch.tensor(3.0, dtype=torch.bfloat16))
+    assert loss_of_report(*shapes) == 3.0
+    assert loss_of_report() is None
+    assert loss_of_report(torch.tensor(float("nan"))) is None
+    assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"

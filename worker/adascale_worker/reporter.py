@@ -1,7 +1,8 @@
-"""Posts the gain from a thread of its own, so that no step ever waits for the metrics service.
+"""Posts gain reports from a background thread, so that no training step waits for the metrics service.
 
-Reports wait while the service is away, the newest thousand of them. One that it refuses is left out, and
-takes no other with it. What it answers, the job's generations, is kept for the trainer to look at.
+While the service does not answer, the newest reports are queued. A report that the service refuses is
+dropped, and the others of its request are posted without it. Each answer has the job's generations, which
+show the trainer when its generation has ended.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from itertools import islice
 from adascale_client import JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import AllocationView, GainReport
 
-MAX_WAITING = 1000
-"""Reports kept while the service does not answer."""
-NOT_KNOWN_YET = 404
-"""Status where nobody has told the service of the job so far."""
+MAX_QUEUED = 1000
+"""Reports that are queued while the service does not answer, and the maximum in one request."""
+JOB_NOT_FOUND = 404
+"""The status while the job does not exist yet."""
+INVALID_REPORT = frozenset({400, 413, 422})
+"""Statuses that the same reports would get again."""
+MIN_BACKOFF = 0.1
+"""Seconds after the first failed request until the next one."""
 MAX_BACKOFF = 5.0
-"""Seconds between two attempts while the service does not answer."""
-UNFIT = frozenset({400, 413, 422})
-"""Statuses of an answer that no repetition of the same reports would change."""
-IDLE = 1.0
-"""Seconds without a report after which the reporter asks for the generations instead."""
+"""Seconds between two requests while the service does not answer."""
+IDLE_INTERVAL = 1.0
+"""Seconds without a report after which the reporter reads the job's generations instead."""
 
 
 class Reporter:
@@ -36,77 +39,81 @@ class Reporter:
     def __init__(self, client: JobClient, generation: int) -> None:
         self._client = client
         self._generation = generation
-        self._waiting: deque[GainReport] = deque(maxlen=MAX_WAITING)
+        self._queue: deque[GainReport] = deque(maxlen=MAX_QUEUED)
         self._changed = threading.Condition()
         self._closing = False
         self._view: AllocationView | None = None
-        self._complaint: str | None = None
+        self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="adascale-reporter", daemon=True)
         self._thread.start()
 
     @property
     def generation_is_over(self) -> bool:
-        """Whether the service has told that this generation has to be left."""
+        """Whether the generation has ended, as of the last answer."""
         return self._view is not None and self._view.has_ended(self._generation)
 
     def report(self, report: GainReport) -> None:
-        """Post `report` as soon as may be."""
+        """Queue a report. Does not wait for the service."""
         with self._changed:
-            self._waiting.append(report)
+            self._queue.append(report)
             self._changed.notify()
 
-    def close(self, patience: float = 2.0) -> None:
-        """Post what waits, for at most `patience` seconds, and end the thread. May be called again."""
+    def close(self, timeout: float = 2.0) -> None:
+        """Post the queued reports, and stop the thread. May be called again.
+
+        Args:
+            timeout: seconds to wait; reports that are not posted by then are lost when the process exits.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(patience)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
-        pause = 0.1
-        at_once = MAX_WAITING
+        backoff = MIN_BACKOFF
+        max_reports = MAX_QUEUED
         while True:
             with self._changed:
-                if not self._waiting and not self._closing:
-                    self._changed.wait(IDLE)
-                batch = list(islice(self._waiting, at_once))
-                if self._closing and not batch:
+                if not self._queue and not self._closing:
+                    self._changed.wait(IDLE_INTERVAL)
+                reports = list(islice(self._queue, max_reports))
+                if self._closing and not reports:
                     return
             try:
-                self._view = self._client.post_gain(batch) if batch else self._client.get_allocation()
+                self._view = self._client.post_gain(reports) if reports else self._client.get_allocation()
             except ServiceError as error:
                 status = error.status if isinstance(error, ServiceRefusedError) else None
-                if batch and status in UNFIT:
-                    # Find the one that is meant by halves.
-                    at_once = len(batch) // 2
-                    if at_once == 0:
-                        print(f"adascale: {error}; this report is left out", flush=True)
-                        self._drop(batch)
-                        at_once = MAX_WAITING
+                if reports and status in INVALID_REPORT:
+                    # Find the invalid report by bisection.
+                    max_reports = len(reports) // 2
+                    if max_reports == 0:
+                        print(f"adascale: {error}; dropping this report", flush=True)
+                        self._dequeue(reports)
+                        max_reports = MAX_QUEUED
                     continue
-                if not batch and status == NOT_KNOWN_YET:
+                if not reports and status == JOB_NOT_FOUND:
                     continue
-                self._complain(error)
+                self._log_error(error)
                 with self._changed:
                     if self._closing:
                         return
-                    self._changed.wait(pause)
-                pause = min(2 * pause, MAX_BACKOFF)
+                    self._changed.wait(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF)
                 continue
-            if self._complaint is not None:
-                self._complaint = None
+            if self._error is not None:
+                self._error = None
                 print("adascale: the metrics service answers again", flush=True)
-            pause = 0.1
-            self._drop(batch)
+            backoff = MIN_BACKOFF
+            self._dequeue(reports)
 
-    def _drop(self, batch: list[GainReport]) -> None:
-        """Forget reports that were posted, or that the service will never take."""
+    def _dequeue(self, reports: list[GainReport]) -> None:
+        """Remove reports from the queue, unless newer ones have displaced them already."""
         with self._changed:
-            for report in batch:
-                if self._waiting and self._waiting[0] is report:
-                    self._waiting.popleft()
+            for report in reports:
+                if self._queue and self._queue[0] is report:
+                    self._queue.popleft()
 
-    def _complain(self, error: ServiceError) -> None:
-        if self._complaint != str(error):
-            self._complaint = str(error)
-            print(f"adascale: {error}; training goes on, reports wait", flush=True)
+    def _log_error(self, error: ServiceError) -> None:
+        if self._error != str(error):
+            self._error = str(error)
+            print(f"adascale: {error}; training continues, reports are queued", flush=True)

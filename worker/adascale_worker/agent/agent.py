@@ -136,7 +136,7 @@ class Agent:
         while self._link.view is None and not self._terminating:
             if time.monotonic() > deadline:
                 raise ServiceUnreachableError(
-                    f"{self._link.complaint or 'the metrics service does not answer'}. Nothing was heard for "
+                    f"{self._link.error or 'the metrics service does not answer'}. Nothing was heard for "
                     f"{self._patience:.0f} s: is the address right, and the service up?"
                 )
             self._next_event()
@@ -151,7 +151,7 @@ class Agent:
         # One that has run before says at once that it has left; a new one, when it is ready to begin.
         told = replica_state is not ReplicaState.WAITING
         if told:
-            self._link.tell(self._registration(replica_state, code))
+            self._link.register(self._registration(replica_state, code))
         while not self._terminating and not self._job_is_complete:
             view = self._link.view
             following = view.next_allocation(self._generation) if view is not None else None
@@ -164,12 +164,12 @@ class Agent:
             if told and view is not None and view.used_port == self._port:
                 # It was given to a generation that this replica has missed; the next needs another.
                 self._renew_socket()
-                self._link.tell(self._registration(replica_state, code))
+                self._link.register(self._registration(replica_state, code))
             if not self._prepare(view):
                 raise self._cannot_prepare()
             if not told and self._is_prepared:
                 told = True
-                self._link.tell(self._registration(replica_state))
+                self._link.register(self._registration(replica_state))
             self._next_event()
         self._dismiss()
         return None
@@ -213,7 +213,7 @@ class Agent:
             return
         if self._is_prepared:
             self._ready_for = desired.generation
-            self._link.tell(self._registration(ReplicaState.RUNNING))
+            self._link.register(self._registration(ReplicaState.RUNNING))
 
     @property
     def _job_is_complete(self) -> bool:
@@ -272,7 +272,7 @@ class Agent:
         if first and allocation.master_port != self._port:
             # It was given a port of before: the peers must not wait there.
             self._renew_socket()
-            self._link.tell(self._registration(ReplicaState.LOST))
+            self._link.register(self._registration(ReplicaState.LOST))
             return None
         trainer = self._standby or self._spawn()
         self._standby = None
@@ -291,7 +291,7 @@ class Agent:
         self._standby_generation = self._ready_for = allocation.generation
         if first:
             self._renew_socket()
-        self._link.tell(self._registration(ReplicaState.RUNNING))
+        self._link.register(self._registration(ReplicaState.RUNNING))
         return trainer
 
     def _watch(self, trainer: TrainerProcess) -> int:
@@ -356,8 +356,8 @@ class Agent:
         return self._end(ReplicaState.FAILED, code, log)
 
     def _end(self, replica_state: ReplicaState, code: int, log: str | None = None) -> int:
-        told = self._link.tell(
-            self._registration(replica_state, code, log), patience=TERMINATION_MESSAGE_TIMEOUT
+        told = self._link.register(
+            self._registration(replica_state, code, log), timeout=TERMINATION_MESSAGE_TIMEOUT
         )
         if not told:
             print("adascale-agent: leaving without an answer from the metrics service", flush=True)

@@ -1,7 +1,8 @@
-"""The agent's line to the metrics service: it tells and it listens, each in a thread of its own.
+"""The agent's connection to the metrics service, in two threads.
 
-What the agent does is told at once when it changes and again as a heartbeat; what the service says of the
-job's generations is waited for. An absent service is tried again and again; the agent goes on meanwhile.
+One thread sends the replica's registration, at once when it changes and again as a heartbeat. The other waits
+for changes of the job's generations. Both retry for as long as the service does not answer; the agent
+continues meanwhile.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from adascale_client import JobClient, ServiceError
 from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 
-WAIT = 20.0
-"""Seconds that one question for the generations stays open."""
+CHANGE_TIMEOUT = 20.0
+"""Seconds for which a request waits for a change of the generations."""
+MIN_BACKOFF = 0.1
+"""Seconds after the first failed registration until the next attempt."""
 MAX_BACKOFF = 2.0
+"""Seconds between two attempts to register while the service does not answer."""
+READ_RETRY_INTERVAL = 0.2
+"""Seconds between two attempts to read the generations while the service does not answer."""
 
 
 class Heartbeat:
-    """Tells the service what the agent does, and the agent what the service says.
+    """Registers the replica, and keeps the latest view of the job's generations.
 
     Args:
         client: the metrics service.
-        on_change: called, from a thread of this object's, when `view` has changed.
+        on_change: called when `view` has changed, from a thread of this object.
     """
 
     def __init__(self, client: JobClient, on_change: Callable[[], None]) -> None:
@@ -32,96 +38,101 @@ class Heartbeat:
         self._on_change = on_change
         self._changed = threading.Condition()
         self._registration: Registration | None = None
-        self._told: Registration | None = None
+        self._acknowledged: Registration | None = None
         self._view: AllocationView | None = None
-        self._ended = False
-        self._complaint: str | None = None
+        self._error: str | None = None
 
     @property
     def view(self) -> AllocationView | None:
-        """The job's generations as last heard; none before the first answer."""
+        """The latest view of the job's generations; None before the first answer."""
         return self._view
 
     @property
-    def complaint(self) -> str | None:
-        """Why the service could not be reached, while it cannot."""
-        return self._complaint
+    def error(self) -> str | None:
+        """Why the last request failed; None if it succeeded."""
+        return self._error
 
     def start(self) -> None:
-        """Begin to listen, and to tell as soon as there is something to tell."""
-        threading.Thread(target=self._tell, name="adascale-tell", daemon=True).start()
-        threading.Thread(target=self._listen, name="adascale-listen", daemon=True).start()
+        """Start the threads. The first registration is sent once `register` has been called."""
+        threading.Thread(target=self._send_registrations, name="adascale-register", daemon=True).start()
+        threading.Thread(target=self._read_generations, name="adascale-generations", daemon=True).start()
 
-    def tell(self, registration: Registration, patience: float = 0.0) -> bool:
-        """Tell what the agent does now.
+    def register(self, registration: Registration, timeout: float = 0.0) -> bool:
+        """Send a registration, and repeat it as a heartbeat until the next call.
 
         Args:
-            registration: it.
-            patience: seconds to wait for it to be told.
+            registration: the state of the replica.
+            timeout: seconds to wait until the service has acknowledged it.
 
         Returns:
-            whether it has been told by then.
+            Whether the service acknowledged it within the timeout.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         with self._changed:
             self._registration = registration
             self._changed.notify_all()
-            while self._told != registration:
-                left = deadline - time.monotonic()
-                if left <= 0:
+            while self._acknowledged != registration:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(remaining)
         return True
 
-    def _tell(self) -> None:
-        pause = 0.1
+    def _send_registrations(self) -> None:
+        backoff = MIN_BACKOFF
         while True:
             with self._changed:
                 while self._registration is None:
                     self._changed.wait()
-                registration, known = self._registration, self._view
+                registration, before = self._registration, self._view
             try:
-                self._hear(self._client.register(registration), known)
+                self._update_view(self._client.register(registration), before)
             except ServiceError as error:
-                self._complain(error)
+                self._record_error(error)
                 with self._changed:
                     if self._registration == registration:
-                        self._changed.wait(pause)
-                pause = min(2 * pause, MAX_BACKOFF)
+                        self._changed.wait(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF)
                 continue
-            pause = 0.1
+            backoff = MIN_BACKOFF
             with self._changed:
-                self._told = registration
+                self._acknowledged = registration
                 self._changed.notify_all()
                 if self._registration == registration:
                     self._changed.wait(HEARTBEAT_INTERVAL)
 
-    def _listen(self) -> None:
+    def _read_generations(self) -> None:
         while True:
-            known = self._view
+            before = self._view
             try:
-                if known is None:
-                    self._hear(self._client.get_allocation(), known)
+                if before is None:
+                    self._update_view(self._client.get_allocation(), before)
                 else:
-                    self._hear(self._client.get_allocation(known.version, WAIT), known)
+                    self._update_view(self._client.get_allocation(before.version, CHANGE_TIMEOUT), before)
             except ServiceError as error:
-                self._complain(error)
-                time.sleep(0.2)
+                self._record_error(error)
+                time.sleep(READ_RETRY_INTERVAL)
 
-    def _hear(self, view: AllocationView, known: AllocationView | None) -> None:
-        """Take up an answer to a question that was put when `known` was what had been heard last."""
+    def _update_view(self, view: AllocationView, before: AllocationView | None) -> None:
+        """Store the view of an answer.
+
+        Args:
+            view: the view in the answer.
+            before: the latest view when the request was sent.
+        """
         with self._changed:
-            self._complaint = None
-            # Answers to the two threads can overtake each other. Where that cannot be, a lower version
-            # comes from a service that has lost its data and counts anew.
-            last = self._view
-            overtaken = last is not None and last is not known and view.version <= last.version
-            if overtaken or view == last:
+            self._error = None
+            # The answers to the two threads can overtake each other, so an answer with a lower version may be
+            # old. If no other answer arrived since the request, the service has lost its data and its
+            # versions restarted.
+            latest = self._view
+            is_old = latest is not None and latest is not before and view.version <= latest.version
+            if is_old or view == latest:
                 return
             self._view = view
         self._on_change()
 
-    def _complain(self, error: ServiceError) -> None:
-        if self._complaint is None:
-            print(f"adascale-agent: {error}; trying again", flush=True)
-        self._complaint = str(error)
+    def _record_error(self, error: ServiceError) -> None:
+        if self._error is None:
+            print(f"adascale-agent: {error}; retrying", flush=True)
+        self._error = str(error)
