@@ -1,12 +1,13 @@
-"""Handwritten digits, trained elastically.
+"""Elastic training on handwritten digits.
 
-    adascale run deploy/adascalejob.yaml        as an elastic job: replicas come and go
-    python examples/digits.py                   on one process, without any service
+    adascale run deploy/adascalejob.yaml            an elastic job, whose replica count changes
+    python examples/digits.py                       one process, without a metrics service
     torchrun --nproc-per-node 2 examples/digits.py
 
-scikit-learn's 1,797 images of 8x8 pixels, a quarter of them held out. The recipe was tuned for a batch of 4:
-SGD without momentum, with a learning rate that falls from 0.1 to 0.001. AdaScale keeps it right at any batch
-size that the job comes to use.
+The data set has 1,797 images of 8x8 pixels, a quarter of which is held out for the test. The recipe was tuned
+for a
+batch size of 4: SGD without momentum, with a learning rate that decays from 0.1 to 0.001. AdaScale adapts the
+learning rate to the batch size that the job uses.
 """
 
 import itertools
@@ -21,14 +22,14 @@ from adascale_worker import ElasticTrainer
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Each image moved by up to one pixel in each direction, so that no batch is seen twice."""
+    """Return each image shifted by up to one pixel in each direction, as data augmentation."""
     padded = nn.functional.pad(x.view(-1, 8, 8), (1, 1, 1, 1))
     images, pixels = torch.arange(len(x)), torch.arange(8)
     rows, columns = (torch.randint(0, 3, (len(x), 1)) + pixels for _ in range(2))
     return padded[images[:, None, None], rows[:, :, None], columns[:, None, :]].reshape(len(x), 64)
 
 
-# What comes before the trainer runs while the replicas of before still train.
+# On a change of the replica count, the code before the trainer runs while the previous replicas still train.
 images, labels = load_digits(return_X_y=True)
 split = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
 train_x, test_x = (torch.tensor(part, dtype=torch.float32) for part in split[:2])

@@ -1,4 +1,4 @@
-"""`python -m adascale_controller` is `adascale`."""
+"""`python -m adascale_controller` runs the command `adascale`."""
 
 from adascale_controller.cli import main
 

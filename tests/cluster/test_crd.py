@@ -1,4 +1,4 @@
-"""The API server itself refuses what is no job, in words, and takes exactly what a job file may contain."""
+"""The API server accepts exactly the jobs that `adascale validate` accepts, with the same messages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ from cluster.conftest import Kubectl, fresh_namespace
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 
-SHIPPED = Path(__file__).parents[2] / "deploy" / "adascalejob.yaml"
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "adascalejob.yaml"
 TEMPLATE: dict[str, Any] = {
     "spec": {"containers": [{"name": "worker", "image": "example.invalid/worker:1", "command": ["python"]}]}
 }
-RIGHT: dict[str, Any] = {"batchSize": 32, "maxReplicas": 8, "template": TEMPLATE}
-WHERE = (names.API_GROUP, names.API_VERSION)
-
-Finding = tuple[str, str]
-"""A field, and what is wrong there."""
+VALID: dict[str, Any] = {"batchSize": 32, "maxReplicas": 8, "template": TEMPLATE}
+GROUP_VERSION = (names.API_GROUP, names.API_VERSION)
 
 
 def document(spec: Any, name: str = "digits") -> dict[str, Any]:
@@ -41,13 +38,13 @@ def document(spec: Any, name: str = "digits") -> dict[str, Any]:
     }
 
 
-def right(**changes: Any) -> dict[str, Any]:
-    """A right spec, with changes."""
-    return {**copy.deepcopy(RIGHT), **changes}
+def valid(**changes: Any) -> dict[str, Any]:
+    """A valid spec, with changes."""
+    return {**copy.deepcopy(VALID), **changes}
 
 
-class RefusedError(Exception):
-    """The API server's answer to what it does not take."""
+class RejectedError(Exception):
+    """The API server's answer to an invalid job."""
 
     def __init__(self, error: client.ApiException) -> None:
         answer = json.loads(error.body or "")
@@ -55,9 +52,10 @@ class RefusedError(Exception):
         self.message: str = answer["message"]
         self.reason: str = answer["reason"]
         causes = answer.get("details", {}).get("causes", [])
-        self.findings: list[Finding] = [
-            (one["field"], one["message"]) for one in causes if one["field"] != "<nil>"
+        self.errors: list[tuple[str, str]] = [
+            (cause["field"], cause["message"]) for cause in causes if cause["field"] != "<nil>"
         ]
+        """Fields and their messages."""
 
 
 class Jobs:
@@ -65,23 +63,23 @@ class Jobs:
 
     def __init__(self, api_client: client.ApiClient, namespace: str) -> None:
         self._api = client.CustomObjectsApi(api_client)
-        self._place = (*WHERE, namespace, names.PLURAL)
+        self._path = (*GROUP_VERSION, namespace, names.PLURAL)
 
     def create(self, document: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
         """The job as the API server would store it, or, without `dry_run`, has stored it."""
         try:
             created = self._api.create_namespaced_custom_object(
-                *self._place, document, field_validation="Strict", dry_run="All" if dry_run else None
+                *self._path, document, field_validation="Strict", dry_run="All" if dry_run else None
             )
         except client.ApiException as error:
-            raise RefusedError(error) from None
+            raise RejectedError(error) from None
         return cast(dict[str, Any], created)
 
     def patch(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
         """The job as it would be stored with some fields changed."""
         try:
             patched = self._api.patch_namespaced_custom_object(
-                *self._place,
+                *self._path,
                 name,
                 change,
                 field_validation="Strict",
@@ -89,13 +87,13 @@ class Jobs:
                 _content_type="application/merge-patch+json",
             )
         except client.ApiException as error:
-            raise RefusedError(error) from None
+            raise RejectedError(error) from None
         return cast(dict[str, Any], patched)
 
 
 @pytest.fixture(scope="module")
 def shared(api_client: client.ApiClient) -> Iterator[Jobs]:
-    """Jobs of a namespace that all tests of this module may try theirs in, without creating any."""
+    """Jobs of a namespace that all tests of this module share; they only use dry runs."""
     with fresh_namespace(api_client) as namespace:
         yield Jobs(api_client, namespace)
 
@@ -105,7 +103,8 @@ def jobs(api_client: client.ApiClient, namespace: str) -> Jobs:
     return Jobs(api_client, namespace)
 
 
-# -- the same is taken, and means the same -------------------------------------------------------------
+# -- the API server and `adascale validate` accept the same jobs
+# -------------------------------------------------------------
 
 LIMITS = [1, 2, 2**20 - 1, 2**20]
 small = st.integers(1, 40)
@@ -116,7 +115,7 @@ near = st.sampled_from([-1, 0, 0, 1])
 
 @st.composite
 def sized(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes and counts on both sides of what the rules allow."""
+    """Valid and invalid sizes and counts, many of them near the limits."""
     spec: dict[str, Any] = {"batchSize": draw(sizes)}
     lower = 1
     if draw(st.booleans()):
@@ -133,7 +132,7 @@ def sized(draw: st.DrawFn) -> dict[str, Any]:
     return spec
 
 
-# Numbers such as 32.0 are left out: kubectl makes 32 of them.
+# Without numbers such as 32.0, which kubectl converts to 32.
 anything = st.sampled_from(
     [None, True, "8", "", "x", 0, 1, -1, 1.5, 2**31, 2**53, 10**30, [], [1], {}, {"a": 1}]
 )
@@ -202,32 +201,32 @@ fields: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def shaped(draw: st.DrawFn) -> dict[str, Any]:
-    """A right spec, in which at most two fields are any that may be right or wrong."""
-    spec = right()
+    """A valid spec in which at most two fields have any value."""
+    spec = valid()
     for field in draw(st.lists(st.sampled_from(list(fields)), max_size=2)):
         spec[field] = draw(fields[field])
     if draw(st.integers(0, 9)) == 9:
-        spec.pop(draw(st.sampled_from(list(RIGHT))), None)
+        spec.pop(draw(st.sampled_from(list(VALID))), None)
     return spec
 
 
 def agree(jobs: Jobs, sent: dict[str, Any]) -> bool:
-    """Whether both take a job: the same one, if so."""
-    examined = validate_document(sent)
-    stored, refused = None, None
+    """Whether the API server and `validate_document` both accept a job, as the same job."""
+    validated = validate_document(sent)
+    stored, rejected = None, None
     try:
         stored = jobs.create(sent)
-    except RefusedError as error:
-        refused = error
+    except RejectedError as error:
+        rejected = error
     if stored is None:
-        assert refused is not None
-        assert refused.reason in ("Invalid", "BadRequest"), refused.message
-        assert isinstance(examined, list), f"only the API server refuses it: {refused.message}"
+        assert rejected is not None
+        assert rejected.reason in ("Invalid", "BadRequest"), rejected.message
+        assert isinstance(validated, list), f"only the API server rejects it: {rejected.message}"
         return False
-    assert not isinstance(examined, list), f"only the job file refuses it: {examined}"
+    assert not isinstance(validated, list), f"only validate_document rejects it: {validated}"
     again = validate_document({**sent, "spec": stored["spec"]})
-    assert not isinstance(again, list), f"what the API server makes of it is refused: {again}"
-    assert to_job(again) == to_job(examined)
+    assert not isinstance(again, list), f"validate_document rejects what the API server stores: {again}"
+    assert to_job(again) == to_job(validated)
     return True
 
 
@@ -240,13 +239,13 @@ many = settings(
 
 @many
 @given(sized())
-def test_sizes_and_counts_are_judged_as_the_core_does(shared: Jobs, spec: dict[str, Any]) -> None:
+def test_sizes_and_counts_are_validated_as_in_the_core(shared: Jobs, spec: dict[str, Any]) -> None:
     agree(shared, document({**spec, "template": TEMPLATE}))
 
 
 @many
 @given(shaped())
-def test_fields_are_judged_as_in_a_job_file(shared: Jobs, spec: dict[str, Any]) -> None:
+def test_fields_are_validated_as_in_a_job_file(shared: Jobs, spec: dict[str, Any]) -> None:
     agree(shared, document(spec))
 
 
@@ -254,12 +253,12 @@ def test_fields_are_judged_as_in_a_job_file(shared: Jobs, spec: dict[str, Any]) 
     "name",
     ["a", "a-b", "0", "a" * 58, "a" * 59, "a" * 253, "a" * 254, "a.b", "A", "a_b", "-a", "a-", "ä", ""],
 )
-def test_names_are_judged_as_in_a_job_file(shared: Jobs, name: str) -> None:
-    assert agree(shared, document(right(), name)) == (name in ("a", "a-b", "0", "a" * 58))
+def test_names_are_validated_as_in_a_job_file(shared: Jobs, name: str) -> None:
+    assert agree(shared, document(valid(), name)) == (name in ("a", "a-b", "0", "a" * 58))
 
 
 EDGES = [
-    # One replica makes the batch in equal parts, within the bounds.
+    # One replica processes the batch in equal micro-batches, within the bounds.
     (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1024, "upper": 1024}}),
     (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1, "upper": 1}}),
     (True, {"batchSize": 2**20 - 3, "maxReplicas": 1, "localBszBounds": {"lower": 1, "upper": 2**20 - 4}}),
@@ -268,7 +267,7 @@ EDGES = [
     (False, {"batchSize": 1021 * 1019, "maxReplicas": 1, "localBszBounds": {"lower": 1020, "upper": 1020}}),
     (True, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1025, "upper": 2048}}),
     (False, {"batchSize": 2**20, "maxReplicas": 1, "localBszBounds": {"lower": 1025, "upper": 2047}}),
-    # Two and more share out what maxBatchSize allows.
+    # Two and more replicas divide at most maxBatchSize.
     (True, {"batchSize": 7, "maxBatchSize": 16, "maxReplicas": 4,
             "localBszBounds": {"lower": 8, "upper": 8}}),
     (False, {"batchSize": 7, "maxBatchSize": 15, "maxReplicas": 4,
@@ -279,7 +278,7 @@ EDGES = [
              "localBszBounds": {"lower": 1024, "upper": 1024}}),
     (True, {"batchSize": 7, "minReplicas": 2, "maxReplicas": 2, "localBszBounds": {"lower": 9, "upper": 9}}),
     (True, {"batchSize": 7, "maxBatchSize": 7, "maxReplicas": 1}),
-    # Without bounds they share out batchSize.
+    # Without bounds the replicas divide batchSize.
     (True, {"batchSize": 1021, "minReplicas": 2, "maxReplicas": 1021}),
     (False, {"batchSize": 1021, "minReplicas": 2, "maxReplicas": 1020}),
     (True, {"batchSize": 2**20, "minReplicas": 1024, "maxReplicas": 1024}),
@@ -287,25 +286,25 @@ EDGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("taken", "sizes"), EDGES)
-def test_at_the_edge_of_the_rules(shared: Jobs, taken: bool, sizes: dict[str, Any]) -> None:
-    assert agree(shared, document({**sizes, "template": TEMPLATE})) == taken
+@pytest.mark.parametrize(("accepted", "sizes"), EDGES)
+def test_limits_of_sizes_and_counts(shared: Jobs, accepted: bool, sizes: dict[str, Any]) -> None:
+    assert agree(shared, document({**sizes, "template": TEMPLATE})) == accepted
 
 
-def test_the_job_that_we_ship_is_taken(shared: Jobs) -> None:
-    assert agree(shared, yaml.safe_load(SHIPPED.read_text()))
+def test_the_example_job_is_accepted(shared: Jobs) -> None:
+    assert agree(shared, yaml.safe_load(EXAMPLE.read_text()))
 
 
 def test_an_image_is_only_needed_on_a_cluster(shared: Jobs) -> None:
-    spec = right(template={"spec": {"containers": [{"name": "worker", "command": ["python"]}]}})
+    spec = valid(template={"spec": {"containers": [{"name": "worker", "command": ["python"]}]}})
     assert not isinstance(validate_document(document(spec)), list)
-    with pytest.raises(RefusedError, match=r"spec\.template\.spec\.containers\[0]\.image: Required value"):
+    with pytest.raises(RejectedError, match=r"spec\.template\.spec\.containers\[0]\.image: Required value"):
         shared.create(document(spec))
 
 
-def test_what_is_left_out_gets_its_default(shared: Jobs) -> None:
-    stored = shared.create(document(right(suspend=None, maxBatchSize=None)))["spec"]
-    assert stored == right(
+def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
+    stored = shared.create(document(valid(suspend=None, maxBatchSize=None)))["spec"]
+    assert stored == valid(
         minReplicas=1,
         efficiencyTarget=names.DEFAULT_EFFICIENCY_TARGET,
         suspend=False,
@@ -314,18 +313,18 @@ def test_what_is_left_out_gets_its_default(shared: Jobs) -> None:
     )
 
 
-def test_the_rest_of_the_pod_template_is_kept(shared: Jobs) -> None:
+def test_unlisted_fields_of_the_pod_template_are_kept(shared: Jobs) -> None:
     template = copy.deepcopy(TEMPLATE)
     template["metadata"] = {"labels": {"team": "a"}, "finalizers": ["a/b"]}
     template["spec"] |= {"nodeSelector": {"disk": "fast"}, "volumes": [{"name": "data", "emptyDir": {}}]}
     template["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
-    assert shared.create(document(right(template=template)))["spec"]["template"] == template
+    assert shared.create(document(valid(template=template)))["spec"]["template"] == template
 
 
-# -- refused in words ----------------------------------------------------------------------------------
+# -- error messages ----------------------------------------------------------------------------------
 
 COUNTS = "widen the bounds, or change minReplicas and maxReplicas"
-IN_OUR_WORDS: list[tuple[dict[str, Any], str, str]] = [
+OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"maxBatchSize": 16},
         "spec.maxBatchSize",
@@ -399,39 +398,39 @@ IN_OUR_WORDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "field", "message"), IN_OUR_WORDS)
-def test_a_broken_rule_is_told_at_its_field_in_the_words_of_the_job_file(
+@pytest.mark.parametrize(("changes", "field", "message"), OWN_MESSAGES)
+def test_an_error_has_the_field_and_message_of_a_job_file(
     shared: Jobs, changes: dict[str, Any], field: str, message: str
 ) -> None:
-    sent = document(right(**changes))
-    with pytest.raises(RefusedError) as refused:
+    sent = document(valid(**changes))
+    with pytest.raises(RejectedError) as rejected:
         shared.create(sent)
-    ((told_field, told),) = refused.value.findings
-    assert told_field == field
-    # Kubernetes says before it what type the value is of.
-    assert told.startswith("Invalid value: ")
-    assert told.endswith(f": {message}")
-    examined = validate_document(sent)
-    assert isinstance(examined, list)
-    (error,) = examined
+    ((reported_field, reported),) = rejected.value.errors
+    assert reported_field == field
+    # Kubernetes puts the value, or its type, before the message.
+    assert reported.startswith("Invalid value: ")
+    assert reported.endswith(f": {message}")
+    validated = validate_document(sent)
+    assert isinstance(validated, list)
+    (error,) = validated
     assert error.field == field
-    # The core also counts up what is valid.
+    # The core's message ends with more valid counts.
     assert error.message.partition(";")[0] == message.partition(";")[0]
 
 
-def test_all_broken_rules_are_told_at_once(shared: Jobs) -> None:
+def test_all_errors_are_reported_at_once(shared: Jobs) -> None:
     changes = {"maxBatchSize": 16, "localBszBounds": {"lower": 9, "upper": 8}, "minReplicas": 9}
-    with pytest.raises(RefusedError) as refused:
-        shared.create(document(right(**changes)))
-    assert {field for field, _ in refused.value.findings} == {
+    with pytest.raises(RejectedError) as rejected:
+        shared.create(document(valid(**changes)))
+    assert {field for field, _ in rejected.value.errors} == {
         "spec.maxBatchSize", "spec.localBszBounds", "spec.minReplicas"
     }  # fmt: skip
 
 
-def test_a_wrong_name_is_told(shared: Jobs) -> None:
-    with pytest.raises(RefusedError) as refused:
-        shared.create(document(right(), "a" * 59))
-    ((field, message),) = refused.value.findings
+def test_an_invalid_name_is_an_error(shared: Jobs) -> None:
+    with pytest.raises(RejectedError) as rejected:
+        shared.create(document(valid(), "a" * 59))
+    ((field, message),) = rejected.value.errors
     assert field == "metadata.name"
     assert message.endswith(
         "must consist of lower case letters, digits and '-', start and end with a letter or digit, and "
@@ -439,7 +438,7 @@ def test_a_wrong_name_is_told(shared: Jobs) -> None:
     )
 
 
-IN_KUBERNETES_WORDS: list[tuple[dict[str, Any], str]] = [
+KUBERNETES_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"batchSize": 0}, r"spec\.batchSize in body should be greater than or equal to 1"),
     ({"batchSize": 2**20 + 1}, r"spec\.batchSize in body should be less than or equal to 1048576"),
     ({"batchSize": "32"}, r"spec\.batchSize in body must be of type integer: \"string\""),
@@ -457,15 +456,15 @@ IN_KUBERNETES_WORDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), IN_KUBERNETES_WORDS)
-def test_a_field_of_a_wrong_shape_is_told(shared: Jobs, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
-        shared.create(document(right(**changes)))
+@pytest.mark.parametrize(("changes", "message"), KUBERNETES_MESSAGES)
+def test_an_invalid_field_is_an_error(shared: Jobs, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RejectedError, match=message):
+        shared.create(document(valid(**changes)))
 
 
-# -- changed while it is there -------------------------------------------------------------------------
+# -- changes of a job -------------------------------------------------------------------------
 
-RESTING = right(suspend=True, minReplicas=1)
+SUSPENDED = valid(suspend=True, minReplicas=1)
 
 
 @pytest.mark.parametrize(
@@ -486,19 +485,19 @@ RESTING = right(suspend=True, minReplicas=1)
         ),
     ],
 )
-def test_what_the_state_depends_on_can_not_be_changed(
+def test_batch_size_and_checkpoint_are_immutable(
     jobs: Jobs, change: dict[str, Any], field: str, message: str
 ) -> None:
-    jobs.create(document(RESTING), dry_run=False)
-    with pytest.raises(RefusedError) as refused:
+    jobs.create(document(SUSPENDED), dry_run=False)
+    with pytest.raises(RejectedError) as rejected:
         jobs.patch("digits", {"spec": change})
-    ((told_field, told),) = refused.value.findings
-    assert told_field == field
-    assert told.endswith(f": {message}")
+    ((reported_field, reported),) = rejected.value.errors
+    assert reported_field == field
+    assert reported.endswith(f": {message}")
 
 
-def test_all_else_can_be_changed_within_the_rules(jobs: Jobs) -> None:
-    jobs.create(document(RESTING), dry_run=False)
+def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
+    jobs.create(document(SUSPENDED), dry_run=False)
     changes: dict[str, Any] = {
         "maxBatchSize": 512,
         "localBszBounds": {"lower": 4, "upper": 64},
@@ -517,26 +516,26 @@ def test_all_else_can_be_changed_within_the_rules(jobs: Jobs) -> None:
     assert {field: stored[field] for field in changes} == {
         **changes, "template": {**TEMPLATE, **changes["template"]}
     }  # fmt: skip
-    with pytest.raises(RefusedError, match=r"spec\.minReplicas: .*: 9 is over maxReplicas 8"):
+    with pytest.raises(RejectedError, match=r"spec\.minReplicas: .*: 9 is over maxReplicas 8"):
         jobs.patch("digits", {"spec": {"minReplicas": 9}})
 
 
-# -- as users see it -----------------------------------------------------------------------------------
+# -- kubectl -----------------------------------------------------------------------------------
 
 
-def test_a_job_is_scaled_whether_it_had_replicas_or_not(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
-    jobs.create(document(RESTING), dry_run=False)
+def test_kubectl_scale_sets_spec_replicas(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+    jobs.create(document(SUSPENDED), dry_run=False)
     for replicas in ("3", "0"):
         scaled = kubectl("-n", namespace, "scale", "asj/digits", f"--replicas={replicas}")
         assert scaled.stdout == "adascalejob.adascale.dev/digits scaled\n", scaled.stderr
         shown = kubectl("-n", namespace, "get", "asj", "digits", "-o", "jsonpath={.spec.replicas}")
         assert shown.stdout == replicas
-    refused = kubectl("-n", namespace, "scale", "asj/digits", "--replicas=1025")
-    assert "spec.replicas in body should be less than or equal to 1024" in refused.stderr
+    rejected = kubectl("-n", namespace, "scale", "asj/digits", "--replicas=1025")
+    assert "spec.replicas in body should be less than or equal to 1024" in rejected.stderr
 
 
-def test_columns_tell_how_a_job_is_doing(api_client: client.ApiClient, jobs: Jobs, namespace: str) -> None:
-    jobs.create(document(RESTING), dry_run=False)
+def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, namespace: str) -> None:
+    jobs.create(document(SUSPENDED), dry_run=False)
     condition = {
         "type": "Running", "status": "True", "reason": "Training", "message": "on 2 replicas",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
@@ -547,15 +546,15 @@ def test_columns_tell_how_a_job_is_doing(api_client: client.ApiClient, jobs: Job
         "conditions": [{**condition, "type": "Suspended", "status": "False", "reason": "No"}, condition],
     }  # fmt: skip
     answer = client.CustomObjectsApi(api_client).patch_namespaced_custom_object_status(
-        *WHERE, namespace, names.PLURAL, "digits", {"status": status},
+        *GROUP_VERSION, namespace, names.PLURAL, "digits", {"status": status},
         field_validation="Strict", dry_run="All", _content_type="application/merge-patch+json",
         _headers={"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"},
     )  # fmt: skip
     table = cast(dict[str, Any], answer)
     (row,) = table["rows"]
-    told = dict(zip((one["name"] for one in table["columnDefinitions"]), row["cells"], strict=True))
-    assert told.pop("Age")
-    assert list(told.items()) == [
+    cells = dict(zip((column["name"] for column in table["columnDefinitions"]), row["cells"], strict=True))
+    assert cells.pop("Age")
+    assert list(cells.items()) == [
         ("Name", "digits"), ("State", "Running"), ("Replicas", 2), ("Desired", 4), ("Batch", 64),
         ("Gain", 1.84), ("Efficiency", 0.92), ("Progress", "45%"), ("Restarts", 3),
         ("Reason", "Training"), ("Message", "on 2 replicas"),
@@ -572,6 +571,6 @@ def test_kubectl_explains_each_field(crd: dict[str, Any], kubectl: Kubectl) -> N
             assert field["description"] in explained
 
 
-def test_jobs_are_among_all_that_a_namespace_has(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
-    jobs.create(document(RESTING), dry_run=False)
+def test_kubectl_get_all_lists_jobs(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+    jobs.create(document(SUSPENDED), dry_run=False)
     assert "adascalejob.adascale.dev/digits" in kubectl("-n", namespace, "get", "all", "-o", "name").stdout

@@ -243,7 +243,7 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
     )
     with running(job, state) as run:
         run.wait_for_output("Generation 1 trains on 1 replica: local batch 4")
-        run.wait_for_output("Rescaling 1 -> 2: gain 1.0 -> ")
+        run.wait_for_output("Rescaling 1 -> 2: predicted gain 1.0 -> ")
         run.wait_for_output("trains on 2 replicas")
         shown = adascale("gain", "test", "--state-dir", state)
         assert shown.returncode == 0, shown.stderr
