@@ -41,7 +41,7 @@ def pod(workload: dict[str, Any]) -> dict[str, Any]:
 # -- names ----------------------------------------------------------------------------------------------
 
 
-def test_parts_go_by_the_names_that_the_core_has() -> None:
+def test_workloads_have_the_names_in_core() -> None:
     find(EVERYWHERE, "Namespace", names.SYSTEM_NAMESPACE)
     find(EVERYWHERE, "CustomResourceDefinition", f"{names.PLURAL}.{names.API_GROUP}")
     for part in (names.API_SERVICE, names.CONTROLLER):
@@ -54,12 +54,12 @@ def test_parts_go_by_the_names_that_the_core_has() -> None:
     assert read("base/kustomization.yaml")[0]["namespace"] == names.SYSTEM_NAMESPACE
 
 
-def test_the_operator_is_known_to_the_service_by_the_name_of_its_account() -> None:
+def test_the_metrics_service_accepts_the_operators_service_account() -> None:
     service = pod(find(EVERYWHERE, "StatefulSet", names.API_SERVICE))["containers"][0]
     assert f"--controller-account=$(POD_NAMESPACE):{names.CONTROLLER}" in service["args"]
 
 
-def test_the_operator_has_a_token_that_is_for_the_service_alone() -> None:
+def test_the_operators_token_is_for_the_metrics_service_only() -> None:
     spec = pod(find(EVERYWHERE, "Deployment", names.CONTROLLER))
     (token,) = [volume for volume in spec["volumes"] if volume["name"] == "token"]
     (source,) = token["projected"]["sources"]
@@ -68,14 +68,14 @@ def test_the_operator_has_a_token_that_is_for_the_service_alone() -> None:
     assert f"--token-file={place}/{source['serviceAccountToken']['path']}" in spec["containers"][0]["args"]
 
 
-def test_the_operator_asks_the_service_where_it_is() -> None:
+def test_the_operator_calls_the_metrics_service_at_its_address() -> None:
     arguments = pod(find(EVERYWHERE, "Deployment", names.CONTROLLER))["containers"][0]["args"]
     url = f"http://{names.API_SERVICE}.$(POD_NAMESPACE).svc:{names.DEFAULT_API_PORT}"
     assert f"--api-url={url}" in arguments
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: str(one["metadata"]["name"]))
-def test_probes_go_where_the_program_listens(workload: dict[str, Any]) -> None:
+def test_probes_use_the_port_of_the_program(workload: dict[str, Any]) -> None:
     (container,) = pod(workload)["containers"]
     (port,) = container["ports"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -150,7 +150,7 @@ def rights(role: dict[str, Any]) -> Rights:
     return found
 
 
-def test_roles_give_these_rights_and_no_others() -> None:
+def test_roles_have_exactly_these_permissions() -> None:
     roles = [one for one in [*EVERYWHERE, *ALL_NAMESPACES, *ONE_NAMESPACE] if one["kind"].endswith("Role")]
     assert {(one["kind"], one["metadata"]["name"]): rights(one) for one in roles} == ROLES
 
@@ -159,7 +159,7 @@ def test_roles_give_these_rights_and_no_others() -> None:
     ("where", "objects"),
     [("everywhere", EVERYWHERE), ("all-namespaces", ALL_NAMESPACES), ("one-namespace", ONE_NAMESPACE)],
 )
-def test_roles_are_bound_to_these_accounts_and_no_others(where: str, objects: list[dict[str, Any]]) -> None:
+def test_roles_are_bound_to_exactly_these_accounts(where: str, objects: list[dict[str, Any]]) -> None:
     bound = set()
     for one in objects:
         if one["kind"].endswith("Binding"):
@@ -182,7 +182,7 @@ def test_the_namespace_enforces_the_restricted_standard() -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: str(one["metadata"]["name"]))
-def test_pods_are_restricted_and_write_to_nothing_but_volumes(workload: dict[str, Any]) -> None:
+def test_pods_are_restricted_and_write_to_volumes_only(workload: dict[str, Any]) -> None:
     spec = pod(workload)
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -201,7 +201,7 @@ def test_pods_are_restricted_and_write_to_nothing_but_volumes(workload: dict[str
     assert {"startupProbe", "livenessProbe"} <= set(container)
 
 
-def test_there_is_never_a_second_writer_of_the_services_data() -> None:
+def test_the_metrics_service_never_has_two_pods() -> None:
     # A StatefulSet starts a pod only when the one before is known to be gone; a Deployment does not.
     service = find(EVERYWHERE, "StatefulSet", names.API_SERVICE)
     assert service["spec"]["replicas"] == 1
@@ -210,7 +210,7 @@ def test_there_is_never_a_second_writer_of_the_services_data() -> None:
     assert "storageClassName" not in claim["spec"]
 
 
-def test_only_replicas_of_jobs_and_the_operator_reach_the_service() -> None:
+def test_only_replicas_and_the_operator_may_reach_the_metrics_service() -> None:
     policy = find(EVERYWHERE, "NetworkPolicy", names.API_SERVICE)["spec"]
     (rule,) = policy["ingress"]
     assert [port["port"] for port in rule["ports"]] == [names.DEFAULT_API_PORT]
@@ -223,7 +223,7 @@ def test_only_replicas_of_jobs_and_the_operator_reach_the_service() -> None:
     assert "ingress" not in closed
 
 
-def test_in_one_namespace_no_policy_stands_between_the_replicas_of_a_job() -> None:
+def test_in_one_namespace_no_policy_blocks_traffic_between_replicas() -> None:
     assert all(one["spec"]["podSelector"] for one in EVERYWHERE if one["kind"] == "NetworkPolicy")
 
 
@@ -231,7 +231,7 @@ def test_in_one_namespace_no_policy_stands_between_the_replicas_of_a_job() -> No
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_overlays_name_what_is_there(overlay: str) -> None:
+def test_overlays_refer_to_existing_objects(overlay: str) -> None:
     folder = DEPLOY / overlay
     (overlaid,) = read(f"{overlay}/kustomization.yaml")
     for name in overlaid["resources"]:
@@ -242,7 +242,7 @@ def test_overlays_name_what_is_there(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", [".", "kind", "one-namespace"])
-def test_overlays_for_a_clone_have_the_images_that_make_images_makes(overlay: str) -> None:
+def test_overlays_use_the_images_that_make_images_builds(overlay: str) -> None:
     (overlaid,) = read(f"{overlay}/kustomization.yaml")
     assert [(image["name"], image["newTag"]) for image in overlaid["images"]] == [
         (names.API_SERVICE, "dev"),
@@ -278,7 +278,7 @@ def test_no_image_runs_as_root(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_an_image_holds_what_its_part_needs_with_the_locked_hashes(part: str) -> None:
+def test_an_image_installs_the_locked_dependencies_of_its_part(part: str) -> None:
     extra = {"worker": "examples"}.get(part, part)
     assert f"COPY --from=locks /locks/{extra}.lock" in stage(part)
     assert "--require-hashes" in stage(part)
@@ -292,12 +292,14 @@ def test_an_image_holds_what_its_part_needs_with_the_locked_hashes(part: str) ->
         ("controller", ("torch", "fastapi")),
     ],
 )
-def test_an_image_is_not_made_with_what_other_parts_need(part: str, absent: tuple[str, ...]) -> None:
+def test_an_image_does_not_install_the_dependencies_of_other_parts(
+    part: str, absent: tuple[str, ...]
+) -> None:
     (checked,) = re.findall(r"for name in \((.*?)\) if find_spec", stage(part))
     assert tuple(re.findall(r'"(\w+)"', checked)) == absent
 
 
-def test_images_are_made_by_the_installer_that_the_makefile_uses() -> None:
+def test_images_use_the_installer_of_the_makefile() -> None:
     (in_image,) = re.findall(r"^ARG UV=(\S+)$", DOCKERFILE, re.MULTILINE)
     (in_makefile,) = re.findall(r"^UV := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert in_image == in_makefile

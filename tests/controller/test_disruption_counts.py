@@ -23,13 +23,13 @@ from support.observed_jobs import actions_for, indexed_job, job, observed, view
         (1, 1, 0, 0, 1),
     ],
 )
-def test_what_the_service_counts_anew_is_added(
+def test_new_disruptions_of_the_metrics_service_are_added(
     counted: int, told: int, disruptions: int, failures: int, expected: int
 ) -> None:
     status = {"disruptions": counted, "attempts": {"reportedDisruptions": told, "trained": 2}}
     service = view((2, 2), (2, 2), disruptions=disruptions, failures=failures)
-    done = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
-    assert done.status["disruptions"] == expected
-    assert done.status["attempts"]["reportedDisruptions"] == disruptions
-    lost = [event for event in done.events if event.reason == "ReplicaLost"]
+    actions = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
+    assert actions.status["disruptions"] == expected
+    assert actions.status["attempts"]["reportedDisruptions"] == disruptions
+    lost = [event for event in actions.events if event.reason == "ReplicaLost"]
     assert bool(lost) == (expected > counted)

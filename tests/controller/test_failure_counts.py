@@ -31,33 +31,35 @@ EVICTED = pod(0, phase="Failed", exit=PodExit(3, disruption=True))
     ],
     ids=str,
 )
-def test_what_counts(known: FailureCount, pods: list[Pod], expected: FailureCount) -> None:
+def test_failures_of_pods_are_added_to_the_recorded_count(
+    known: FailureCount, pods: list[Pod], expected: FailureCount
+) -> None:
     assert with_pods(known, pods) == expected
 
 
-def test_what_fails_after_the_job_was_made_anew_counts_again() -> None:
+def test_failures_count_again_after_the_indexed_job_was_replaced() -> None:
     known = with_pods(FailureCount(2, 0, 2), [])
     assert known.count == 2
     assert with_pods(known, [failed_pod(0)]).count == 3
 
 
-def test_what_is_counted_is_found_in_the_status_again() -> None:
+def test_the_count_is_read_from_the_status() -> None:
     status = {"failures": 4, "attempts": {"failedGeneration": 7, "falseStarts": 2}}
     assert read_failures(status) == FailureCount(4, 7, 2)
     assert read_failures({}) == FailureCount()
 
 
-def test_failures_of_an_earlier_job_of_the_same_name_are_not_its_own() -> None:
-    sighting = observed(job(), None, indexed_job(1, owner="earlier-uid"), pods=[failed_pod(0, 3)])
-    assert sighting.own_pods == ()
-    assert replace(sighting, indexed_job=None).own_pods == ()
-    assert len(replace(sighting, indexed_job=indexed_job(1)).own_pods) == 1
+def test_pods_of_an_earlier_job_of_the_same_name_do_not_count() -> None:
+    observed_job = observed(job(), None, indexed_job(1, owner="earlier-uid"), pods=[failed_pod(0, 3)])
+    assert observed_job.own_pods == ()
+    assert replace(observed_job, indexed_job=None).own_pods == ()
+    assert len(replace(observed_job, indexed_job=indexed_job(1)).own_pods) == 1
 
 
 @pytest.mark.parametrize(
     ("complete", "known_by_service", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)]
 )
-def test_how_replicas_fall_when_the_first_has_finished_is_no_failure(
+def test_pods_that_fail_after_rank_0_has_finished_do_not_count(
     complete: bool, known_by_service: bool, expected: int
 ) -> None:
     service = view((3, 2), (3, 2), complete=known_by_service)

@@ -96,7 +96,7 @@ def mounts(made_of: Workload) -> dict[str, dict[str, Any]]:
 # -- the Job -----------------------------------------------------------------------------------------------
 
 
-def test_a_job_is_an_indexed_job_of_the_same_name_that_never_gives_up_by_count() -> None:
+def test_the_indexed_job_has_the_name_of_the_job_and_no_backoff_limit() -> None:
     made = indexed_job_manifest(workload(), 3, suspend=False, single_node=False)
     assert (made["apiVersion"], made["kind"]) == ("batch/v1", "Job")
     assert made["metadata"]["name"] == "digits"
@@ -133,12 +133,12 @@ def test_a_job_is_an_indexed_job_of_the_same_name_that_never_gives_up_by_count()
     }
 
 
-def test_a_deadline_is_the_jobs() -> None:
+def test_the_indexed_job_has_the_deadline() -> None:
     made = indexed_job_manifest(workload(active_deadline_seconds=60), 1, suspend=False, single_node=False)
     assert made["spec"]["activeDeadlineSeconds"] == 60
 
 
-def test_the_failure_policy_names_the_container_that_trains() -> None:
+def test_the_failure_policy_names_the_worker_container() -> None:
     made = indexed_job_manifest(
         workload(template(container("main"), container("logs"))), 1, suspend=False, single_node=False
     )
@@ -154,7 +154,7 @@ def test_completions_and_parallelism_change_together_and_are_never_zero(replicas
     assert {name: value for name, value in patch.items() if value is not None}.items() <= made.items()
 
 
-def test_a_job_whose_deadline_was_edited_gets_the_new_one() -> None:
+def test_the_resize_patch_has_the_deadline() -> None:
     assert resize_patch(2, suspend=False, active_deadline_seconds=60)["spec"]["activeDeadlineSeconds"] == 60
 
 
@@ -183,7 +183,7 @@ def test_the_agent_starts_the_program(given_: dict[str, Any], expected: dict[str
     assert {key: started[key] for key in ("command", "args") if key in started} == expected
 
 
-def test_only_the_container_that_trains_becomes_a_replica() -> None:
+def test_only_the_worker_container_becomes_a_replica() -> None:
     made = workload(
         template(container("logs", command=["tail"]), container(), initContainers=[container("prepare")])
     )
@@ -192,7 +192,7 @@ def test_only_the_container_that_trains_becomes_a_replica() -> None:
     assert not any("env" in one or "volumeMounts" in one for one in others)
 
 
-def test_a_replica_is_told_all_it_needs() -> None:
+def test_the_environment_of_a_replica() -> None:
     told = env(workload())
     assert told == {
         "ADASCALE_JOB_ID": "team.digits",
@@ -219,12 +219,12 @@ def test_a_replica_is_told_all_it_needs() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(None, "25"), (120, "115"), (6, "1"), (3, "1"), (0, "1")])
-def test_a_trainer_has_the_grace_period_less_what_the_agent_needs(seconds: int | None, left: str) -> None:
+def test_a_trainer_gets_the_grace_period_without_the_agents_share(seconds: int | None, left: str) -> None:
     made = workload(template(terminationGracePeriodSeconds=seconds))
     assert env(made)[names.ENV_TERMINATION_GRACE] == left
 
 
-def test_the_agent_writes_its_last_words_where_the_template_has_them_read() -> None:
+def test_the_agent_writes_the_termination_message_to_the_templates_path() -> None:
     made = workload(template(container(terminationMessagePath="/tmp/why")))
     assert env(made)[names.ENV_TERMINATION_LOG] == "/tmp/why"
 
@@ -246,7 +246,7 @@ def test_a_variable_of_the_protocol_is_replaced_with_a_warning() -> None:
     )
 
 
-def test_a_path_is_taken_by_the_letter() -> None:
+def test_variables_in_a_path_are_not_expanded() -> None:
     """The kubelet would expand `$(A)`; `adascale run` does not."""
     made = workload(checkpoint=CheckpointSettings(path="/data/$(A)"))
     assert env(made)[names.ENV_CHECKPOINT_DIR] == "/data/$$(A)"
@@ -255,7 +255,7 @@ def test_a_path_is_taken_by_the_letter() -> None:
 # -- what is mounted ---------------------------------------------------------------------------------------
 
 
-def test_the_token_names_the_job_and_can_only_be_read() -> None:
+def test_the_token_is_read_only_and_its_audience_names_the_job() -> None:
     token = mounts(workload())[TOKEN_FOLDER]
     assert token["readOnly"] is True
     assert token["projected"]["sources"] == [
@@ -277,7 +277,7 @@ def test_the_token_names_the_job_and_can_only_be_read() -> None:
         (CheckpointSettings(path="/data/run"), None, "/data/run", False),
     ],
 )
-def test_state_is_saved_where_the_job_says(
+def test_checkpoints_are_saved_in_the_claim_or_path_of_the_spec(
     checkpoint: CheckpointSettings, claim: str | None, folder: str, own: bool
 ) -> None:
     made = workload(checkpoint=checkpoint)
@@ -287,7 +287,7 @@ def test_state_is_saved_where_the_job_says(
     assert (claim_manifest(made) is not None) == own
 
 
-def test_the_claim_of_the_jobs_own_asks_for_what_the_job_says() -> None:
+def test_the_operators_claim_has_the_storage_of_the_spec() -> None:
     made = claim_manifest(workload())
     assert made is not None
     assert made["metadata"]["name"] == "digits-checkpoints"
@@ -306,11 +306,11 @@ def test_the_claim_of_the_jobs_own_asks_for_what_the_job_says() -> None:
     }
 
 
-def test_shared_memory_is_as_large_as_the_pod() -> None:
+def test_shared_memory_has_no_size_limit_of_its_own() -> None:
     assert mounts(workload())["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
 
 
-def test_what_the_template_mounts_is_not_mounted_again() -> None:
+def test_a_shared_memory_volume_of_the_template_is_kept() -> None:
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
     made = workload(
         template(container(volumeMounts=[{"name": "shm", "mountPath": "/dev/shm/"}]), volumes=[shm])
@@ -319,7 +319,7 @@ def test_what_the_template_mounts_is_not_mounted_again() -> None:
     assert mounts(made)["/dev/shm/"]["emptyDir"]["sizeLimit"] == "2Gi"
 
 
-def test_a_read_only_container_has_a_place_for_temporary_files_and_a_home() -> None:
+def test_a_container_with_a_read_only_root_gets_a_temporary_folder_and_a_home() -> None:
     made = workload(template(container(securityContext={"readOnlyRootFilesystem": True})))
     assert mounts(made)["/tmp"]["emptyDir"] == {}
     assert env(made)["HOME"] == "/tmp"
@@ -334,12 +334,12 @@ def test_a_read_only_container_has_a_place_for_temporary_files_and_a_home() -> N
         {"envFrom": [{"configMapRef": {"name": "settings"}}]},
     ],
 )
-def test_a_home_that_is_or_may_be_set_is_kept(fields: dict[str, Any]) -> None:
+def test_a_home_that_the_template_sets_or_may_set_is_kept(fields: dict[str, Any]) -> None:
     made = workload(template(container(securityContext={"readOnlyRootFilesystem": True}, **fields)))
     assert env(made).get("HOME") != "/tmp"
 
 
-def test_a_volume_of_the_template_keeps_its_name() -> None:
+def test_volumes_of_the_template_keep_their_names() -> None:
     theirs = {"name": "adascale-token", "emptyDir": {}}
     made = workload(
         template(container(volumeMounts=[{"name": "adascale-token", "mountPath": "/data"}]), volumes=[theirs])
@@ -348,7 +348,7 @@ def test_a_volume_of_the_template_keeps_its_name() -> None:
     assert mounts(made)[TOKEN_FOLDER]["name"] == "adascale-token-2"
 
 
-def test_what_is_mounted_at_one_of_our_places_is_left_out_with_a_warning() -> None:
+def test_a_mount_at_one_of_our_paths_is_removed_with_a_warning() -> None:
     made = workload(
         template(
             container(volumeMounts=[{"name": "mine", "mountPath": f"{TOKEN_FOLDER}/"}]),
@@ -471,9 +471,7 @@ def test_pods_meet_the_restricted_standard() -> None:
         ),
     ],
 )
-def test_what_a_template_asks_for_is_left_for_the_namespace_to_judge(
-    context: dict[str, Any], kept: dict[str, Any]
-) -> None:
+def test_the_security_settings_of_a_template_are_kept(context: dict[str, Any], kept: dict[str, Any]) -> None:
     assert worker(workload(template(container(securityContext=context))))["securityContext"] == kept
 
 
@@ -484,11 +482,11 @@ def test_what_a_template_asks_for_is_left_for_the_namespace_to_judge(
         template(container(securityContext={"runAsUser": 0})),
     ],
 )
-def test_who_asks_for_root_is_not_told_to_be_somebody_else(made_of: dict[str, Any]) -> None:
+def test_a_template_that_runs_as_root_does_not_get_run_as_non_root(made_of: dict[str, Any]) -> None:
     assert "runAsNonRoot" not in pod(workload(made_of))["spec"]["securityContext"]
 
 
-def test_a_group_of_the_templates_own_keeps_its_way_of_changing() -> None:
+def test_an_fs_group_of_the_template_keeps_its_change_policy() -> None:
     context = pod(workload(template(securityContext={"fsGroup": 7})))["spec"]["securityContext"]
     assert context["fsGroup"] == 7
     assert "fsGroupChangePolicy" not in context
@@ -501,7 +499,9 @@ def test_a_group_of_the_templates_own_keeps_its_way_of_changing() -> None:
         ("automountServiceAccountToken", True, False, "automountServiceAccountToken"),
     ],
 )
-def test_what_must_be_ours_is_replaced_with_a_warning(field: str, value: Any, ours: Any, word: str) -> None:
+def test_fields_that_the_operator_sets_are_replaced_with_a_warning(
+    field: str, value: Any, ours: Any, word: str
+) -> None:
     made = workload(template(**{field: value}))
     assert pod(made)["spec"][field] == ours
     assert [word in one for one in template_warnings(made)] == [True]
@@ -527,7 +527,7 @@ def test_what_must_be_ours_is_replaced_with_a_warning(field: str, value: Any, ou
         ([{"operator": "Exists"}], []),
     ],
 )  # fmt: skip
-def test_a_lost_node_is_left_soon_unless_the_template_says_otherwise(
+def test_pods_leave_a_lost_node_soon_unless_the_template_tolerates_it(
     theirs: list[dict[str, Any]], added: list[str]
 ) -> None:
     tolerations = pod(workload(template(tolerations=theirs)))["spec"]["tolerations"]
@@ -543,7 +543,7 @@ def test_a_lost_node_is_left_soon_unless_the_template_says_otherwise(
     ]
 
 
-def test_replicas_share_a_node_where_only_one_can_mount_the_volume() -> None:
+def test_replicas_share_a_node_if_only_one_node_can_mount_the_claim() -> None:
     term = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": "zone"}
     theirs = {
         "nodeAffinity": {"x": 1},
@@ -579,7 +579,7 @@ def test_labels_and_annotations_of_the_template_are_kept() -> None:
     }
 
 
-def test_the_label_by_which_pods_are_found_is_ours() -> None:
+def test_the_job_label_is_replaced_with_a_warning() -> None:
     made = workload(template(metadata={"labels": {names.LABEL_JOB: "other"}}))
     assert pod(made)["metadata"]["labels"][names.LABEL_JOB] == "digits"
     assert len(template_warnings(made)) == 1
@@ -599,7 +599,7 @@ def test_the_label_by_which_pods_are_found_is_ours() -> None:
         {"checkpoint": CheckpointSettings(storage="9Gi")},
     ],
 )
-def test_what_needs_no_new_pods_leaves_the_digest(of_job: dict[str, Any]) -> None:
+def test_changes_without_new_pods_keep_the_digest(of_job: dict[str, Any]) -> None:
     assert template_digest(workload(**of_job), single_node=False) == template_digest(
         workload(), single_node=False
     )
@@ -615,15 +615,15 @@ def test_what_needs_no_new_pods_leaves_the_digest(of_job: dict[str, Any]) -> Non
         replace(workload(), settings=PodSettings("http://elsewhere")),
     ],
 )
-def test_what_needs_new_pods_changes_the_digest(made: Workload) -> None:
+def test_changes_that_need_new_pods_change_the_digest(made: Workload) -> None:
     assert template_digest(made, single_node=False) != template_digest(workload(), single_node=False)
 
 
-def test_sharing_a_node_needs_new_pods() -> None:
+def test_sharing_a_node_changes_the_digest() -> None:
     assert template_digest(workload(), single_node=True) != template_digest(workload(), single_node=False)
 
 
-def test_the_digest_is_that_of_earlier_versions() -> None:
+def test_the_digest_is_the_same_as_in_earlier_versions() -> None:
     """Jobs of an operator before an upgrade carry it; another value here would restart them all."""
     assert template_digest(workload(), single_node=False) == "9e9aa2eeed5f97d5796c8bdbfc5767c2"
 
@@ -757,7 +757,7 @@ def without_ours(made_of: dict[str, Any], warned: str) -> dict[str, Any]:
 
 
 @given(templates, st.booleans())
-def test_what_a_template_says_stays(made_of: dict[str, Any], single_node: bool) -> None:
+def test_everything_that_a_template_sets_is_kept(made_of: dict[str, Any], single_node: bool) -> None:
     before = copy.deepcopy(made_of)
     made = workload(made_of)
     manifest = indexed_job_manifest(made, 2, suspend=False, single_node=single_node)
@@ -767,7 +767,7 @@ def test_what_a_template_says_stays(made_of: dict[str, Any], single_node: bool) 
 
 
 @given(templates, st.booleans())
-def test_pods_are_always_those_of_the_operator(made_of: dict[str, Any], single_node: bool) -> None:
+def test_every_template_gets_the_operators_fields(made_of: dict[str, Any], single_node: bool) -> None:
     made = pod(workload(made_of), single_node)
     spec = made["spec"]
     assert made["metadata"]["labels"][names.LABEL_JOB] == "digits"
@@ -815,7 +815,7 @@ def put(section: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
     st.lists(st.tuples(st.sampled_from(open_places), junk), max_size=3),
     st.lists(st.tuples(st.sampled_from(of_containers), junk), max_size=3),
 )
-def test_what_is_no_pod_template_is_left_for_the_api_server_to_refuse(
+def test_an_invalid_pod_template_is_left_for_the_api_server_to_reject(
     of_pod: list[tuple[tuple[str, ...], Any]], of_worker: list[tuple[tuple[str, ...], Any]]
 ) -> None:
     """The schema leaves most of a PodSpec open, and nobody's mistake may end the operator."""

@@ -199,7 +199,7 @@ async def seconds_until(holds: Callable[[], bool]) -> float:
 # -- one after the other -----------------------------------------------------------------------------------
 
 
-def test_the_first_works_and_the_second_waits() -> None:
+def test_the_first_operator_runs_and_the_second_waits() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
@@ -214,7 +214,7 @@ def test_the_first_works_and_the_second_waits() -> None:
     run(main)
 
 
-def test_the_second_takes_over_when_the_first_is_gone_for_as_long_as_the_lease_lasts() -> None:
+def test_the_second_takes_over_when_the_lease_of_a_killed_operator_expires() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
@@ -228,7 +228,7 @@ def test_the_second_takes_over_when_the_first_is_gone_for_as_long_as_the_lease_l
     run(main)
 
 
-def test_the_second_takes_over_at_once_when_the_first_leaves() -> None:
+def test_the_second_takes_over_at_once_when_the_first_releases_the_lease() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
@@ -259,7 +259,7 @@ def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
     run(main)
 
 
-def test_the_holder_stops_before_another_may_begin() -> None:
+def test_the_holder_stops_before_the_lease_expires() -> None:
     async def main() -> None:
         server = Server()
         line = Line(server)
@@ -274,7 +274,7 @@ def test_the_holder_stops_before_another_may_begin() -> None:
     run(main)
 
 
-def test_a_holder_that_hangs_does_not_hold() -> None:
+def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
     """As when its process was stopped: it learns of it only after it goes on."""
 
     async def main() -> None:
@@ -293,7 +293,7 @@ def test_a_holder_that_hangs_does_not_hold() -> None:
 
 
 @pytest.mark.parametrize("fault", ["lost", "deaf"])
-def test_an_outage_shorter_than_the_deadline_changes_nothing(fault: str) -> None:
+def test_an_outage_shorter_than_the_renew_deadline_changes_nothing(fault: str) -> None:
     async def main() -> None:
         server = Server()
         line = Line(server)
@@ -310,7 +310,7 @@ def test_an_outage_shorter_than_the_deadline_changes_nothing(fault: str) -> None
     run(main)
 
 
-def test_an_api_server_that_is_away_ends_nobody_for_good() -> None:
+def test_operators_run_again_after_an_outage_of_the_api_server() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Line(server), Line(server, lambda count: 0.02)) as both:
@@ -328,7 +328,7 @@ def test_an_api_server_that_is_away_ends_nobody_for_good() -> None:
     run(main)
 
 
-def test_a_label_on_the_lease_takes_it_from_nobody() -> None:
+def test_a_new_label_on_the_lease_does_not_end_it() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Line(server)) as (only,):
@@ -342,7 +342,7 @@ def test_a_label_on_the_lease_takes_it_from_nobody() -> None:
     run(main)
 
 
-def test_a_lease_that_somebody_deletes_is_made_again() -> None:
+def test_a_deleted_lease_is_created_again() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Line(server)) as (only,):
@@ -355,7 +355,7 @@ def test_a_lease_that_somebody_deletes_is_made_again() -> None:
     run(main)
 
 
-def test_a_holder_that_wants_longer_is_given_longer() -> None:
+def test_a_candidate_waits_for_the_duration_of_the_holder() -> None:
     async def main() -> None:
         server = Server()
         patient = Election(Line(server), "patient", duration=120, clock=now)
@@ -368,7 +368,7 @@ def test_a_holder_that_wants_longer_is_given_longer() -> None:
     run(main)
 
 
-def test_nothing_is_released_that_is_not_held() -> None:
+def test_a_lease_that_is_not_held_is_not_released() -> None:
     async def main() -> None:
         server = Server()
         first, second = election(Line(server), "first"), election(Line(server), "second")
@@ -381,7 +381,7 @@ def test_nothing_is_released_that_is_not_held() -> None:
     run(main)
 
 
-def test_a_renewal_that_was_broken_off_does_not_keep_the_lease_from_being_released() -> None:
+def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
     async def main() -> None:
         server = Server()
         line = Line(server)
@@ -399,7 +399,7 @@ def test_a_renewal_that_was_broken_off_does_not_keep_the_lease_from_being_releas
 
 
 @pytest.mark.parametrize("bad", [(30, 30, 3), (30, 20, 20), (10, 20, 3), (30, 20, 0)])
-def test_times_that_cannot_be_kept_are_refused(bad: tuple[float, float, float]) -> None:
+def test_inconsistent_durations_are_rejected(bad: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="must be 0 < retry"):
         Election(Line(Server()), "a", *bad)
 
@@ -421,7 +421,7 @@ events = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(lines, events)
-def test_there_are_never_two_and_in_the_end_there_is_one(
+def test_two_operators_never_run_at_once_and_one_runs_in_the_end(
     made: list[tuple[list[float], list[str]]], events: list[tuple[float, int, str]]
 ) -> None:
     async def main() -> None:
@@ -508,7 +508,7 @@ def body(spec: Mapping[str, Any], version: str = "7") -> bytes:
     return json.dumps({"metadata": {"name": "l", "resourceVersion": version}, "spec": spec}).encode()
 
 
-def test_a_lease_is_made_where_there_is_none() -> None:
+def test_a_missing_lease_is_created() -> None:
     async def main() -> None:
         made = body({"holderIdentity": "me", "acquireTime": "t"})
         async with answering((404, b"{}"), (201, made)) as (api, asked):
@@ -526,7 +526,7 @@ def test_a_lease_is_made_where_there_is_none() -> None:
     run(main)
 
 
-def test_a_lease_is_replaced_as_it_was_seen() -> None:
+def test_a_lease_is_replaced_with_its_resource_version() -> None:
     async def main() -> None:
         mine = body({"holderIdentity": "me"}, "8")
         async with answering((200, body({"holderIdentity": "", "leaseTransitions": 4})), (200, mine)) as (
@@ -555,7 +555,7 @@ def test_a_lease_is_replaced_as_it_was_seen() -> None:
         TimeoutError(),
     ],
 )
-def test_whatever_is_answered_is_waited_out(trouble: tuple[int, bytes] | Exception) -> None:
+def test_every_unexpected_answer_is_retried(trouble: tuple[int, bytes] | Exception) -> None:
     async def main() -> None:
         mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
         async with answering(trouble, mine, (409, b"{}"), trouble, mine, mine) as (api, asked):

@@ -56,19 +56,19 @@ GONE = ended(1, replace(REENTERS, disruption=True), name="gone")
         ((), [pod(0), replace(GONE, created_at=NOW - 90), ended(1, FAILED)], {}),
     ],
 )
-def test_the_last_pod_of_a_rank_makes_way_if_it_is_lost(
+def test_the_newest_pod_of_a_rank_is_deleted_if_it_is_lost(
     removed: tuple[str, ...], pods: list[Pod], more: dict[str, Any]
 ) -> None:
-    sighting = observed(job((1, 2)), view((1, 2), (1, 2)), indexed_job(2, **more), pods)
-    assert actions_for(sighting, 2).delete_pods == removed
+    observed_job = observed(job((1, 2)), view((1, 2), (1, 2)), indexed_job(2, **more), pods)
+    assert actions_for(observed_job, 2).delete_pods == removed
 
 
 @pytest.mark.parametrize(("suspended", "released"), [(True, ("kept",)), (False, ())])
-def test_what_has_ended_is_kept_by_nobody_once_no_pods_come_after_it(
+def test_ended_pods_of_a_suspended_job_lose_their_finalizer(
     suspended: bool, released: tuple[str, ...]
 ) -> None:
     pods = [pod(0, tracked=True), ended(1, FAILED, name="kept", tracked=True), ended(2, FAILED)]
-    sighting = observed(job((1, 3)), view((1, 3)), indexed_job(3, suspended=suspended), pods)
-    done = actions_for(sighting, 3)
-    assert done.release_pods == released
-    assert done.delete_pods == ()
+    observed_job = observed(job((1, 3)), view((1, 3)), indexed_job(3, suspended=suspended), pods)
+    actions = actions_for(observed_job, 3)
+    assert actions.release_pods == released
+    assert actions.delete_pods == ()

@@ -167,7 +167,7 @@ def test_quantities_are_exact_and_rounded_up(digits: int, decimals: int, suffix:
         ({}, {}),
     ],
 )  # fmt: skip
-def test_what_a_pod_takes(spec: dict[str, Any], request_: dict[str, int]) -> None:
+def test_the_request_of_a_pod(spec: dict[str, Any], request_: dict[str, int]) -> None:
     assert pod_request(spec) == request_ | {"pods": 1}
 
 
@@ -178,7 +178,9 @@ milli = st.integers(0, 4000)
     st.lists(milli, max_size=3),
     st.lists(st.tuples(milli, st.booleans()), max_size=4),
 )
-def test_a_pod_takes_the_most_that_runs_at_once(mains: list[int], inits: list[tuple[int, bool]]) -> None:
+def test_a_pod_requests_the_maximum_of_what_runs_at_the_same_time(
+    mains: list[int], inits: list[tuple[int, bool]]
+) -> None:
     moments, running = [0], 0
     for cpu, stays in inits:
         moments.append(running + cpu)
@@ -194,7 +196,7 @@ def test_a_pod_takes_the_most_that_runs_at_once(mains: list[int], inits: list[tu
 # -- what nodes have ---------------------------------------------------------------------------------------
 
 
-def test_a_node_has_what_is_allocatable_less_what_others_take() -> None:
+def test_free_resources_are_allocatable_minus_the_requests_of_others() -> None:
     pods = [
         pod(cpu="500m", memory="1Gi"),
         pod(),
@@ -211,26 +213,26 @@ def test_a_node_has_what_is_allocatable_less_what_others_take() -> None:
     ]
 
 
-def test_only_the_jobs_that_are_decided_about_take_nothing() -> None:
+def test_only_pods_of_scheduled_jobs_take_nothing() -> None:
     pods = [pod("node1", "Running", "digits", cpu="1"), pod("node1", "Running", "digits", "other", cpu="2")]
     assert free_nodes([node(has={"cpu": "4"})], pods, {"team.digits"}) == [Node("node1", {"cpu": 2000})]
     assert free_nodes([node(has={"cpu": "4"})], pods, set()) == [Node("node1", {"cpu": 1000})]
     assert free_nodes([node(has={"cpu": "4"})], pods) == [Node("node1", {"cpu": 4000})]
 
 
-def test_a_node_may_have_given_more_than_it_has() -> None:
+def test_free_resources_may_be_negative() -> None:
     assert free_nodes([node(has={"cpu": "1"})], [pod(cpu="2")]) == [Node("node1", {"cpu": -1000})]
 
 
 @pytest.mark.parametrize("ready", ["False", "Unknown", None])
-def test_a_lost_node_has_nothing(ready: str | None) -> None:
+def test_a_node_that_is_not_ready_has_no_free_resources(ready: str | None) -> None:
     nodes = [node(), node("node2", ready=ready)]
     assert [one.name for one in free_nodes(nodes, [])] == ["node1"]
     assert lost_nodes(nodes) == {"node2"}
     assert eligible({}, *nodes) == {"node1"}
 
 
-def test_what_stands_on_a_cordoned_node_stays() -> None:
+def test_a_cordoned_node_keeps_its_replicas() -> None:
     assert [one.name for one in free_nodes([node(cordoned=True)], [])] == ["node1"]
 
 
@@ -247,7 +249,7 @@ pods = st.lists(
 
 
 @given(pods, st.randoms(use_true_random=False))
-def test_what_is_free_and_what_is_taken_is_all_there_is(made: list[dict[str, Any]], random: Any) -> None:
+def test_free_and_requested_resources_add_up_to_allocatable(made: list[dict[str, Any]], random: Any) -> None:
     nodes = [node(name, has={"cpu": "64", "pods": "10"}) for name in ("node1", "node2")]
     free = {one.name: one.free for one in free_nodes(nodes, made, {"team.a"})}
     for name in ("node1", "node2"):
@@ -304,7 +306,7 @@ def test_all_taints_must_be_tolerated() -> None:
     assert eligible({"tolerations": [*tolerant, {"key": "spot", "operator": "Exists"}]}, both) == {"node1"}
 
 
-def test_a_cordoned_node_takes_only_who_tolerates_that() -> None:
+def test_a_cordoned_node_accepts_only_pods_that_tolerate_it() -> None:
     assert eligible({}, node(cordoned=True)) == set()
     tolerant = {"tolerations": [{"key": "node.kubernetes.io/unschedulable", "operator": "Exists"}]}
     assert eligible(tolerant, node(cordoned=True)) == {"node1"}
@@ -374,7 +376,7 @@ def test_terms_of_node_affinity(terms: list[dict[str, Any]], goes_to: set[str]) 
     assert eligible(affinity(*terms), *nodes) == goes_to
 
 
-def test_a_preference_keeps_nobody_away() -> None:
+def test_a_preferred_affinity_excludes_no_node() -> None:
     preferred = [{"weight": 1, "preference": {"matchExpressions": [label("zone", "In", "b")]}}]
     spec = {
         "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
@@ -388,7 +390,7 @@ def test_a_preference_keeps_nobody_away() -> None:
     st.sampled_from("ab"),
     st.lists(st.sampled_from("123"), min_size=1),
 )
-def test_an_operator_and_its_opposite_share_out_all_nodes(
+def test_an_operator_and_its_opposite_match_complementary_nodes(
     labels: dict[str, str], key: str, values: list[str]
 ) -> None:
     def goes(operator: str, *asked: str) -> bool:

@@ -19,7 +19,7 @@ def versions(store: ObjectCache) -> list[int]:
     return [int(one["metadata"]["resourceVersion"]) for one in store.all(Resource.JOBS)]
 
 
-def test_late_news_changes_nothing() -> None:
+def test_an_older_version_is_ignored() -> None:
     store = ObjectCache()
     store.put(Resource.JOBS, version(5))
     store.changed.clear()
@@ -30,7 +30,7 @@ def test_late_news_changes_nothing() -> None:
     assert not store.changed.is_set()
 
 
-def test_a_late_answer_does_not_bring_back_what_was_deleted() -> None:
+def test_an_older_version_does_not_bring_back_a_deleted_object() -> None:
     store = ObjectCache()
     store.put(Resource.JOBS, version(5))
     store.remove(Resource.JOBS, version(7))
@@ -41,7 +41,7 @@ def test_a_late_answer_does_not_bring_back_what_was_deleted() -> None:
     assert versions(store) == [8], "one of the same name, made anew"
 
 
-def test_what_a_list_does_not_have_is_no_more_unless_it_is_newer() -> None:
+def test_a_list_removes_objects_that_it_lacks_unless_they_are_newer() -> None:
     store = ObjectCache()
     store.put(Resource.JOBS, version(3, "gone"))
     store.put(Resource.JOBS, version(9, "new"))
@@ -50,7 +50,7 @@ def test_what_a_list_does_not_have_is_no_more_unless_it_is_newer() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=12), st.randoms())
-def test_the_order_of_news_does_not_matter(told: list[tuple[bool, int]], random: Any) -> None:
+def test_the_order_of_changes_does_not_matter(told: list[tuple[bool, int]], random: Any) -> None:
     """Each version is either of a living object or of its end."""
     news = list({number: alive for alive, number in told}.items())
     random.shuffle(news)

@@ -33,7 +33,7 @@ def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setattr(FakeCluster, "get_claim", get_claim)
 
 
-def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
+def test_an_unreadable_job_does_not_stop_other_jobs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World()
@@ -47,7 +47,7 @@ def test_an_object_that_can_not_be_read_does_not_stop_the_other_jobs(
     assert told[0].exc_info
 
 
-def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
+def test_a_job_that_is_created_again_starts_with_its_own_counts() -> None:
     world = World()
     world.submit()
     world.run_cycles()
@@ -59,7 +59,7 @@ def test_a_job_made_anew_begins_with_counts_of_its_own() -> None:
     assert world.job["status"]["allocation"] == {"generation": 1, "replicas": 1}
 
 
-def test_a_report_that_comes_when_its_job_is_forgotten_already_leaves_nothing_behind() -> None:
+def test_a_late_report_of_a_deregistered_job_is_deleted() -> None:
     world = World()
     world.submit()
     world.run_cycles()
@@ -71,7 +71,7 @@ def test_a_report_that_comes_when_its_job_is_forgotten_already_leaves_nothing_be
     assert world.service.list_jobs() == []
 
 
-def test_what_was_only_posted_by_hand_stays() -> None:
+def test_a_job_that_has_only_reports_is_not_deregistered() -> None:
     world = World()
     world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
     world.run_cycles()
@@ -79,7 +79,7 @@ def test_what_was_only_posted_by_hand_stays() -> None:
 
 
 @pytest.mark.parametrize("error", [ClusterError("nobody answers"), ClusterError("out of order", 500)])
-def test_where_a_claim_is_not_known_for_now_running_pods_are_left_alone(
+def test_running_pods_stay_while_the_claim_can_not_be_read(
     error: ClusterError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
@@ -98,7 +98,7 @@ def test_where_a_claim_is_not_known_for_now_running_pods_are_left_alone(
 
 
 @pytest.mark.parametrize("checkpoint", [{"claimName": "theirs"}, {"storage": "1Gi"}])
-def test_where_claims_may_not_be_read_pods_are_made_once(
+def test_pods_are_created_once_where_claims_may_not_be_read(
     checkpoint: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer_claims(monkeypatch, ClusterError("forbidden", 403))
@@ -112,7 +112,7 @@ def test_where_claims_may_not_be_read_pods_are_made_once(
     assert world.writes == []
 
 
-def test_a_deletion_that_no_watch_has_told_of_is_found_when_something_is_to_be_done(
+def test_a_missed_deletion_is_found_when_a_write_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_loop, "STALE_RESYNC_INTERVAL", 0.0)
@@ -126,7 +126,7 @@ def test_a_deletion_that_no_watch_has_told_of_is_found_when_something_is_to_be_d
     world.run_kubelet()
     world.lose_undelivered()
     world.run_cycles(3)
-    assert world.indexed_job is None, "nothing was to be done"
+    assert world.indexed_job is None, "nothing was to be actions"
     world.edit(activeDeadlineSeconds=600)
     world.deliver()
     world.run(0.5)

@@ -23,29 +23,31 @@ from support.observed_jobs import (
 )
 
 
-def test_an_edited_deadline_is_given_to_the_job_without_another_size() -> None:
+def test_an_edited_deadline_is_written_without_a_change_of_parallelism() -> None:
     assert actions_for(training_job((1, 2)), 2).resize is None
     assert actions_for(training_job((1, 2), active_deadline_seconds=60), 2).resize == 2
 
 
 @pytest.mark.parametrize(("deadline", "resize"), [(60, None), (90, 2), (None, 2)])
-def test_a_deadline_is_compared_with_that_of_the_job(deadline: int | None, resize: int | None) -> None:
-    sighting = observed(
+def test_the_indexed_job_is_patched_only_if_the_deadline_differs(
+    deadline: int | None, resize: int | None
+) -> None:
+    observed_job = observed(
         job((1, 2), active_deadline_seconds=deadline),
         view((1, 2), (1, 2)),
         indexed_job(2, active_deadline_seconds=60),
     )
-    assert actions_for(sighting, 2).resize == resize
+    assert actions_for(observed_job, 2).resize == resize
 
 
-def test_what_an_earlier_job_of_the_name_comes_to_is_not_told_of_the_new_one() -> None:
+def test_the_status_shows_nothing_of_an_earlier_job_of_the_same_name() -> None:
     service = view((7, 3), (7, 3), latest=report(7, 3))
     status = actions_for(observed(job(), service, pods=())).status
     assert (status["replicas"], status["state"]) == (0, "Pending")
     assert not {"allocation", "gain", "progress"} & status.keys()
 
 
-def test_an_earlier_job_of_the_name_is_forgotten_when_its_pods_are_gone() -> None:
+def test_an_earlier_job_of_the_same_name_is_deregistered_after_its_pods_have_ended() -> None:
     service = view((7, 1), (7, 1))
     ending = actions_for(observed(job(), service, pods=[pod(0, deletion_deadline=1_800_000_020.0)]))
     assert not ending.deregister
@@ -55,8 +57,8 @@ def test_an_earlier_job_of_the_name_is_forgotten_when_its_pods_are_gone() -> Non
 
 @pytest.mark.parametrize("more", [{}, {"suspended": True}])
 @pytest.mark.parametrize("gone", [failed_pod(0), pod(0, phase="Failed", exit=PodExit(75))])
-def test_a_pod_that_has_ended_and_is_deleted_is_kept_by_nobody(gone: Pod, more: dict[str, bool]) -> None:
-    sighting = observed(job((1, 1)), view((1, 1)), indexed_job(1, **more), [gone])
-    assert actions_for(sighting, 1).delete_pods == ()
-    deleted = replace(sighting, pods=[replace(gone, deletion_deadline=NOW + 20)])
+def test_an_ended_pod_that_is_being_deleted_loses_its_finalizer(gone: Pod, more: dict[str, bool]) -> None:
+    observed_job = observed(job((1, 1)), view((1, 1)), indexed_job(1, **more), [gone])
+    assert actions_for(observed_job, 1).delete_pods == ()
+    deleted = replace(observed_job, pods=[replace(gone, deletion_deadline=NOW + 20)])
     assert actions_for(deleted, 1).delete_pods == (gone.name,)

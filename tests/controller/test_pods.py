@@ -68,7 +68,7 @@ def unscheduled(message: str, **spec: Any) -> PodProblem | None:
 # -- where it is -------------------------------------------------------------------------------------------
 
 
-def test_a_pod_that_runs() -> None:
+def test_a_running_pod() -> None:
     status = {"phase": "Running", "containerStatuses": [container(running={"startedAt": "x"})]}
     assert read_pod(raw(status)) == Pod(
         name="digits-1-x2x4z",
@@ -82,14 +82,14 @@ def test_a_pod_that_runs() -> None:
     )
 
 
-def test_a_pod_that_was_just_made_tells_nothing() -> None:
+def test_a_new_pod_has_no_node_and_no_problem() -> None:
     pod = read_pod(raw(node=None))
     assert (pod.phase, pod.node, pod.scheduled_at, pod.running) == ("Pending", None, None, False)
     assert pod.problem is None
     assert pod.exit is None
 
 
-def test_only_the_container_that_trains_tells_that_a_replica_runs() -> None:
+def test_a_replica_runs_only_if_its_worker_container_does() -> None:
     two = [{"name": "logs"}, {"name": "worker"}]
     statuses = [container("logs", running={}), container("worker", waiting={"reason": "ContainerCreating"})]
     pod = read_pod(raw({"phase": "Running", "containerStatuses": statuses}, containers=two))
@@ -113,16 +113,16 @@ def test_only_the_container_that_trains_tells_that_a_replica_runs() -> None:
         (True, {"phase": "Failed", "reason": "Evicted"}),
     ],
 )
-def test_a_pod_has_begun_when_one_of_its_containers_has(begun: bool, status: dict[str, Any]) -> None:
+def test_a_pod_has_started_when_one_of_its_containers_has(begun: bool, status: dict[str, Any]) -> None:
     assert read_pod(raw(status)).has_started == begun
 
 
-def test_a_pod_tells_whether_the_job_controller_keeps_it() -> None:
+def test_a_pod_with_the_job_controllers_finalizer_is_tracked() -> None:
     assert read_pod(raw(metadata={"finalizers": ["batch.kubernetes.io/job-tracking"]})).tracked
     assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).tracked
 
 
-def test_a_deleted_pod_tells_when_it_should_have_ended() -> None:
+def test_the_deletion_deadline_includes_the_grace_period() -> None:
     """The API adds the grace period to the time of the deletion."""
     meta = {"deletionTimestamp": "2026-03-01T10:00:30Z", "deletionGracePeriodSeconds": 30}
     assert read_pod(raw(metadata=meta)).deletion_deadline == 1772359230.0
@@ -153,11 +153,11 @@ def test_the_rank_is_the_completion_index(metadata: dict[str, Any], rank: int) -
         "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
     ],
 )
-def test_a_pod_that_no_node_takes(message: str) -> None:
+def test_an_unschedulable_pod_has_the_schedulers_message(message: str) -> None:
     assert unscheduled(message) == PodProblem(Reason.UNSCHEDULABLE, message)
 
 
-def test_a_pod_behind_a_scheduling_gate() -> None:
+def test_a_pod_with_a_scheduling_gate_is_unschedulable() -> None:
     told = condition("PodScheduled", "False", reason="SchedulingGated")
     problem = read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None)).problem
     assert problem == PodProblem(Reason.UNSCHEDULABLE, "SchedulingGated")
@@ -175,7 +175,7 @@ def test_a_pod_behind_a_scheduling_gate() -> None:
         ('running PreBind plugin "VolumeBinding": binding volumes: context deadline exceeded', False),
     ],
 )
-def test_a_pod_whose_volume_is_not_bound_says_which(message: str, names_the_claim: bool) -> None:
+def test_the_message_about_an_unbound_volume_names_the_claim(message: str, names_the_claim: bool) -> None:
     volumes = [
         {"name": "a", "persistentVolumeClaim": {"claimName": "digits-checkpoints"}},
         {"name": "b", "emptyDir": {}},
@@ -202,7 +202,9 @@ def test_a_pod_whose_volume_is_not_bound_says_which(message: str, names_the_clai
         ("PodInitializing", "", None),
     ],
 )  # fmt: skip
-def test_a_container_that_does_not_start_says_why(reason: str, message: str, expected: Reason | None) -> None:
+def test_a_container_that_does_not_start_has_a_reason(
+    reason: str, message: str, expected: Reason | None
+) -> None:
     problem = waiting(reason, message)
     assert (problem and problem.reason) == expected
     if problem is not None:
@@ -211,7 +213,7 @@ def test_a_container_that_does_not_start_says_why(reason: str, message: str, exp
         assert ("registry.example/trainer:1" in problem.message) == (expected is Reason.IMAGE_PULL_FAILED)
 
 
-def test_an_init_container_that_does_not_start_is_told_of_first() -> None:
+def test_the_problem_of_an_init_container_comes_first() -> None:
     statuses = {
         "phase": "Pending",
         "initContainerStatuses": [container("prepare", waiting={"reason": "ImagePullBackOff"})],
@@ -231,7 +233,7 @@ def test_a_pod_that_has_ended_has_no_problem() -> None:
 # -- how it has ended --------------------------------------------------------------------------------------
 
 
-def test_a_pod_that_has_succeeded() -> None:
+def test_a_succeeded_pod_is_not_a_failure() -> None:
     status = {
         "phase": "Succeeded",
         "containerStatuses": [container(terminated=terminated(0, "Completed", message="accuracy 97%"))],
@@ -241,7 +243,7 @@ def test_a_pod_that_has_succeeded() -> None:
     assert not is_program_failure(ended)
 
 
-def test_a_program_that_has_failed_says_in_which_generation() -> None:
+def test_the_termination_message_has_the_generation_of_a_failure() -> None:
     words = TerminationMessage(3, 1, "ZeroDivisionError: division by zero")
     ended = failed(container(terminated=terminated(1, message=words.to_text())))
     assert ended == PodExit(1, "Error", words.to_text(), words)
@@ -253,19 +255,19 @@ def test_a_program_that_has_failed_says_in_which_generation() -> None:
     [(0, False), (1, True), (2, True), (69, False), (75, False), (76, False), (127, True), (134, True),
      (137, False), (139, True), (143, False)],
 )  # fmt: skip
-def test_which_exit_codes_are_the_programs_own_failure(code: int, is_failure: bool) -> None:
+def test_exit_codes_that_are_failures_of_the_program(code: int, is_failure: bool) -> None:
     ended = failed(container(terminated=terminated(code)))
     assert is_program_failure(ended) == is_failure
 
 
 @pytest.mark.parametrize("code", [1, 137])
-def test_a_lack_of_memory_is_not_the_programs_failure(code: int) -> None:
+def test_out_of_memory_is_not_a_failure_of_the_program(code: int) -> None:
     ended = failed(container(terminated=terminated(code, "OOMKilled")))
     assert ended.reason == "OOMKilled"
     assert not is_program_failure(ended)
 
 
-def test_a_program_that_cannot_be_started_is_its_own_failure() -> None:
+def test_a_program_that_can_not_be_started_is_a_failure() -> None:
     message = 'exec: "pyton": executable file not found in $PATH'
     ended = failed(container(terminated=terminated(128, "StartError", message=message)))
     assert (ended.exit_code, ended.reason, ended.message) == (128, "StartError", message)
@@ -276,7 +278,7 @@ def test_a_program_that_cannot_be_started_is_its_own_failure() -> None:
     "why",
     ["EvictionByEvictionAPI", "DeletionByTaintManager", "TerminationByKubelet", "PreemptionByScheduler"],
 )
-def test_a_disruption_is_not_the_programs_failure(why: str) -> None:
+def test_a_disruption_is_not_a_failure_of_the_program(why: str) -> None:
     ended = failed(
         container(terminated=terminated(1)), conditions=[condition("DisruptionTarget", reason=why)]
     )
@@ -284,7 +286,7 @@ def test_a_disruption_is_not_the_programs_failure(why: str) -> None:
     assert not is_program_failure(ended)
 
 
-def test_an_evicted_pod_says_so_with_or_without_its_containers() -> None:
+def test_an_evicted_pod_has_the_message_of_its_eviction() -> None:
     message = "The node was low on resource: ephemeral-storage."
     told = {"reason": "Evicted", "message": message, "conditions": [condition("DisruptionTarget")]}
     ended = failed(container(terminated=terminated(137)), **told)
@@ -295,14 +297,14 @@ def test_an_evicted_pod_says_so_with_or_without_its_containers() -> None:
 
 
 @pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError", "NodeAffinity", "NodeLost"])
-def test_a_pod_that_never_ran_has_not_failed_by_itself(reason: str) -> None:
+def test_a_rejected_pod_is_not_a_failure_of_the_program(reason: str) -> None:
     """As when devices of a node went away between the scheduler's choice and the start."""
     ended = failed(reason=reason, message="Pod was rejected")
     assert (ended.exit_code, ended.reason, ended.message) == (None, reason, "Pod was rejected")
     assert not is_program_failure(ended)
 
 
-def test_an_init_container_that_fails_counts() -> None:
+def test_a_failed_init_container_is_a_failure() -> None:
     ended = failed(
         container(waiting={"reason": "PodInitializing"}),
         initContainerStatuses=[
@@ -314,13 +316,13 @@ def test_an_init_container_that_fails_counts() -> None:
     assert is_program_failure(ended)
 
 
-def test_an_init_container_that_was_killed_does_not_count() -> None:
+def test_a_killed_init_container_is_not_a_failure() -> None:
     assert not is_program_failure(
         failed(initContainerStatuses=[container("fetch", terminated=terminated(143))])
     )
 
 
-def test_the_worker_is_asked_before_a_container_that_ended_with_it() -> None:
+def test_the_workers_exit_code_takes_precedence_over_those_of_sidecars() -> None:
     ended = failed(
         container("logs", terminated=terminated(1)),
         container(terminated=terminated(75)),
@@ -330,7 +332,7 @@ def test_the_worker_is_asked_before_a_container_that_ended_with_it() -> None:
     assert not is_program_failure(ended)
 
 
-def test_another_container_that_fails_beside_a_finished_worker_counts() -> None:
+def test_a_failed_sidecar_of_a_finished_worker_is_a_failure() -> None:
     ended = failed(
         container(terminated=terminated(0, "Completed")), container("logs", terminated=terminated(1))
     )

@@ -29,7 +29,7 @@ def raw(generation: int) -> dict[str, Any]:
     }
 
 
-def test_a_refused_spec_is_invalid_until_it_is_edited() -> None:
+def test_a_rejected_spec_is_invalid_until_it_is_edited() -> None:
     specs = SpecReader()
     taken = AdaScaleJob.read(raw(1), specs)
     assert taken.job is not None
@@ -39,23 +39,23 @@ def test_a_refused_spec_is_invalid_until_it_is_edited() -> None:
     assert AdaScaleJob.read(raw(2), specs).job is not None
 
 
-def test_a_job_without_pods_fails_and_starts_when_it_is_put_right() -> None:
+def test_a_job_without_pods_fails_and_starts_once_the_spec_is_corrected() -> None:
     refused = replace(job((1, 2)), job=None, invalid=REFUSED)
-    done = actions_for(observed(refused, view((1, 2))))
-    failed = condition(done, ConditionType.FAILED)
+    actions = actions_for(observed(refused, view((1, 2))))
+    failed = condition(actions, ConditionType.FAILED)
     assert (failed.status, failed.reason, failed.message) == (True, Reason.INVALID_SPEC, REFUSED)
-    assert done.create_indexed_job is None
+    assert actions.create_indexed_job is None
 
-    right = job((1, 2), status=done.status)
+    right = job((1, 2), status=actions.status)
     again = actions_for(observed(right, view((1, 2))), 2)
     assert again.create_indexed_job == 2
     assert again.status["state"] == "Starting"
     assert "completionTime" not in again.status
 
 
-def test_a_job_with_pods_goes_on_with_the_spec_that_it_had() -> None:
+def test_a_job_with_pods_continues_with_its_previous_spec() -> None:
     refused = replace(job((1, 2)), job=None, invalid=REFUSED)
-    done = actions_for(observed(refused, view((1, 2), (1, 2)), indexed_job(2)))
-    running = condition(done, ConditionType.RUNNING)
+    actions = actions_for(observed(refused, view((1, 2), (1, 2)), indexed_job(2)))
+    running = condition(actions, ConditionType.RUNNING)
     assert (running.status, running.reason, running.message) == (True, Reason.INVALID_SPEC, REFUSED)
-    assert (done.resize, done.delete_indexed_job) == (None, False)
+    assert (actions.resize, actions.delete_indexed_job) == (None, False)

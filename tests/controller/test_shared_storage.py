@@ -34,7 +34,7 @@ def template(mounts: dict[str, str], **volumes: dict[str, Any]) -> dict[str, Any
     ],
 )
 @pytest.mark.parametrize("kind", [CLAIM, {"nfs": {}}, {"hostPath": {}}, {"csi": {}}])
-def test_a_path_in_a_volume_that_pods_share_is_taken(
+def test_a_path_in_a_shared_volume_is_accepted(
     path: str, mounts: dict[str, str], kind: dict[str, Any]
 ) -> None:
     assert why_not_shared(template(mounts, data=kind, tmp={"emptyDir": {}}), path) is None
@@ -63,7 +63,7 @@ def test_a_path_in_a_volume_that_pods_share_is_taken(
         ("/data", {"/data": "data"}, {"configMap": {}}, "is read-only"),
     ],
 )
-def test_a_path_that_each_pod_sees_something_else_at_is_told_of(
+def test_a_path_that_pods_do_not_share_is_rejected(
     path: str, mounts: dict[str, str], kind: dict[str, Any], why: str
 ) -> None:
     told = why_not_shared(template(mounts, data=kind), path)
@@ -72,7 +72,7 @@ def test_a_path_that_each_pod_sees_something_else_at_is_told_of(
 
 
 @pytest.mark.parametrize(("most", "is_taken"), [(1, True), (2, False)])
-def test_a_spec_is_refused_only_where_there_may_be_several_replicas(most: int, is_taken: bool) -> None:
+def test_an_unshared_path_is_invalid_only_for_several_replicas(most: int, is_taken: bool) -> None:
     raw = {
         "metadata": {
             "name": "digits",
