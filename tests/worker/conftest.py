@@ -1,9 +1,6 @@
-"""What tests of the worker share: trainers in the test's own process that leave nothing behind in it, and a
-disk that can be filled.
-"""
+"""Fixtures of the worker's tests: trainers that leave no trace in the test's process, and a small disk."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,36 +11,34 @@ from typing import Any
 import pytest
 
 from adascale_worker import ElasticTrainer, shutdown
-from adascale_worker import trainer as trainer_module
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
 def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ElasticTrainer]]:
-    """Makes trainers on one replica; excepthook, signals and exit functions are put back afterwards."""
+    """Makes trainers on one replica, and closes them after the test."""
     for name in list(os.environ):
-        if name.startswith("ADASCALE_") or name in TORCHRUN:
+        if name.startswith("ADASCALE_") or name in TORCHRUN_VARIABLES:
             monkeypatch.delenv(name)
-    at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr(trainer_module, "atexit", SimpleNamespace(register=at_exit.append))
+    # The exit functions of trainers would end pytest's own process.
     monkeypatch.setattr(shutdown, "atexit", SimpleNamespace(register=lambda _: None))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A trainer whose construction fails installs a hook and cannot be closed.
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    trainers: list[ElasticTrainer] = []
 
     def make(**arguments: Any) -> ElasticTrainer:
-        return ElasticTrainer(**arguments)
+        trainers.append(ElasticTrainer(**arguments))
+        return trainers[-1]
 
     yield make
-    for function in at_exit:
-        function()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    for trainer in reversed(trainers):
+        trainer.close()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte, so that it can be filled."""
+    """A file system of one mebibyte, which a test can fill."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -53,6 +48,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         check=False,
     )
     if mounted.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+        pytest.skip(f"this user cannot mount a file system: {mounted.stderr.strip()}")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_worker.checkpoint import CheckpointFolder, Standing
+from adascale_worker.checkpoint import CheckpointFolder, CheckpointInfo
 from adascale_worker.errors import CheckpointError
 
-STANDING = Standing(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False)
+INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False)
 
 
 def state_of(number: int) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def state_of(number: int) -> dict[str, Any]:
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "made" / "on" / "the way")
-    saved = folder.save(state_of(1), STANDING, {"accuracy": 0.5})
+    saved = folder.save(state_of(1), INFO, {"accuracy": 0.5})
     loaded = folder.load()
     assert loaded is not None
     state, manifest = loaded
@@ -42,7 +42,7 @@ def test_a_folder_without_checkpoints_loads_none(tmp_path: Path) -> None:
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for number in range(1, 6):
-        folder.save(state_of(number), STANDING)
+        folder.save(state_of(number), INFO)
     assert folder.numbers() == [4, 5]
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -53,8 +53,8 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
     tmp_path: Path, damage: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save(state_of(1), STANDING)
-    folder.save(state_of(2), STANDING)
+    folder.save(state_of(1), INFO)
+    folder.save(state_of(2), INFO)
     harm(tmp_path / f"checkpoint-00000002.{part}", damage)
     loaded = folder.load()
     assert loaded is not None
@@ -82,7 +82,7 @@ def harm(path: Path, damage: str) -> None:
 def test_all_damaged_is_an_error_and_never_a_silent_fresh_start(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for number in (1, 2):
-        folder.save(state_of(number), STANDING)
+        folder.save(state_of(number), INFO)
         harm(tmp_path / f"checkpoint-{number:08d}.pt", "flip")
     with pytest.raises(
         CheckpointError, match=r"no whole checkpoint is left .*00000002.pt is damaged.*remove the folder"
@@ -92,7 +92,7 @@ def test_all_damaged_is_an_error_and_never_a_silent_fresh_start(tmp_path: Path) 
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save(state_of(1), STANDING)
+    folder.save(state_of(1), INFO)
     manifest = tmp_path / "checkpoint-00000001.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
     with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 1"):
@@ -101,7 +101,7 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
 
 def test_a_result_can_be_added_to_the_last_manifest(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    manifest = folder.save(state_of(1), STANDING)
+    manifest = folder.save(state_of(1), INFO)
     folder.annotate(manifest, {"accuracy": 0.98})
     loaded = folder.load()
     assert loaded is not None
@@ -110,9 +110,9 @@ def test_a_result_can_be_added_to_the_last_manifest(tmp_path: Path) -> None:
 
 def test_a_generation_whose_place_was_taken_writes_nothing_over_its_successors(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save(state_of(1), replace(STANDING, generation=4))
+    folder.save(state_of(1), replace(INFO, generation=4))
     with pytest.raises(CheckpointError, match=r"generation 4 has saved in .* already, this is generation 3"):
-        folder.save(state_of(2), STANDING)
+        folder.save(state_of(2), INFO)
     assert folder.numbers() == [1]
 
 
@@ -120,8 +120,8 @@ def test_a_job_made_again_goes_on_from_its_predecessor_though_its_generations_be
     tmp_path: Path,
 ) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save(state_of(1), replace(STANDING, generation=9, incarnation=100))
-    folder.save(state_of(2), replace(STANDING, generation=1, incarnation=200))
+    folder.save(state_of(1), replace(INFO, generation=9, incarnation=100))
+    folder.save(state_of(2), replace(INFO, generation=1, incarnation=200))
     loaded = folder.load()
     assert loaded is not None
     assert (loaded[0]["number"], loaded[1].generation, loaded[1].incarnation) == (2, 1, 200)
@@ -132,24 +132,24 @@ def test_a_job_that_was_deleted_writes_nothing_over_the_one_that_was_made_again(
     tmp_path: Path, generation: int
 ) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save(state_of(1), replace(STANDING, generation=4, incarnation=200))
+    folder.save(state_of(1), replace(INFO, generation=4, incarnation=200))
     with pytest.raises(CheckpointError, match=r"a later job of this name, made 100 s after this one, has"):
-        folder.save(state_of(2), replace(STANDING, generation=generation, incarnation=100))
+        folder.save(state_of(2), replace(INFO, generation=generation, incarnation=100))
     with pytest.raises(CheckpointError, match="this is generation 3"):
-        folder.save(state_of(2), replace(STANDING, generation=3, incarnation=200))
+        folder.save(state_of(2), replace(INFO, generation=3, incarnation=200))
     assert folder.numbers() == [1]
 
 
 def test_a_manifest_from_before_there_were_incarnations_is_the_oldest(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save(state_of(1), replace(STANDING, generation=4))
+    folder.save(state_of(1), replace(INFO, generation=4))
     manifest = tmp_path / "checkpoint-00000001.json"
     members = json.loads(manifest.read_text())
     assert members.pop("incarnation") == 0
     manifest.write_text(json.dumps(members))
     with pytest.raises(CheckpointError, match="generation 4 has saved"):
-        folder.save(state_of(2), STANDING)
-    folder.save(state_of(2), replace(STANDING, generation=1, incarnation=100))
+        folder.save(state_of(2), INFO)
+    folder.save(state_of(2), replace(INFO, generation=1, incarnation=100))
     assert folder.numbers() == [1, 2]
 
 
@@ -159,11 +159,11 @@ KILLER = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from adascale_worker.checkpoint import CheckpointFolder, Standing
+from adascale_worker.checkpoint import CheckpointFolder, CheckpointInfo
 
 directory = Path(sys.argv[1])
 folder = CheckpointFolder(directory)
-standing = Standing(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False)
+info = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False)
 
 def save_and_be_killed(survived):
     operations = 0
@@ -175,7 +175,7 @@ def save_and_be_killed(survived):
             operations += 1
     number = folder.load()[0]["number"] + 1
     sys.addaudithook(watch)
-    folder.save({"weights": torch.full((1000,), float(number)), "number": number}, standing)
+    folder.save({"weights": torch.full((1000,), float(number)), "number": number}, info)
     os._exit(0)
 
 for survived in range(1000):
@@ -192,7 +192,7 @@ for survived in range(1000):
 
 
 def test_killed_at_any_operation_a_whole_checkpoint_is_left_and_can_be_built_on(tmp_path: Path) -> None:
-    CheckpointFolder(tmp_path).save(state_of(1), STANDING)
+    CheckpointFolder(tmp_path).save(state_of(1), INFO)
     run = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path)],
         capture_output=True,
@@ -214,21 +214,21 @@ def test_killed_at_any_operation_a_whole_checkpoint_is_left_and_can_be_built_on(
 
 def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_untouched(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk / "checkpoints")
-    folder.save(state_of(1), STANDING)
+    folder.save(state_of(1), INFO)
     large = {"weights": torch.zeros(1_000_000), "number": 2}
     with pytest.raises(
         CheckpointError, match=r"No space left on device; the last one, of step 7, is untouched"
     ):
-        folder.save(large, STANDING)
+        folder.save(large, INFO)
     loaded = folder.load()
     assert loaded is not None
     assert loaded[0]["number"] == 1
     assert sorted(path.suffix for path in folder.directory.iterdir()) == [".json", ".pt"]
-    folder.save(state_of(2), STANDING)
+    folder.save(state_of(2), INFO)
     assert folder.numbers() == [1, 2]
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Not a directory"):
-        CheckpointFolder(tmp_path / "file" / "checkpoints").save(state_of(1), STANDING)
+        CheckpointFolder(tmp_path / "file" / "checkpoints").save(state_of(1), INFO)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from adascale_worker.environment import (
-    JobEnvironment,
+    JobSettings,
     RankAssignment,
     ServiceAddress,
     read_assignment,
     read_generation,
     read_incarnation,
-    read_job,
+    read_job_settings,
     read_service,
     read_termination_grace,
     read_termination_log,
@@ -27,7 +27,7 @@ def test_nothing_told_is_one_process_off_any_service() -> None:
     assert read_assignment({}) == RankAssignment(
         rank=0, replicas=1, local_rank=0, master_addr=None, master_port=None
     )
-    assert read_job({}) == JobEnvironment()
+    assert read_job_settings({}) == JobSettings()
     assert read_service({}) is None
     assert read_generation({}) == 0
 
@@ -53,7 +53,7 @@ def test_the_job_is_read() -> None:
         "ADASCALE_CHECKPOINT_DIR": "/state",
         "ADASCALE_CHECKPOINT_INTERVAL": "2.5",
     }
-    assert read_job(environ) == JobEnvironment(32, 512, (16, 128), 0.5, 20000, Path("/state"), 2.5)
+    assert read_job_settings(environ) == JobSettings(32, 512, (16, 128), 0.5, 20000, Path("/state"), 2.5)
 
 
 def test_a_service_has_a_full_job_id_and_a_url_without_slash() -> None:
@@ -88,7 +88,7 @@ def test_a_service_has_a_full_job_id_and_a_url_without_slash() -> None:
 def test_what_is_not_understood_is_told_by_name(environ: dict[str, str], message: str) -> None:
     def read_all() -> None:
         read_assignment(environ)
-        read_job(environ)
+        read_job_settings(environ)
         read_service(environ)
 
     with pytest.raises(EnvironmentVariableError, match=re.escape(message)):

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset, IterableDataset
 from adascale_core.batch import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
+from adascale_worker.device import select_device
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.stream import SampleStream
 from adascale_worker.supported_optimizers import UnsupportedOptimizerError
-from adascale_worker.trainer import _device
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -305,10 +305,10 @@ def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    monkeypatch.setattr("adascale_worker.trainer.REPLAN_INTERVAL", 0.0)
+    monkeypatch.setattr("adascale_worker.batch_planning.REPLAN_INTERVAL", 0.0)
     train(trainer, model, optimizer)
     # One replica keeps its plan; the change of it is that of a larger job.
-    monkeypatch.setattr("adascale_worker.trainer.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
+    monkeypatch.setattr("adascale_worker.batch_planning.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
     _, x, y = samples()[:8]
     learn(model, x, y)
     optimizer.step()
@@ -550,4 +550,4 @@ def test_losses_are_taken_and_off_a_service_not_kept(make_trainer: MakeTrainer) 
     ],
 )
 def test_a_gpu_is_named_by_its_number(asked: Any, local_rank: int, device: str) -> None:
-    assert str(_device(asked, local_rank)) == device
+    assert str(select_device(asked, local_rank)) == device

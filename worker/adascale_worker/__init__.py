@@ -1,8 +1,8 @@
 """The training side: the AdaScale optimizer, the elastic trainer, and the agent that starts it.
 
-This package may import torch, but only where a trainer needs it: an agent runs beside the trainer and
-starts without it. It never imports the api or the controller: it meets them through HTTP, in the words
-of `adascale_core.messages`. Importing it changes nothing in the process.
+Modules of the trainer import torch. The agent, which runs beside the trainer, does not, so that it starts
+fast. This package never imports the api or the controller: it exchanges `adascale_core.messages` with them
+over HTTP. Importing it has no side effects: public names are imported on first access.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
     from adascale_worker.trainer import ReentryState as ReentryState
 
-_HOMES = {
+_MODULE_OF = {
     "AdaScale": "adascale_worker.adascale",
     "ElasticTrainer": "adascale_worker.trainer",
     "ReentryState": "adascale_worker.trainer",
@@ -25,6 +25,6 @@ __all__ = ["AdaScale", "ElasticTrainer", "ReentryState", "StaleBatchSizeError"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

@@ -34,7 +34,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True)
-class Standing:
+class CheckpointInfo:
     """Where training stands when a checkpoint is saved (see `Manifest`)."""
 
     step: int
@@ -57,13 +57,13 @@ class CheckpointFolder:
         self.directory = directory
 
     def save(
-        self, state: dict[str, Any], standing: Standing, result: dict[str, float | str] | None = None
+        self, state: dict[str, Any], info: CheckpointInfo, result: dict[str, float | str] | None = None
     ) -> Manifest:
         """Save `state` beside the last checkpoint and drop the ones before that.
 
         Args:
             state: tensors, numbers, texts, lists and dicts.
-            standing: where training stands.
+            info: where training stands.
             result: what the program told of its result.
 
         Raises:
@@ -75,12 +75,12 @@ class CheckpointFolder:
             numbers = self.numbers()
             number = numbers[-1] + 1 if numbers else 1
             if numbers:
-                self._refuse_to_go_back(numbers[-1], standing)
+                self._refuse_to_go_back(numbers[-1], info)
             path = self._state_path(number)
             with _Written(path) as file:
                 torch.save(state, file)
             digest, length = _digest(path)
-            manifest = Manifest(number, digest, length, **asdict(standing), result=dict(result or {}))
+            manifest = Manifest(number, digest, length, **asdict(info), result=dict(result or {}))
             self._write_manifest(manifest)
         except (OSError, RuntimeError) as error:
             # torch.save wraps the operating system's error in a RuntimeError.
@@ -179,24 +179,24 @@ class CheckpointFolder:
         with _Written(self._manifest_path(manifest.number)) as file:
             file.write((json.dumps(manifest.to_json(), indent=1) + "\n").encode())
 
-    def _refuse_to_go_back(self, newest: int, standing: Standing) -> None:
+    def _refuse_to_go_back(self, newest: int, info: CheckpointInfo) -> None:
         """A trainer that was cut off and replaced must not write over its successors' work."""
         try:
             last = self._read_manifest(newest)
         except _DamagedError:
             return
-        if standing.generation == 0:
+        if info.generation == 0:
             # Without an agent there is nobody who could take its place.
             return
-        if last.incarnation > standing.incarnation:
+        if last.incarnation > info.incarnation:
             raise CheckpointError(
-                f"a later job of this name, made {last.incarnation - standing.incarnation} s after this one, "
+                f"a later job of this name, made {last.incarnation - info.incarnation} s after this one, "
                 f"has saved in {self.directory} already: this job was deleted while its replica was cut off"
             )
-        if last.incarnation == standing.incarnation and last.generation > standing.generation:
+        if last.incarnation == info.incarnation and last.generation > info.generation:
             raise CheckpointError(
                 f"generation {last.generation} has saved in {self.directory} already, this is generation "
-                f"{standing.generation}: its place was taken while it was cut off"
+                f"{info.generation}: its place was taken while it was cut off"
             )
 
     def _prune(self) -> None:

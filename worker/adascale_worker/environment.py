@@ -1,4 +1,4 @@
-"""What agents and trainers are told through environment variables, read once and checked."""
+"""The environment variables of agents and trainers, parsed and validated."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from adascale_worker.errors import EnvironmentVariableError
 T = TypeVar("T")
 
 DEFAULT_TERMINATION_GRACE = 25.0
-"""Seconds; a pod has 30 by default, of which the agent keeps some to tell how it ended."""
+"""Seconds. A pod has 30 by default; the agent needs the rest to report how it ended."""
 
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """The address of the metrics service, and the token for it.
+    """The address of the metrics service, and the credentials for it.
 
     Args:
-        url: the base URL of the service.
-        job_id: the job that this process belongs to.
-        token: the bearer token; None if it is not set.
-        token_file: a file with the bearer token, which may be renewed; None if it is not set.
+        url: base URL.
+        job_id: full id of the job that this process belongs to.
+        token: the bearer token. None if there is none, or if it is in a file.
+        token_file: a file that contains the token and can be renewed. None if there is none.
     """
 
     url: str
@@ -40,7 +40,14 @@ class ServiceAddress:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Which replica of how many a trainer is, and where the others meet it (torchrun's variables)."""
+    """The rank of a trainer, from torchrun's variables.
+
+    Args:
+        rank: index of the replica, from 0.
+        replicas: number of replicas (the world size).
+        local_rank: index of the replica on its machine.
+        master_addr, master_port: address of rank 0. None if not set.
+    """
 
     rank: int
     replicas: int
@@ -50,8 +57,11 @@ class RankAssignment:
 
 
 @dataclass(frozen=True)
-class JobEnvironment:
-    """What the controller says of the job; each is none where it says nothing."""
+class JobSettings:
+    """Settings of a job, from its environment or from the program's arguments. None means not set.
+
+    `ElasticTrainer` documents each of them.
+    """
 
     batch_size: int | None = None
     max_batch_size: int | None = None
@@ -63,30 +73,30 @@ class JobEnvironment:
 
 
 def is_standby(environ: Mapping[str, str]) -> bool:
-    """Whether this program was started ahead of its generation, by an agent, and still has to wait for it."""
+    """Whether an agent has started this program before its generation begins."""
     return names.ENV_AGENT_FD in environ
 
 
 def wait_for_assignment(environ: MutableMapping[str, str]) -> None:
-    """Tell the agent that this program is ready, and wait to be told its place.
+    """Notify the agent that this program is ready, and wait for its rank assignment.
 
-    An agent starts a program before its generation begins, so neither the place nor what the job asks for
-    by then can be in the environment from the start; it is put there now, for torch and for whoever else
-    reads it. Without an agent, this returns at once.
+    An agent starts a program before its generation begins. At that time neither its rank nor the job's
+    current settings are known. They arrive here, and are put into `environ`, where torch and the program
+    find them. A variable whose value is null is removed. Without an agent, this returns immediately.
 
     Raises:
-        SystemExit: the agent needs this program no longer.
+        SystemExit: the agent has closed the connection, because it no longer needs this program.
     """
-    descriptor = _read(environ, names.ENV_AGENT_FD, _natural, None)
+    descriptor = _read(environ, names.ENV_AGENT_FD, _non_negative_integer, None)
     if descriptor is None:
         return
     del environ[names.ENV_AGENT_FD]
     with socket.socket(fileno=descriptor) as channel, channel.makefile("r", encoding="utf-8") as lines:
         channel.sendall(b"!")
-        told = lines.readline()
-    if not told:
+        assignment = lines.readline()
+    if not assignment:
         sys.exit(EXIT_REENTRY)
-    for name, value in json.loads(told).items():
+    for name, value in json.loads(assignment).items():
         if value is None:
             environ.pop(name, None)
         else:
@@ -94,20 +104,20 @@ def wait_for_assignment(environ: MutableMapping[str, str]) -> None:
 
 
 def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
-    """The metrics service of this process; none where it runs off any service.
+    """Return the address of the metrics service. None if no service is configured.
 
     Raises:
-        EnvironmentVariableError: only part of it is told.
+        EnvironmentVariableError: only one of the two required variables is set, or the job id is invalid.
     """
     url = environ.get(names.ENV_API_URL)
     job = environ.get(names.ENV_JOB_ID)
     if not url and not job:
         return None
     if not url or not job:
-        given, missing = (
+        present, missing = (
             (names.ENV_API_URL, names.ENV_JOB_ID) if url else (names.ENV_JOB_ID, names.ENV_API_URL)
         )
-        raise EnvironmentVariableError(f"{given} is set but {missing} is not: set both, or neither")
+        raise EnvironmentVariableError(f"{present} is set but {missing} is not: set both, or neither")
     token_file = environ.get(names.ENV_TOKEN_FILE)
     return ServiceAddress(
         url=url.rstrip("/"),
@@ -118,81 +128,82 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
 
 
 def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
-    """The place of this trainer; alone where nothing is told.
+    """Return the rank of this trainer: rank 0 of 1 if the variables are not set.
 
     Raises:
         EnvironmentVariableError: a variable is not a number, or the rank is not below the world size.
     """
-    rank = _read(environ, "RANK", _natural, 0)
-    replicas = _read(environ, "WORLD_SIZE", _positive, 1)
+    rank = _read(environ, "RANK", _non_negative_integer, 0)
+    replicas = _read(environ, "WORLD_SIZE", _positive_integer, 1)
     if rank >= replicas:
         raise EnvironmentVariableError(
-            f"RANK is {rank} but WORLD_SIZE is {replicas}: ranks go from 0 to {replicas - 1}"
+            f"RANK is {rank} but WORLD_SIZE is {replicas}: RANK must be from 0 to {replicas - 1}"
         )
     return RankAssignment(
         rank=rank,
         replicas=replicas,
-        local_rank=_read(environ, "LOCAL_RANK", _natural, 0),
+        local_rank=_read(environ, "LOCAL_RANK", _non_negative_integer, 0),
         master_addr=environ.get("MASTER_ADDR"),
-        master_port=_read(environ, "MASTER_PORT", _positive, None),
+        master_port=_read(environ, "MASTER_PORT", _positive_integer, None),
     )
 
 
-def read_job(environ: Mapping[str, str]) -> JobEnvironment:
-    """What the controller says of the job.
+def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
+    """Return the settings of the job, as the controller sets them.
 
     Raises:
-        EnvironmentVariableError: a variable does not say what it should.
+        EnvironmentVariableError: a variable has an invalid value.
     """
     directory = environ.get(names.ENV_CHECKPOINT_DIR)
-    return JobEnvironment(
-        batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive, None),
-        max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive, None),
-        local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _pair, None),
-        efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _share, None),
-        scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive, None),
+    return JobSettings(
+        batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive_integer, None),
+        max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive_integer, None),
+        local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _integer_pair, None),
+        efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
+        scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
         checkpoint_dir=Path(directory) if directory else None,
         checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _seconds, None),
     )
 
 
 def read_generation(environ: Mapping[str, str]) -> int:
-    """The generation that this trainer runs in; 0 without an agent."""
-    return _read(environ, names.ENV_GENERATION, _natural, 0)
+    """Return the generation that this trainer runs in; 0 without an agent."""
+    return _read(environ, names.ENV_GENERATION, _non_negative_integer, 0)
 
 
 def read_listen_fd(environ: Mapping[str, str]) -> int | None:
-    """The descriptor of the listening socket that the agent hands to rank 0, if it does."""
-    return _read(environ, names.ENV_LISTEN_FD, _natural, None)
+    """Return the descriptor of the listening socket that rank 0 inherits from its agent. None if not set."""
+    return _read(environ, names.ENV_LISTEN_FD, _non_negative_integer, None)
 
 
 def read_replica(environ: Mapping[str, str]) -> int:
-    """The index of this agent's replica."""
-    return _read(environ, names.ENV_REPLICA, _natural, 0)
+    """Return the index of this agent's replica, from 0."""
+    return _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
 
 
 def read_service_timeout(environ: Mapping[str, str]) -> float:
-    """Seconds within which the service must answer an agent for the first time."""
+    """Return the time within which the service must answer an agent for the first time, in seconds."""
     return _read(environ, names.ENV_SERVICE_TIMEOUT, _seconds, names.DEFAULT_SERVICE_TIMEOUT)
 
 
 def read_incarnation(environ: Mapping[str, str]) -> int:
-    """When the job was made, in seconds since 1970; 0 where nobody says so."""
-    return _read(environ, names.ENV_INCARNATION, _natural, 0)
+    """Return the creation time of the job, in seconds since 1970; 0 if not set."""
+    return _read(environ, names.ENV_INCARNATION, _non_negative_integer, 0)
 
 
 def read_termination_log(environ: Mapping[str, str]) -> Path | None:
-    """The file in which an agent says why its program has failed, if there is one."""
+    """Return the file for the agent's termination message. None if not set."""
     path = environ.get(names.ENV_TERMINATION_LOG)
     return Path(path) if path else None
 
 
 def read_termination_grace(environ: Mapping[str, str]) -> float:
-    """Seconds that a trainer has to save and leave once its agent is asked to leave."""
+    """Return the time that a trainer has to save and exit when its agent is terminated, in seconds."""
     return _read(environ, names.ENV_TERMINATION_GRACE, _seconds, DEFAULT_TERMINATION_GRACE)
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], default: T) -> T:
+    """Return the parsed value of a variable, or `default` if it is not set or empty."""
     text = environ.get(name)
     if text is None or text == "":
         return default
@@ -202,23 +213,23 @@ def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], defa
         raise EnvironmentVariableError(f"{name} is {text!r}: {error}") from None
 
 
-def _natural(text: str) -> int:
+def _non_negative_integer(text: str) -> int:
     if not text.strip().isdecimal():
-        raise ValueError("it must be a whole number from 0")
+        raise ValueError("it must be an integer of at least 0")
     return int(text)
 
 
-def _positive(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError("it must be a whole number from 1")
+        raise ValueError("it must be an integer of at least 1")
     return int(text)
 
 
-def _pair(text: str) -> tuple[int, int]:
+def _integer_pair(text: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) != 2:
-        raise ValueError("it must be two whole numbers, 'lower,upper'")
-    return _positive(parts[0]), _positive(parts[1])
+        raise ValueError("it must be two integers, 'lower,upper'")
+    return _positive_integer(parts[0]), _positive_integer(parts[1])
 
 
 def _seconds(text: str) -> float:
@@ -227,15 +238,15 @@ def _seconds(text: str) -> float:
     except ValueError:
         raise ValueError("it must be a number of seconds") from None
     if not 0 <= value < float("inf"):
-        raise ValueError("it must be a number of seconds, not negative")
+        raise ValueError("it must be a finite number of seconds, at least 0")
     return value
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         raise ValueError("it must be a number above 0 and at most 1") from None
     if not 0 < value <= 1:
-        raise ValueError("it must be above 0 and at most 1")
+        raise ValueError("it must be a number above 0 and at most 1")
     return value

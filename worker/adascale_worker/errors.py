@@ -1,27 +1,27 @@
-"""What can go wrong in a worker through no defect of ours."""
+"""Errors of a worker that its user can correct."""
 
 from adascale_core.errors import AdaScaleError
 
 
 class WorkerError(AdaScaleError):
-    """A training program, or its surroundings, that cannot be worked with."""
+    """The training program, or its environment, cannot be used as it is."""
 
 
 class EnvironmentVariableError(WorkerError):
-    """An environment variable that does not say what it should."""
+    """An environment variable has an invalid value."""
 
     exit_code = 2
 
 
 class StaleBatchSizeError(WorkerError):
-    """An epoch is trained with a local batch size that is no longer the current one."""
+    """The program trains an epoch with a local batch size that is no longer the current one."""
 
 
 class DatasetError(WorkerError):
-    """A data set that the job cannot be trained on."""
+    """The job cannot train on this data set."""
 
     exit_code = 2
 
 
 class CheckpointError(WorkerError):
-    """State that cannot be saved or restored."""
+    """A checkpoint cannot be saved or restored."""

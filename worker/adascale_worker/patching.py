@@ -1,7 +1,8 @@
-"""The user's own optimizer and scheduler, made to count as AdaScale counts.
+"""Overrides of methods of the program's own optimizer, model and scheduler.
 
-The training loop stays as it was: `optimizer.step()`, `optimizer.zero_grad()` and `scheduler.step()` of
-the objects that the program made go through here. Only these methods of these objects are replaced.
+The training loop stays unchanged: it calls `optimizer.step()`, `optimizer.zero_grad()` and
+`scheduler.step()` of the objects that the program made. Only these methods, and only on these objects, are
+replaced.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ def patch_optimizer(
     step: Step,
     at_first_micro_batch: Callable[[], bool],
 ) -> None:
-    """Route the optimizer's `step` through `step`, and keep gradients from being zeroed while they add up.
+    """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate.
 
     Args:
-        optimizer: the program's.
-        model: the program's; its `zero_grad` is guarded as well.
-        step: called in place of the optimizer's.
-        at_first_micro_batch: whether the next backward pass is the first of its step.
+        optimizer: the program's optimizer.
+        model: the program's model; its `zero_grad` is replaced too.
+        step: called in place of `optimizer.step`.
+        at_first_micro_batch: returns whether the next backward pass is the first of its step.
     """
 
-    # wraps() keeps the mark that a scheduler left on the method it wrapped; one that is made later wraps
-    # this one, which has to be a method for that.
+    # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
+    # later wraps this function, and requires a bound method for that.
     @functools.wraps(optimizer.step)
     def patched(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
@@ -44,61 +45,68 @@ def patch_optimizer(
     model.zero_grad = _ZeroGrad(model.zero_grad, at_first_micro_batch)  # type: ignore[method-assign]
 
 
-class StandIn:
-    """Stands in for a method of one object.
+class MethodOverride:
+    """Overrides a bound method on one object, and not on copies of that object.
 
-    A copy of the object, as an average of weights makes one, has the method itself, as its own; so has one
-    that is saved whole and loaded.
+    A deep copy of the object, such as an averaged model, and an object that was pickled and loaded have the
+    original method.
 
     Args:
-        own: the object's method.
+        original: the bound method.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own = own
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.own, memo)
+        return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        return self.own.__reduce__()
+        return self.original.__reduce__()
 
 
-class _ZeroGrad(StandIn):
-    """Does nothing while the gradients of a step add up."""
+class _ZeroGrad(MethodOverride):
+    """Zeroes gradients before the first micro-batch of a step, and does nothing before the others."""
 
-    def __init__(self, own: Callable[..., Any], at_first_micro_batch: Callable[[], bool]) -> None:
-        super().__init__(own)
+    def __init__(self, original: Callable[..., Any], at_first_micro_batch: Callable[[], bool]) -> None:
+        super().__init__(original)
         self._at_first_micro_batch = at_first_micro_batch
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._at_first_micro_batch():
-            self.own(*args, **kwargs)
+            self.original(*args, **kwargs)
 
 
 def patch_scheduler(
     scheduler: LRScheduler, progress: Callable[[], float], inside_epoch: Callable[[], bool]
 ) -> None:
-    """Make a scheduler that steps once per optimizer step count progress instead.
+    """Make a scheduler that steps once per optimizer step follow the training progress.
 
-    Inside the data loop, `step()` advances the schedule to the whole scale-invariant steps made so far;
-    outside it, where programs step once per epoch, it advances by one as ever, since an epoch is as long
-    in scale-invariant steps at any scale.
+    Inside the data loop, `step()` advances the schedule to the number of whole scale-invariant steps.
+    Outside the data loop, where programs step once per epoch, `step()` advances the schedule by one,
+    because an epoch has the same number of scale-invariant steps at every scale.
+
+    Args:
+        scheduler: the program's scheduler.
+        progress: returns the scale-invariant steps so far.
+        inside_epoch: returns whether the program is inside its data loop.
     """
-    own, own_state = scheduler.step, scheduler.state_dict
+    original_step, original_state_dict = scheduler.step, scheduler.state_dict
 
-    @functools.wraps(own)
+    @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
         if args or kwargs or not inside_epoch():
-            own(*args, **kwargs)
+            original_step(*args, **kwargs)
             return
         while scheduler.last_epoch < int(progress()):
-            own()
+            original_step()
 
-    @functools.wraps(own_state)
+    @functools.wraps(original_state_dict)
     def state_dict() -> dict[str, Any]:
-        # It takes in all attributes, so the replaced methods too.
-        return {name: value for name, value in own_state().items() if name not in ("step", "state_dict")}
+        # The original returns all attributes, which include the replaced methods.
+        return {
+            name: value for name, value in original_state_dict().items() if name not in ("step", "state_dict")
+        }
 
     scheduler.step = step  # type: ignore[method-assign]
     scheduler.state_dict = state_dict  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""What a trainer works with: the program's arguments, overruled by what the controller says of the job.
+"""The settings of a trainer: the program's arguments, overridden by the job's environment variables.
 
-The controller plans with the job file; a program that trained with other sizes would get replica counts
-that do not fit it. So the job file wins, and a difference is told.
+The controller plans with the job file. A program that trained with other batch sizes would get replica
+counts that do not fit them, so the job file takes precedence and every difference is reported.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from adascale_core.batch import BatchBounds
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DEFAULT_EFFICIENCY_TARGET
-from adascale_worker.environment import JobEnvironment
+from adascale_worker.environment import JobSettings
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a trainer (see `ElasticTrainer`)."""
+class TrainerSettings:
+    """The settings that a trainer uses; `ElasticTrainer` documents each of them."""
 
     bounds: BatchBounds
     efficiency_target: float
@@ -26,42 +26,43 @@ class Settings:
     checkpoint_interval: float
 
 
-def settle(asked: JobEnvironment, told: JobEnvironment) -> tuple[Settings, list[str]]:
-    """The settings, and where the program asked for something else than the job says, in words.
+_BOUNDS = ("max_batch_size", "local_bsz_bounds")
+
+
+def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSettings, list[str]]:
+    """Return the settings to use, and a description of each argument that the job overrides.
+
+    The batch size and its bounds are taken together: all from the job if it sets `batch_size`, otherwise
+    all from the program.
 
     Args:
-        asked: the program's arguments.
-        told: what the controller says.
+        program: the program's arguments.
+        job: the settings from the environment.
 
     Raises:
-        InvalidJobError: neither says a batch size, or the bounds contradict themselves.
+        InvalidJobError: neither sets a batch size, or the bounds contradict each other.
     """
     differences = []
     for name in ("batch_size", "max_batch_size", "local_bsz_bounds", "scale_invariant_steps"):
-        wish, word = getattr(asked, name), getattr(told, name)
-        overruled = word is not None or (told.batch_size is not None and name in _BOUNDS)
-        if wish is not None and overruled and wish != word:
+        argument, setting = getattr(program, name), getattr(job, name)
+        overridden = setting is not None or (job.batch_size is not None and name in _BOUNDS)
+        if argument is not None and overridden and argument != setting:
             differences.append(
-                f"the program asks for {name} {wish}, the job says {'none' if word is None else word}"
+                f"the program sets {name} to {argument}, the job "
+                + (f"does not set {name}" if setting is None else f"sets it to {setting}")
             )
-    # Bounds go together: those of the job, or those of the program.
-    sizes = told if told.batch_size is not None else asked
+    sizes = job if job.batch_size is not None else program
     if sizes.batch_size is None:
         raise InvalidJobError(
-            "no batch size is given: pass ElasticTrainer(batch_size=...), the batch size that the learning "
-            "rate was tuned for, or run the program by an AdaScaleJob"
+            "batch_size is not set: pass ElasticTrainer(batch_size=...), the batch size that the learning "
+            "rate was tuned for, or run the program as an AdaScaleJob"
         )
-    bounds = BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds)
-    steps = told.scale_invariant_steps or asked.scale_invariant_steps
-    interval = told.checkpoint_interval if told.checkpoint_interval is not None else asked.checkpoint_interval
-    settings = Settings(
-        bounds=bounds,
-        efficiency_target=told.efficiency_target or asked.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
-        scale_invariant_steps=steps,
-        checkpoint_dir=told.checkpoint_dir or asked.checkpoint_dir,
+    interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
+    settings = TrainerSettings(
+        bounds=BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds),
+        efficiency_target=job.efficiency_target or program.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
+        scale_invariant_steps=job.scale_invariant_steps or program.scale_invariant_steps,
+        checkpoint_dir=job.checkpoint_dir or program.checkpoint_dir,
         checkpoint_interval=DEFAULT_CHECKPOINT_INTERVAL if interval is None else interval,
     )
     return settings, differences
-
-
-_BOUNDS = ("max_batch_size", "local_bsz_bounds")

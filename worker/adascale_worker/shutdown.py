@@ -1,4 +1,9 @@
-"""The ways in which a training program comes to an end, each with the exit code that tells its agent why."""
+"""How a training program ends: shutdown signals, uncaught errors, and a fast exit.
+
+Constructing these objects changes nothing in the process, except that `FastExit` registers an exit
+function. `ElasticTrainer.program_reentry` installs the signal handlers and the exception hook. Both call
+what was installed before them, and can be uninstalled.
+"""
 
 from __future__ import annotations
 
@@ -7,91 +12,118 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_worker.replicate import is_lost_peer
+from adascale_worker.process_group import is_lost_peer
 
 
-class LeaveSignal:
-    """Notes the first signal to leave; a second one acts as if nobody had listened.
+class ShutdownSignal:
+    """Records the first shutdown signal; a second one has the effect that it had before `install`."""
 
-    Args:
-        numbers: the signals to listen for. Only the main thread may do so; elsewhere nothing is changed.
-    """
-
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self) -> None:
         self.received: int | None = None
-        """The signal that was received, if one was."""
-        self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
-        for number in self._numbers:
-            signal.signal(number, self._note)
+        """Number of the signal that was received. None if none was."""
+        self._previous: dict[int, Any] = {}
 
-    def close(self) -> None:
-        """Listen no longer: signals act as if nobody ever had."""
-        for number in self._numbers:
-            _act_as_ever(number)
+    def install(self, *numbers: int) -> None:
+        """Handle the signals `numbers`. Does nothing outside the main thread, as Python requires."""
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                self._previous[number] = signal.signal(number, self._receive)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def uninstall(self) -> None:
+        """Restore the previous handlers."""
+        for number in list(self._previous):
+            self._restore(number)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
-        _act_as_ever(number)
+        self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        previous = self._previous.pop(number)
+        if signal.getsignal(number) != self._receive:
+            # The program has installed its own handler since.
+            return
+        if not callable(previous):
+            # A shell starts background processes with SIGINT ignored; a second SIGINT must end this process.
+            previous = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, previous)
 
 
-def _act_as_ever(number: int) -> None:
-    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-    signal.signal(number, default)
+class FastExit:
+    """Ends the process without finalizing the interpreter, which takes seconds once torch is imported.
 
-
-class QuickExit:
-    """Ends the program without taking the interpreter apart, which with torch in it takes seconds.
-
-    The program's own `finally` blocks and exit functions run as ever; make this before they are registered.
+    The program's `finally` blocks run. So do the exit functions that it registers after this object is made.
     """
 
     def __init__(self) -> None:
-        self._code: int | None = None
-        atexit.register(self._end)
+        self.code: int | None = None
+        """The exit code. None lets the interpreter finalize and exit with its own code."""
+        atexit.register(self._exit_now)
 
-    def leave(self, code: int) -> NoReturn:
-        """End the program with `code`."""
-        self._code = code
+    def exit(self, code: int) -> NoReturn:
+        """End the program with exit code `code`."""
+        self.code = code
         sys.exit(code)
 
-    def explain_uncaught_errors(self) -> None:
-        """Print an `AdaScaleError` that nobody catches as its message, and leave with its exit code."""
-        before = sys.excepthook
+    def before(self, function: Callable[[], object]) -> None:
+        """Call `function` before the process ends."""
+        atexit.register(function)
 
-        def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not isinstance(error, AdaScaleError):
-                before(kind, error, trace)
-                return
-            print(f"adascale: {error}", file=sys.stderr)
-            # An uncaught error ends the interpreter with 1, but this one has a code of its own.
-            self._code = error.exit_code
-
-        sys.excepthook = explain
-
-    def _end(self) -> None:
-        if self._code is not None:
+    def _exit_now(self) -> None:
+        if self.code is not None:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(self._code)
+            os._exit(self.code)
 
 
-def leave_with_lost_peers(generation: int) -> None:
-    """Leave with the code for a lost peer when that is what an uncaught error says."""
-    before = sys.excepthook
+class UncaughtErrorHandler:
+    """A `sys.excepthook` that gives uncaught errors an exit code and a message without a traceback.
 
-    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not is_lost_peer(error):
-            before(kind, error, trace)
+    - An `AdaScaleError` is printed as its message, and the process exits with the error's exit code.
+    - With `lost_peer_generation` set, an error that a lost peer has caused is printed as one line, and the
+      process exits with `EXIT_PEER_LOST`.
+    - Any other error goes to the previous hook.
+
+    Args:
+        fast_exit: ends the process with the error's exit code; the interpreter's own code would be 1.
+    """
+
+    def __init__(self, fast_exit: FastExit) -> None:
+        self.lost_peer_generation: int | None = None
+        """Number of the generation whose lost peers are recognized. None recognizes no lost peers."""
+        self._fast_exit = fast_exit
+        self._previous: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Set `sys.excepthook`. Does nothing if this handler is installed."""
+        if self._previous is None:
+            self._previous = sys.excepthook
+            sys.excepthook = self._handle
+
+    def uninstall(self) -> None:
+        """Restore the previous hook, unless the program has set its own since."""
+        if self._previous is not None and sys.excepthook == self._handle:
+            sys.excepthook, self._previous = self._previous, None
+
+    def _handle(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.lost_peer_generation is not None and is_lost_peer(error):
+            print(
+                f"adascale: lost the connection to a peer of generation {self.lost_peer_generation}; "
+                "exiting to join the next generation",
+                file=sys.stderr,
+            )
+            # Without exit functions, which could wait for the lost peer for ever.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_PEER_LOST)
+        if isinstance(error, AdaScaleError):
+            print(f"adascale: {error}", file=sys.stderr)
+            self._fast_exit.code = error.exit_code
             return
-        print(f"adascale: a peer of generation {generation} is gone; leaving for the next", file=sys.stderr)
-        # No exit functions: with a peer gone, what they would wait for may never come.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_PEER_LOST)
-
-    sys.excepthook = leave
+        (self._previous or sys.__excepthook__)(kind, error, trace)

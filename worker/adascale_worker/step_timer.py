@@ -1,4 +1,4 @@
-"""How long steps take, per batch plan."""
+"""Measurement of step times, per batch plan."""
 
 from __future__ import annotations
 
@@ -8,59 +8,64 @@ from statistics import median
 from adascale_core.batch import BatchPlan
 from adascale_core.messages import StepTime
 
-KEPT_STEPS = 200
-"""Newest steps of a plan that its time is taken from."""
-KEPT_PLANS = 16
-"""Newest plans whose times are kept."""
+MAX_STEPS_PER_PLAN = 200
+"""Number of newest steps of a plan from which its median step time is computed."""
+MAX_PLANS = 16
+"""Number of newest plans whose step times are kept."""
 
 
 class StepTimer:
-    """Measures steps that follow each other without a break.
+    """Measures the time from one step to the next.
 
-    The first step of a program warms everything up, and the step after a break (an evaluation, a
-    checkpoint) has the break in it: neither is counted.
+    It leaves out the first step of a process, which includes warm-up, and the first step after a pause,
+    which would include the pause (an evaluation, a checkpoint).
     """
 
     def __init__(self) -> None:
         self._times: dict[BatchPlan, deque[float]] = {}
-        self._last: float | None = None
+        self._last_step_at: float | None = None
         self._warm = False
         self._since_lap: list[float] = []
 
     def step(self, plan: BatchPlan, now: float) -> None:
-        """A step with `plan` was done at `now`, in seconds of any clock."""
-        if self._last is not None and self._warm:
-            duration = now - self._last
-            self._times.setdefault(plan, deque(maxlen=KEPT_STEPS)).append(duration)
+        """Record that a step ended.
+
+        Args:
+            plan: batch plan of the step.
+            now: time in seconds, from a monotonic clock.
+        """
+        if self._last_step_at is not None and self._warm:
+            duration = now - self._last_step_at
+            self._times.setdefault(plan, deque(maxlen=MAX_STEPS_PER_PLAN)).append(duration)
             self._since_lap.append(duration)
-            while len(self._times) > KEPT_PLANS:
+            while len(self._times) > MAX_PLANS:
                 del self._times[next(iter(self._times))]
-        self._warm = self._warm or self._last is not None
-        self._last = now
+        self._warm = self._warm or self._last_step_at is not None
+        self._last_step_at = now
 
     def pause(self) -> None:
-        """The time from the last step on is not that of a step."""
-        self._last = None
+        """Leave out the time between the last step and the next one."""
+        self._last_step_at = None
 
     def lap(self) -> float:
-        """Mean seconds of the steps measured since the last lap; 0 if none was."""
+        """Return the mean time of the steps measured since the last lap, in seconds; 0 if there are none."""
         mean = sum(self._since_lap) / len(self._since_lap) if self._since_lap else 0.0
         self._since_lap.clear()
         return mean
 
     def step_times(self) -> list[StepTime]:
-        """The median time of each plan."""
+        """Return the median step time of each plan."""
         return [
             StepTime(plan.replicas, plan.local_bsz, plan.accumulation, median(times), len(times))
             for plan, times in self._times.items()
         ]
 
     def state_dict(self) -> list[list[float]]:
-        """One row per plan: replicas, local batch size, accumulation, median seconds, steps."""
+        """Return a row per plan: replicas, local batch size, accumulation, median seconds, steps."""
         return [[t.replicas, t.local_bsz, t.accumulation, t.step_time, t.reports] for t in self.step_times()]
 
     def load_state_dict(self, rows: list[list[float]]) -> None:
-        """Take up what was measured before."""
+        """Restore saved measurements; each step of a plan gets the plan's median."""
         for replicas, local_bsz, accumulation, seconds, steps in rows:
             plan = BatchPlan(int(replicas), int(local_bsz), int(accumulation))
-            self._times[plan] = deque([seconds] * int(steps), maxlen=KEPT_STEPS)
+            self._times[plan] = deque([seconds] * int(steps), maxlen=MAX_STEPS_PER_PLAN)

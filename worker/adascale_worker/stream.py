@@ -1,9 +1,9 @@
-"""The order of samples, the same for any number of replicas.
+"""The order of samples, which does not depend on the number of replicas.
 
-A job reads one endless stream: the data set in an order of its own for every pass, pass after pass. A
-step takes the next K*b*a samples of it, whatever K, b and a are, so one number, how many samples were
-consumed, is the whole position. Hence every pass has each sample exactly once across any changes, and
-every step is full: where a pass ends within a step, the next one begins in it.
+A job reads one endless stream: pass after pass over the data set, each pass in its own order. A step takes
+the next K*b*a samples of the stream, for any K, b and a. So the number of samples consumed is the complete
+position in the data. Each pass contains every sample exactly once, across all changes of replicas, and
+every step is full: a step in which a pass ends continues with samples of the next pass.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class SampleStream:
     """The endless sequence of sample indices of a data set.
 
     Args:
-        length: samples in the data set.
-        seed: with the number of a pass, determines its order.
-        shuffle: whether passes are shuffled; otherwise each is in the data set's order.
+        length: number of samples in the data set.
+        seed: determines the order of each pass, together with the number of the pass.
+        shuffle: whether passes are shuffled; otherwise each pass is in the order of the data set.
     """
 
     def __init__(self, length: int, seed: int, *, shuffle: bool = True) -> None:
@@ -33,7 +33,7 @@ class SampleStream:
         self._order: list[int] = []
 
     def __getitem__(self, span: slice) -> list[int]:
-        """The sample indices at positions `span.start` to `span.stop` of the stream."""
+        """Return the sample indices at positions `span.start` to `span.stop` of the stream."""
         indices: list[int] = []
         position: int = span.start
         while position < span.stop:
@@ -44,9 +44,10 @@ class SampleStream:
         return indices
 
     def _order_of(self, number: int) -> list[int]:
+        """Return the sample indices of pass `number`."""
         if number != self._pass:
             if self._shuffle:
-                generator = torch.Generator().manual_seed(_mix(self._seed, number))
+                generator = torch.Generator().manual_seed(_combine(self._seed, number))
                 self._order = torch.randperm(self.length, generator=generator).tolist()
             else:
                 self._order = list(range(self.length))
@@ -54,19 +55,22 @@ class SampleStream:
         return self._order
 
 
-def _mix(seed: int, number: int) -> int:
-    """One seed out of two numbers, so that near ones are not alike (Weyl steps of odd 64-bit constants)."""
+def _combine(seed: int, number: int) -> int:
+    """Combine two numbers into one seed, so that nearby numbers give unrelated seeds.
+
+    The factors are odd 64-bit constants, the steps of two Weyl sequences.
+    """
     return ((seed + 1) * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**63
 
 
 class MicroBatches(Sampler[list[int]]):
-    """One replica's share of the stream, micro-batch by micro-batch, without end.
+    """The endless sequence of one replica's micro-batches, as lists of sample indices.
 
     Args:
-        stream: the sequence of samples.
-        start: samples consumed before the first step.
+        stream: the job's stream of samples.
+        start: position in the stream of the first step's first sample.
         plan: replicas, local batch size and accumulation.
-        rank: which replica.
+        rank: index of the replica.
     """
 
     def __init__(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
@@ -76,11 +80,11 @@ class MicroBatches(Sampler[list[int]]):
         self._rank = rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        share = self._plan.replicas * self._plan.local_bsz
+        stride = self._plan.replicas * self._plan.local_bsz
         first = self._start + self._rank * self._plan.local_bsz
         while True:
             yield self._stream[first : first + self._plan.local_bsz]
-            first += share
+            first += stride
 
     def __len__(self) -> int:
         raise TypeError("an epoch of an elastic trainer has no fixed number of batches")

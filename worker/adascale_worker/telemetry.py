@@ -1,4 +1,4 @@
-"""What is measured of training, and told to the metrics service every so often."""
+"""Measurements of training, and their reports to the metrics service."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from adascale_worker.training_progress import TrainingProgress
 
 
 class Telemetry:
-    """Gathers losses and times of steps, and makes reports of them.
+    """Collects losses and step times, and reports them at an interval.
 
     Args:
-        bounds: of the job's batch.
-        generation: the generation that this trainer runs in.
-        reporter: posts the reports; none: nobody is told.
+        bounds: the job's batch size and bounds.
+        generation: the generation that this trainer runs in; 0 without an agent.
+        reporter: posts the reports. None if there is no metrics service, or on ranks other than 0.
     """
 
     def __init__(self, bounds: BatchBounds, generation: int, reporter: Reporter | None) -> None:
@@ -34,25 +34,25 @@ class Telemetry:
 
     @property
     def generation_is_over(self) -> bool:
-        """Whether the service has told that this generation has to be left.
+        """Whether the metrics service has ended this generation, so that the trainer must exit.
 
-        One that no agent has started (generation 0) has nowhere to go on.
+        Always False without an agent (generation 0), because nothing would start the trainer again.
         """
         return self._generation > 0 and self._reporter is not None and self._reporter.generation_is_over
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Keep the loss of a micro-batch for the next report, without waiting for the device."""
+        """Keep the loss of a micro-batch for the next report. Does not synchronize with the device."""
         if self._reporter is not None:
             loss = torch.as_tensor(loss).detach()
             self._losses.append(loss.mean() if loss.dim() else loss)
 
-    def step(self, plan: BatchPlan, position: TrainingProgress, optimizer: AdaScale) -> None:
-        """A step was made: measure it, and report if it is time."""
+    def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
+        """Record the time of a step, and report if the report interval has passed."""
         self.step_timer.step(plan, time.perf_counter())
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL:
-            self.report(plan, position, optimizer)
+            self.report(plan, progress, optimizer)
 
-    def report(self, plan: BatchPlan, position: TrainingProgress, optimizer: AdaScale) -> None:
+    def report(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
         """Report now."""
         if self._reporter is None:
             return
@@ -60,9 +60,9 @@ class Telemetry:
         self._reporter.report(
             GainReport(
                 generation=self._generation,
-                step=position.step,
-                progress=position.progress,
-                epoch=position.epoch,
+                step=progress.step,
+                progress=progress.progress,
+                epoch=progress.epoch,
                 replicas=plan.replicas,
                 local_bsz=plan.local_bsz,
                 accumulation=plan.accumulation,
@@ -77,11 +77,12 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """Post what waits, for a moment, and end."""
+        """Post the outstanding reports, for a limited time, and stop the reporter. May be called again."""
         if self._reporter is not None:
             self._reporter.close()
 
     def _mean_loss(self) -> float | None:
+        """Return the mean loss since the last report. None if there are no losses, or it is not finite."""
         if not self._losses:
             return None
         mean = torch.stack(self._losses).float().mean().item()

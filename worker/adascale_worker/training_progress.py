@@ -1,20 +1,19 @@
-"""How far training has come."""
+"""The progress of training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 
 @dataclass
 class TrainingProgress:
-    """How far training has come.
+    """The progress of training since the job began.
 
     Args:
-        step: optimizer steps made.
-        progress: sum of gains, in steps at `batch_size`.
-        epoch: the epoch being trained, from 0.
-        consumed: samples of the stream that were taken, all replicas together.
+        step: number of optimizer steps.
+        progress: sum of the gains, in scale-invariant steps (steps at `batch_size`).
+        epoch: current epoch, from 0.
+        consumed: samples of the stream consumed by all replicas together.
     """
 
     step: int = 0
@@ -23,16 +22,23 @@ class TrainingProgress:
     consumed: int = 0
 
     def advance(self, gain: float, consumed: int) -> None:
-        """A step worth `gain` was made; `consumed` samples of the stream were taken by then."""
+        """Count one optimizer step.
+
+        Args:
+            gain: scale-invariant steps that the step is worth.
+            consumed: samples of the stream consumed so far, this step included.
+        """
         self.step += 1
         self.progress += gain
         self.consumed = consumed
 
     def state_dict(self) -> dict[str, int | float]:
-        """The position in plain numbers."""
+        """Return the progress as plain numbers."""
         return dict(vars(self))
 
-    @classmethod
-    def from_state_dict(cls, state: dict[str, int | float]) -> Self:
-        """The position that was saved."""
-        return cls(int(state["step"]), float(state["progress"]), int(state["epoch"]), int(state["consumed"]))
+    def load_state_dict(self, state: dict[str, int | float]) -> None:
+        """Restore a saved progress."""
+        self.step = int(state["step"])
+        self.progress = float(state["progress"])
+        self.epoch = int(state["epoch"])
+        self.consumed = int(state["consumed"])

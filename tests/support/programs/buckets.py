@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adascale_worker.replicate import replicate
+from adascale_worker.data_parallel import parallelize
 
 STEPS = 12
 
@@ -34,7 +34,7 @@ def begin(state: dict[str, Any] | None = None) -> tuple[nn.Module, torch.optim.S
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    replicate(model, torch.device("cpu"))
+    parallelize(model, torch.device("cpu"))
     return model, optimizer
 
 

@@ -1,4 +1,4 @@
-"""What the program brought along, and is to be found again as it was: model, optimizer, scheduler, more."""
+"""The state of the training program: model, optimizer, scheduler, and objects that it registers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from adascale_worker.errors import CheckpointError, WorkerError
 
 
 class Stateful(Protocol):
-    """Something whose state is saved with the job's."""
+    """An object whose state is saved in the job's checkpoints."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Its state, in tensors, numbers, texts, lists and dicts."""
+        """Return the state, as tensors, numbers, strings, lists and dicts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take up a saved state."""
+        """Restore a saved state."""
 
 
 @dataclass(frozen=True)
-class Program:
-    """The parts of a training program that have a state.
+class ProgramState:
+    """The objects of a training program that have state.
 
     Args:
-        model: the model, under its own parameters' names.
+        model: the program's model.
         optimizer: AdaScale around the program's optimizer.
-        scheduler: of the learning rate, if there is one.
-        registered: whatever else the program wants saved, by name.
+        scheduler: the learning rate scheduler. None if the program has none.
+        registered: other objects to save and restore, by name.
     """
 
     model: torch.nn.Module
@@ -43,55 +43,60 @@ class Program:
     registered: Mapping[str, Stateful]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parts."""
+        """Return the state of all objects."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scheduler_type": self._scheduler_type,
-            "registered": {name: dict(one.state_dict()) for name, one in self.registered.items()},
+            "registered": self._registered_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state, except the model's, which is loaded before it becomes data-parallel.
+        """Restore a saved state, except the model's: `load_model` restores it before the model is wrapped.
 
         Raises:
-            CheckpointError: it was saved by a program with other parts.
+            CheckpointError: the state was saved by a program with other objects.
         """
-        had, has = state["scheduler_type"], self._scheduler_type
-        if had != has:
+        saved_type = state["scheduler_type"]
+        if saved_type != self._scheduler_type:
             raise CheckpointError(
-                f"the checkpoint was saved with {_a(had)}, program_reentry was given {_a(has)}: "
-                "give it the same, or give another checkpoint folder"
+                f"the checkpoint was saved with {_scheduler(saved_type)}, program_reentry got "
+                f"{_scheduler(self._scheduler_type)}: pass the same type, or use another checkpoint folder"
             )
         if set(self.registered) != set(state["registered"]):
             raise CheckpointError(
                 f"the checkpoint has {sorted(state['registered']) or 'nothing'} registered, the program "
-                f"registers {sorted(self.registered) or 'nothing'}: register the same"
+                f"registers {sorted(self.registered) or 'nothing'}: register the same names, or use another "
+                "checkpoint folder"
             )
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
             raise CheckpointError(
-                f"the checkpoint is of another optimizer: {error}. Make the one that it was saved from, or "
-                "give another checkpoint folder"
+                f"the checkpoint was saved from another optimizer: {error}. Use the same optimizer and "
+                "parameter groups, or another checkpoint folder"
             ) from error
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        for name, one in self.registered.items():
-            one.load_state_dict(state["registered"][name])
+        for name, stateful in self.registered.items():
+            stateful.load_state_dict(state["registered"][name])
 
     def require_loadable(self) -> None:
-        """Find out now what could be saved well enough, and not be loaded when it is needed.
+        """Check before training that a checkpoint of this program can be loaded again.
+
+        Checkpoints are loaded with `weights_only=True`, which rejects types that saving accepts.
 
         Raises:
-            WorkerError: a part's state has something in it that is not loaded without trust in its origin.
+            WorkerError: a state contains an object of such a type.
         """
         model = self.model.state_dict()
         parts = {
-            "the model": {name: one for name, one in model.items() if not isinstance(one, torch.Tensor)},
+            "the model": {
+                name: value for name, value in model.items() if not isinstance(value, torch.Tensor)
+            },
             "the scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            **{f"registered {name!r}": dict(one.state_dict()) for name, one in self.registered.items()},
+            **{f"registered {name!r}": state for name, state in self._registered_states().items()},
         }
         for name, state in parts.items():
             try:
@@ -102,37 +107,40 @@ class Program:
             except (pickle.PickleError, AttributeError, TypeError) as error:
                 found = re.search(r"GLOBAL (\S+)", str(error))
                 raise WorkerError(
-                    f"the state_dict of {name} holds {found[1] if found else error}, which a checkpoint "
-                    "cannot give back: let it hold tensors, numbers, texts, lists and dicts only"
+                    f"the state_dict of {name} contains {found[1] if found else error}, which cannot be "
+                    "loaded from a checkpoint: use only tensors, numbers, strings, lists and dicts"
                 ) from error
+
+    def _registered_states(self) -> dict[str, dict[str, Any]]:
+        return {name: dict(stateful.state_dict()) for name, stateful in self.registered.items()}
 
     @property
     def _scheduler_type(self) -> str | None:
         return type(self.scheduler).__name__ if self.scheduler is not None else None
 
 
-def _a(scheduler_type: str | None) -> str:
+def _scheduler(scheduler_type: str | None) -> str:
     return "no scheduler" if scheduler_type is None else f"a {scheduler_type}"
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Load a model's state.
+    """Restore a model's state.
 
     Raises:
-        CheckpointError: it is of another model; the message names the differences.
+        CheckpointError: the state was saved from another model; the message lists the differences.
     """
-    own = model.state_dict()
-    differences = [f"{name} is missing" for name in own if name not in saved]
-    differences += [f"{name} is not in the model" for name in saved if name not in own]
+    current = model.state_dict()
+    differences = [f"{name} is missing" for name in current if name not in saved]
+    differences += [f"{name} is not in the model" for name in saved if name not in current]
     differences += [
         f"{name} has shape {tuple(saved[name].shape)}, the model's has {tuple(value.shape)}"
-        for name, value in own.items()
+        for name, value in current.items()
         if name in saved and isinstance(value, torch.Tensor) and value.shape != saved[name].shape
     ]
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(differences[:5])}{more}. "
-            "Train the model that it was saved from, or give another checkpoint folder"
+            f"the checkpoint was saved from another model: {'; '.join(differences[:5])}{more}. "
+            "Use the model that it was saved from, or another checkpoint folder"
         )
     model.load_state_dict(saved)

@@ -1,0 +1,56 @@
+"""Gradient accumulation: the micro-batches of a step."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+
+from adascale_core.batch import BatchPlan
+from adascale_worker.adascale import AdaScale
+
+
+class GradientAccumulation:
+    """Counts the micro-batches of a step; only in the last one do the replicas exchange gradients.
+
+    Args:
+        optimizer: AdaScale around the program's optimizer.
+        ddp: the DDP module around the program's model. None with one replica.
+    """
+
+    def __init__(self, optimizer: AdaScale, ddp: DistributedDataParallel | None) -> None:
+        self._optimizer = optimizer
+        self._ddp = ddp
+        self._accumulation = 1
+        self._micro_batch = 0
+
+    @property
+    def at_first_micro_batch(self) -> bool:
+        """Whether the next micro-batch is the first of a step."""
+        return self._micro_batch == 0
+
+    def set_plan(self, plan: BatchPlan, scale: float) -> None:
+        """Use the accumulation of `plan` from the next step on.
+
+        Args:
+            plan: the new batch plan.
+            scale: its scale S.
+        """
+        self._accumulation = plan.accumulation
+        self._optimizer.set_num_gradients_to_accumulate(plan.accumulation)
+        self._optimizer.update_scale(scale, plan.replicas)
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
+        self._micro_batch = 0
+        self._set_gradient_sync()
+        self._optimizer.zero_grad()
+
+    def advance(self) -> bool:
+        """Count a micro-batch, and return whether it was the last one of its step."""
+        self._micro_batch = (self._micro_batch + 1) % self._accumulation
+        self._set_gradient_sync()
+        return self._micro_batch == 0
+
+    def _set_gradient_sync(self) -> None:
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = self._micro_batch == self._accumulation - 1

@@ -1,0 +1,51 @@
+"""The agreement of the replicas on what to do between two steps.
+
+Each replica requests, the requests of all replicas are summed in AdaScale's all-reduce, and all replicas
+read the same sums after the same step. So they save, exit or replan at the same step, without a collective
+call for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one replica requests.
+
+    Args:
+        exit: save and exit at the next step boundary.
+        save: save a checkpoint at the next step boundary.
+        replan: choose the batch plan again at the end of the epoch.
+        agree_each_step: exchange requests on every step, because steps are slow. Otherwise they are
+            exchanged on the steps that AdaScale measures.
+    """
+
+    exit: bool
+    save: bool = False
+    replan: bool = False
+    agree_each_step: bool = False
+
+    def flags(self) -> tuple[float, ...]:
+        """Return the requests as numbers to be summed over the replicas."""
+        return tuple(map(float, astuple(self)))
+
+
+@dataclass
+class Agreement:
+    """What all replicas do: a request of any replica counts. See `Requests` for the attributes."""
+
+    exit: bool = False
+    save: bool = False
+    replan: bool = False
+    agree_each_step: bool = True
+
+    def update(self, sums: tuple[float, ...] | None) -> None:
+        """Add the summed requests of all replicas. None if this step had no exchange."""
+        if sums is not None:
+            exit_sum, save_sum, replan_sum, agree_each_step_sum = sums
+            self.exit = self.exit or exit_sum > 0
+            self.save = self.save or save_sum > 0
+            self.replan = self.replan or replan_sum > 0
+            self.agree_each_step = agree_each_step_sum > 0

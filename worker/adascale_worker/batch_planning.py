@@ -1,0 +1,118 @@
+"""The choice of the batch plan: local batch size and gradient accumulation, the same on all replicas."""
+
+from __future__ import annotations
+
+import time
+
+from adascale_core.batch import (
+    BatchBounds,
+    BatchPlan,
+    batch_choice,
+    is_valid_replicas,
+    plan_batch,
+    valid_replicas,
+)
+from adascale_core.errors import InvalidJobError
+from adascale_core.throughput import StepTimeModel
+from adascale_worker.adascale import AdaScale
+from adascale_worker.errors import StaleBatchSizeError
+from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.step_timer import StepTimer
+
+REPLAN_INTERVAL = 1.0
+"""Seconds of training after which the batch plan is chosen again, at the next end of an epoch."""
+
+
+class BatchPlanner:
+    """Holds the current batch plan, and chooses a new one.
+
+    Args:
+        bounds: the job's batch size and bounds.
+        group: the replicas of this generation.
+        efficiency_target: gain per scale that a batch must reach while the throughput is unknown.
+
+    Raises:
+        InvalidJobError: the bounds allow no batch on this number of replicas.
+    """
+
+    def __init__(self, bounds: BatchBounds, group: ReplicaGroup, efficiency_target: float) -> None:
+        _require_valid_replicas(bounds, group.replicas)
+        self.bounds = bounds
+        self.plan = plan_batch(bounds, group.replicas)
+        """The plan of the current epoch."""
+        self._group = group
+        self._efficiency_target = efficiency_target
+        self._acknowledged = False
+        self._planned_at = time.monotonic()
+
+    @property
+    def scale(self) -> float:
+        """The scale S of the current plan."""
+        return self.plan.scale(self.bounds)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the plan should be chosen again at the end of this epoch."""
+        return time.monotonic() - self._planned_at >= REPLAN_INTERVAL
+
+    def acknowledge(self) -> None:
+        """Record that the program has read the current local batch size, or gets batches of that size."""
+        self._acknowledged = True
+
+    def require_acknowledged(self) -> None:
+        """Check that the program trains with the current local batch size.
+
+        Raises:
+            StaleBatchSizeError: the plan has changed, and the program has not read the new size.
+        """
+        if not self._acknowledged:
+            raise StaleBatchSizeError(
+                f"the local batch size is now {self.plan.local_bsz}, but the program has not read it: "
+                "call trainer.get_local_bsz() or trainer.dataloader() at the beginning of each epoch"
+            )
+
+    def replan(self, optimizer: AdaScale, step_timer: StepTimer) -> None:
+        """Choose a plan on rank 0 and use it on all ranks. A collective call.
+
+        Args:
+            optimizer: provides the estimate of the gain on rank 0.
+            step_timer: provides the measured step times on rank 0.
+        """
+        self._planned_at = time.monotonic()
+        plan = self.plan
+        if self._group.is_main:
+            model = StepTimeModel.fit(step_timer.step_times())
+            plan = plan_batch(
+                self.bounds,
+                self._group.replicas,
+                estimate=optimizer.estimate,
+                throughput=model.throughput if model is not None and model.known else None,
+                efficiency_target=self._efficiency_target,
+            )
+        local_bsz, accumulation = self._group.broadcast_integers([plan.local_bsz, plan.accumulation])
+        plan = BatchPlan(self._group.replicas, local_bsz, accumulation)
+        if plan != self.plan:
+            self.plan = plan
+            self._acknowledged = False
+
+    def restore(self, saved: BatchPlan, optimizer: AdaScale, step_timer: StepTimer) -> None:
+        """Use a saved plan if it is valid for the current bounds and replicas, else choose a plan.
+
+        A collective call.
+        """
+        choice = batch_choice(self.bounds, self._group.replicas)
+        current = BatchPlan(self._group.replicas, saved.local_bsz, choice.accumulation)
+        if saved.local_bsz in choice.local_bsz and saved == current:
+            self.plan = saved
+        else:
+            self.replan(optimizer, step_timer)
+
+
+def _require_valid_replicas(bounds: BatchBounds, replicas: int) -> None:
+    if not is_valid_replicas(bounds, replicas):
+        largest = max(16, 2 * replicas)
+        valid = ", ".join(map(str, valid_replicas(bounds, largest))) or "none"
+        raise InvalidJobError(
+            f"{replicas} replicas are not valid for {bounds}; valid numbers up to {largest}: {valid}. "
+            "Change the number of replicas or the bounds"
+        )

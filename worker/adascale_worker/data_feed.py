@@ -1,0 +1,114 @@
+"""The training data of one replica: micro-batches of the job's sample stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_worker.errors import DatasetError
+from adascale_worker.stream import MicroBatches, SampleStream
+
+_CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
+"""Arguments of DataLoader that choose the batches."""
+
+
+class DataFeed:
+    """Checks data sets, and loads micro-batches from the position in the stream.
+
+    Args:
+        bounds: the job's batch size and bounds.
+        rank: index of the replica.
+        seed: determines the order of samples.
+    """
+
+    def __init__(self, bounds: BatchBounds, rank: int, seed: int) -> None:
+        self._bounds = bounds
+        self._rank = rank
+        self._seed = seed
+        self._length: int | None = None
+
+    def open(self, dataset: Sized, *, shuffle: bool, options: dict[str, Any]) -> SampleStream:
+        """Return the sample stream of a data set.
+
+        Args:
+            dataset: has a length and items by index.
+            shuffle: whether each pass has its own order.
+            options: arguments for DataLoader.
+
+        Raises:
+            DatasetError: the data set has no length or no items by index, is smaller than a batch, or has
+                another length than before; or an option would choose the batches.
+        """
+        if conflicting := _CHOSEN_BY_TRAINER & set(options):
+            raise DatasetError(
+                f"dataloader() got {', '.join(sorted(conflicting))}, but the trainer chooses the batches: "
+                "pass bounds to ElasticTrainer instead, or use a DataLoader of your own for other data"
+            )
+        length = _indexed_length(dataset)
+        # Without max_batch_size nothing bounds the global batch, and a step may take more than a pass.
+        name = "max_batch_size" if self._bounds.max_batch_size else "batch_size"
+        smallest = self._bounds.max_batch_size or self._bounds.batch_size
+        if length < smallest:
+            raise DatasetError(
+                f"the data set has {length} samples, fewer than {name} ({smallest}): "
+                f"set {name} to at most {length}, or use more data"
+            )
+        if self._length is not None and self._length != length:
+            raise DatasetError(
+                f"the data set has {length} samples, but had {self._length} before: a job trains on one data "
+                "set. For evaluation, use a DataLoader of your own"
+            )
+        self._length = length
+        return SampleStream(length, self._seed, shuffle=shuffle)
+
+    def micro_batches(
+        self, dataset: Sized, stream: SampleStream, consumed: int, plan: BatchPlan, options: dict[str, Any]
+    ) -> Iterator[Any]:
+        """Load this replica's micro-batches, without end.
+
+        Args:
+            dataset: a data set whose stream `open` has returned.
+            stream: the sample stream.
+            consumed: position in the stream of the first step's first sample.
+            plan: replicas, local batch size and accumulation.
+            options: arguments for DataLoader.
+        """
+        loader: DataLoader[Any] = DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_sampler=MicroBatches(stream, consumed, plan, self._rank),
+            # The loader draws the seeds of its workers from this, not from the program's random state.
+            generator=torch.Generator().manual_seed(self._seed + consumed),
+            **options,
+        )
+        return iter(loader)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return the length of the data set, if one was opened, and the seed."""
+        return {"samples": self._length, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Restore a saved state."""
+        if state["samples"] is not None:
+            self._length = state["samples"]
+        if state["seed"] is not None:
+            self._seed = state["seed"]
+
+
+def _indexed_length(dataset: Sized) -> int:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise DatasetError(
+            f"the data set (type {kind}) has no items by index: an elastic job needs a data set with __len__ "
+            "and __getitem__, so that any number of replicas can share it"
+        )
+    try:
+        return len(dataset)
+    except TypeError:
+        raise DatasetError(
+            f"the data set (type {kind}) has no length: an elastic job needs a data set with __len__ "
+            "and __getitem__, so that any number of replicas can share it"
+        ) from None

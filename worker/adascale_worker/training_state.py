@@ -1,0 +1,79 @@
+"""The contents of a checkpoint: all that a trainer needs to continue bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adascale_core.batch import BatchPlan
+from adascale_worker.checkpoint import CheckpointInfo
+from adascale_worker.components import TrainerComponents
+from adascale_worker.errors import CheckpointError
+from adascale_worker.program_state import ProgramState
+
+
+class TrainingState:
+    """The state of a training program and of its trainer.
+
+    Args:
+        trainer: the parts of the trainer.
+        program: the parts of the program.
+    """
+
+    def __init__(self, trainer: TrainerComponents, program: ProgramState) -> None:
+        self._trainer = trainer
+        self._program = program
+
+    def info(self) -> CheckpointInfo:
+        """Return the description of a checkpoint of the current state."""
+        trainer, progress = self._trainer, self._trainer.progress
+        return CheckpointInfo(
+            step=progress.step,
+            progress=progress.progress,
+            epoch=progress.epoch,
+            replicas=trainer.group.replicas,
+            generation=trainer.generation,
+            finished=trainer.finished,
+            incarnation=trainer.incarnation,
+        )
+
+    def state_dict(self, rng_states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state to save.
+
+        Args:
+            rng_states: states of the random number generators of all replicas, in the order of ranks.
+        """
+        trainer, plan = self._trainer, self._trainer.planner.plan
+        return {
+            "program": self._program.state_dict(),
+            "progress": trainer.progress.state_dict(),
+            "plan": [plan.replicas, plan.local_bsz, plan.accumulation],
+            "batch_size": trainer.settings.bounds.batch_size,
+            "data": trainer.feed.state_dict(),
+            "step_times": trainer.telemetry.step_timer.state_dict(),
+            "rng": rng_states,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state, except the model's, which is restored before the model is wrapped.
+
+        A collective call. The random state is restored later (see `DeferredRngState`).
+
+        Raises:
+            CheckpointError: the state was saved with another batch size or by another program.
+        """
+        trainer = self._trainer
+        batch_size = trainer.settings.bounds.batch_size
+        if state["batch_size"] != batch_size:
+            raise CheckpointError(
+                f"the checkpoint was saved with batch_size {state['batch_size']}, but batch_size is now "
+                f"{batch_size}: progress counts steps at batch_size, so it cannot change. Set it back to "
+                f"{state['batch_size']}, or use another checkpoint folder"
+            )
+        self._program.load_state_dict(state["program"])
+        trainer.progress.load_state_dict(state["progress"])
+        trainer.feed.load_state_dict(state["data"])
+        step_timer = trainer.telemetry.step_timer
+        step_timer.load_state_dict(state["step_times"])
+        if trainer.group.rank < len(state["rng"]):
+            trainer.rng.defer(state["rng"][trainer.group.rank])
+        trainer.planner.restore(BatchPlan(*state["plan"]), self._program.optimizer, step_timer)
