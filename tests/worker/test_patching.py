@@ -1,4 +1,4 @@
-"""What is replaced on the program's own objects stays with them, and goes with no copy of them."""
+"""Tests of method overrides: they apply to the program's own objects, and not to copies of them."""
 
 import copy
 import io
@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from support.training import ACCUMULATING, MakeTrainer, learn, network, samples, sgd
 
 
-def entered(make_trainer: MakeTrainer) -> tuple[nn.Module, torch.optim.SGD, LRScheduler]:
-    """A program between the first two micro-batches of a step."""
+def enter(make_trainer: MakeTrainer) -> tuple[nn.Module, torch.optim.SGD, LRScheduler]:
+    """Return a program between the first two micro-batches of a step."""
     trainer = make_trainer(**ACCUMULATING)
     model = network()
     optimizer = sgd(model)
@@ -32,7 +32,7 @@ def save_and_load(model: nn.Module) -> nn.Module:
 
 
 def test_a_copy_of_the_model_zeroes_its_own_gradients(make_trainer: MakeTrainer) -> None:
-    model, _, _ = entered(make_trainer)
+    model, _, _ = enter(make_trainer)
     for twin in (copy.deepcopy(model), save_and_load(model)):
         for parameter in twin.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -41,8 +41,8 @@ def test_a_copy_of_the_model_zeroes_its_own_gradients(make_trainer: MakeTrainer)
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_copy_of_the_optimizer_makes_its_own_steps(make_trainer: MakeTrainer) -> None:
-    _, optimizer, _ = entered(make_trainer)
+def test_a_copy_of_the_optimizer_steps_by_itself(make_trainer: MakeTrainer) -> None:
+    _, optimizer, _ = enter(make_trainer)
     twin = copy.deepcopy(optimizer)
     parameter = twin.param_groups[0]["params"][0]
     before = parameter.detach().clone()
@@ -51,8 +51,8 @@ def test_a_copy_of_the_optimizer_makes_its_own_steps(make_trainer: MakeTrainer) 
     assert not torch.equal(parameter, before)
 
 
-def test_states_have_nothing_of_ours_in_them(make_trainer: MakeTrainer) -> None:
-    model, optimizer, scheduler = entered(make_trainer)
+def test_state_dicts_are_those_of_unpatched_objects(make_trainer: MakeTrainer) -> None:
+    model, optimizer, scheduler = enter(make_trainer)
     twin = network()
     twin_optimizer = sgd(twin)
     twin_scheduler = StepLR(twin_optimizer, step_size=1)
@@ -65,7 +65,7 @@ def test_states_have_nothing_of_ours_in_them(make_trainer: MakeTrainer) -> None:
     assert len(torch.load(file, weights_only=True)) == 3
 
 
-def test_methods_keep_their_names(make_trainer: MakeTrainer) -> None:
-    _, optimizer, scheduler = entered(make_trainer)
+def test_patched_methods_keep_their_names_and_docstrings(make_trainer: MakeTrainer) -> None:
+    _, optimizer, scheduler = enter(make_trainer)
     assert optimizer.step.__name__ == "step"
     assert scheduler.step.__doc__ == LRScheduler.step.__doc__

@@ -1,4 +1,4 @@
-"""How a program ends: with which code, and in which words, as a process."""
+"""Tests of how a training program ends, as a process: its exit code and its messages."""
 
 import json
 import os
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from adascale_worker.shutdown import ShutdownSignal
+from support.training import MakeTrainer, network, sgd
 
 TESTS = Path(__file__).parents[1]
 
@@ -33,26 +36,28 @@ def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str
     ("ends", "code", "message"),
     [
         ("adam", 2, "adascale: got Adam; AdaScale scales the learning rate of torch.optim.SGD"),
-        ("small data", 2, "adascale: the data set has 4 samples, fewer than batch_size of 8"),
+        ("small data", 2, "adascale: the data set has 4 samples, fewer than batch_size (8)"),
     ],
 )
-def test_what_a_user_can_put_right_is_told_without_a_traceback(ends: str, code: int, message: str) -> None:
+def test_an_error_that_the_user_can_correct_is_printed_without_a_traceback(
+    ends: str, code: int, message: str
+) -> None:
     ended = run(ends)
     assert (ended.returncode, message in ended.stderr) == (code, True), ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_an_error_of_the_program_itself_shows_where_it_was() -> None:
+def test_an_error_of_the_program_is_printed_with_its_traceback() -> None:
     ended = run("error")
     assert ended.returncode == 1
     assert "Traceback" in ended.stderr
-    assert "ArithmeticError: the program's own" in ended.stderr
+    assert "ArithmeticError: raised by the program" in ended.stderr
 
 
-def test_a_signal_saves_and_leaves_with_its_code(tmp_path: Path) -> None:
+def test_a_shutdown_signal_saves_and_exits_with_its_code(tmp_path: Path) -> None:
     ended = run("signal", tmp_path)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert ended.stdout == "adascale: saved at step 3; the same command goes on from there\n"
+    assert ended.stdout == "adascale: saved a checkpoint at step 3; run the same command to resume\n"
     assert steps_saved(tmp_path) == [3]
 
 
@@ -60,17 +65,17 @@ def steps_saved(folder: Path) -> list[int]:
     return [json.loads(path.read_text())["step"] for path in sorted(folder.glob("*.json"))]
 
 
-def test_a_full_disk_does_not_stop_training_and_is_told(small_disk: Path) -> None:
+def test_training_continues_on_a_full_disk_and_each_failed_checkpoint_is_reported(small_disk: Path) -> None:
     ended = run("full disk", small_disk)
     assert ended.returncode == 0, ended.stderr
     assert "trained 6 steps" in ended.stderr
-    words = "No space left on device; the last one, of step 2, is untouched"
-    assert ended.stdout.count(words) == 2, ended.stdout
-    assert ended.stdout.count("; training goes on") == 2
-    assert steps_saved(small_disk) == [5, 6], "with room again it is saved again"
+    message = "No space left on device; the last one, of step 2, is untouched"
+    assert ended.stdout.count(message) == 2, ended.stdout
+    assert ended.stdout.count("; training continues without this checkpoint") == 2
+    assert steps_saved(small_disk) == [5, 6], "with space again, checkpoints are saved again"
 
 
-def test_leaving_with_a_full_disk_is_an_error(small_disk: Path) -> None:
+def test_exiting_on_a_full_disk_is_an_error(small_disk: Path) -> None:
     ended = run("full disk when leaving", small_disk)
     assert ended.returncode == 1
     assert "No space left on device; there is none before it" in ended.stderr
@@ -78,42 +83,104 @@ def test_leaving_with_a_full_disk_is_an_error(small_disk: Path) -> None:
     assert not list(small_disk.iterdir())
 
 
-LEAVES = """
+EXITS = """
 import atexit
-from adascale_worker.shutdown import QuickExit
+from adascale_worker.shutdown import FastExit
 
-quick = QuickExit()
+fast_exit = FastExit()
 atexit.register(print, "an exit function of the program")
 try:
-    quick.leave(75)
+    fast_exit.exit(75)
 finally:
-    print("a finally of the program")
+    print("a finally block of the program")
 """
 
-
-def test_leaving_quickly_leaves_out_nothing_of_the_program() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 75
-    assert ended.stdout.splitlines() == ["a finally of the program", "an exit function of the program"]
-
-
 LOSES_A_PEER = """
-from adascale_worker.shutdown import leave_with_lost_peers
+from adascale_worker.shutdown import FastExit, UncaughtErrorHandler
 
-leave_with_lost_peers(3)
+handler = UncaughtErrorHandler(FastExit())
+handler.lost_peer_generation = 3
+handler.install()
 try:
     raise RuntimeError("[/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 except RuntimeError as error:
-    raise ValueError("what the program made of it") from error
+    raise ValueError("raised by the program") from error
+"""
+
+FAILS_IN_THE_CONSTRUCTOR = """
+from adascale_worker import ElasticTrainer
+
+ElasticTrainer(batch_size=8, max_batch_size=4)
 """
 
 
-def test_an_error_that_comes_of_a_lost_peer_is_told_from_the_programs_own() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LOSES_A_PEER], capture_output=True, text=True, timeout=60, check=False
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_a_fast_exit_runs_finally_blocks_and_exit_functions_of_the_program() -> None:
+    ended = run_code(EXITS)
+    assert ended.returncode == 75
+    assert ended.stdout.splitlines() == ["a finally block of the program", "an exit function of the program"]
+
+
+def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
+    ended = run_code(LOSES_A_PEER)
     assert ended.returncode == 76
-    assert "a peer of generation 3 is gone" in ended.stderr
+    assert "lost the connection to a peer of generation 3" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
+    ended = run_code(FAILS_IN_THE_CONSTRUCTOR)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("adascale: max_batch_size 4 is below batch_size 8"), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# -- the handlers of this process -------------------------------------------------------------------------
+
+
+def test_the_constructor_changes_no_handlers_and_close_restores_those_that_program_reentry_installs(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    def handlers() -> list[object]:
+        return [sys.excepthook, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+
+    before = handlers()
+    trainer = make_trainer(batch_size=8, checkpoint_dir=tmp_path)
+    assert handlers() == before
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    assert not any(new is old for new, old in zip(handlers(), before, strict=True))
+    trainer.close()
+    assert handlers() == before
+
+
+def test_an_error_of_the_program_goes_to_the_excepthook_that_was_set_before(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: received.append(error))
+    trainer = make_trainer(batch_size=8)
+    model = network()
+    trainer.program_reentry(model, sgd(model))
+    error = ArithmeticError("raised by the program")
+    sys.excepthook(ArithmeticError, error, None)
+    assert received == [error]
+
+
+def test_the_second_shutdown_signal_goes_to_the_handler_that_was_set_before() -> None:
+    received: list[int] = []
+    original = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        shutdown_signal = ShutdownSignal()
+        shutdown_signal.install(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert (shutdown_signal.received, received) == (signal.SIGTERM, [])
+        signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, original)

@@ -1,4 +1,4 @@
-"""The elastic trainer on one replica, in the test's own process."""
+"""Tests of the elastic trainer on one replica, in the test's own process."""
 
 import copy
 import warnings
@@ -32,11 +32,11 @@ from support.training import (
     train,
 )
 
-# -- what it computes -----------------------------------------------------------------------------------
+# -- computation ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_at_scale_one_it_trains_as_a_plain_loop_would_bit_for_bit(
+def test_training_at_scale_one_equals_a_plain_loop_bit_for_bit(
     make_trainer: MakeTrainer, dropout: float
 ) -> None:
     trainer = make_trainer(**FIXED, seed=5)
@@ -44,7 +44,7 @@ def test_at_scale_one_it_trains_as_a_plain_loop_would_bit_for_bit(
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = sgd(model), sgd(twin)
     scheduler, twin_scheduler = (
-        MultiStepLR(one, milestones=[4, 9], gamma=0.3) for one in (optimizer, twin_optimizer)
+        MultiStepLR(each, milestones=[4, 9], gamma=0.3) for each in (optimizer, twin_optimizer)
     )
     trainer.program_reentry(model, optimizer, scheduler)
     torch.manual_seed(3)
@@ -64,7 +64,7 @@ def test_at_scale_one_it_trains_as_a_plain_loop_would_bit_for_bit(
     assert optimizer.param_groups[0]["lr"] == twin_optimizer.param_groups[0]["lr"]
 
 
-def test_micro_batches_add_up_to_the_step_of_one_large_batch(make_trainer: MakeTrainer) -> None:
+def test_accumulated_micro_batches_equal_a_step_with_the_large_batch(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**ACCUMULATING)
     model = network()
     twin = copy.deepcopy(model)
@@ -84,7 +84,7 @@ def test_micro_batches_add_up_to_the_step_of_one_large_batch(make_trainer: MakeT
     assert trainer.progress == 8
 
 
-def test_between_the_micro_batches_of_a_step_nothing_moves_and_nothing_is_zeroed(
+def test_parameters_schedule_and_gradients_are_kept_between_micro_batches(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer = make_trainer(**ACCUMULATING)
@@ -107,13 +107,13 @@ def test_between_the_micro_batches_of_a_step_nothing_moves_and_nothing_is_zeroed
         scheduler.step()
         assert equal(before, parameters_of(model)) == (micro_batch < 2)
         assert scheduler.last_epoch == (micro_batch == 2)
-    assert len(set(sums)) == 3, "gradients add up"
+    assert len(set(sums)) == 3, "gradients accumulate"
     next(batches)
     optimizer.zero_grad()
     assert next(model.parameters()).grad is None
 
 
-def test_the_optimizer_that_the_trainer_made_is_there_to_ask(make_trainer: MakeTrainer) -> None:
+def test_adascale_is_available_after_program_reentry(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     with pytest.raises(WorkerError, match=r"call program_reentry\(model, optimizer\) first"):
         trainer.adascale  # noqa: B018
@@ -124,23 +124,10 @@ def test_the_optimizer_that_the_trainer_made_is_there_to_ask(make_trainer: MakeT
     assert trainer.adascale.optimizer is optimizer
 
 
-def test_the_users_model_keeps_its_names_and_its_forward(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**FIXED)
-    model = network()
-    names = list(model.state_dict())
-    trainer.program_reentry(model, sgd(model))
-    assert list(model.state_dict()) == names
-    x = samples().tensors[1]
-    model.eval()
-    assert model(x).requires_grad
-    with torch.no_grad():
-        assert not model(x).requires_grad
-
-
 # -- epochs ---------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_has_every_sample_once_where_the_batch_divides_the_data_set(
+def test_an_epoch_contains_every_sample_once_if_the_batch_size_divides_the_data_set(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer = make_trainer(**FIXED)
@@ -153,7 +140,7 @@ def test_an_epoch_has_every_sample_once_where_the_batch_divides_the_data_set(
     assert trainer.progress == 18
 
 
-def test_epochs_are_so_many_scale_invariant_steps_also_where_the_batch_does_not_divide(
+def test_epochs_average_the_same_number_of_steps_if_the_batch_size_does_not_divide_the_data_set(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer = make_trainer(batch_size=9)
@@ -163,7 +150,7 @@ def test_epochs_are_so_many_scale_invariant_steps_also_where_the_batch_does_not_
     steps = [
         len(train(trainer, model, optimizer, epochs=range(e, e + 1), data=samples(20))) for e in range(9)
     ]
-    assert steps == [3, 2, 2, 2, 3, 2, 2, 2, 2], "20/9 steps an epoch, whole steps at a time"
+    assert steps == [3, 2, 2, 2, 3, 2, 2, 2, 2], "20/9 steps per epoch on average, in whole steps"
     assert sum(steps) == trainer.progress == 20
 
 
@@ -181,7 +168,7 @@ def test_unshuffled_epochs_are_in_the_order_of_the_data_set(make_trainer: MakeTr
     assert seen == list(range(48))
 
 
-def test_training_is_finished_when_the_scale_invariant_steps_are_made(make_trainer: MakeTrainer) -> None:
+def test_training_is_finished_after_the_requested_scale_invariant_steps(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED, scale_invariant_steps=8)
     model = network()
     optimizer = sgd(model)
@@ -193,7 +180,7 @@ def test_training_is_finished_when_the_scale_invariant_steps_are_made(make_train
     assert train(trainer, model, optimizer, epochs=range(2, 4)) == []
 
 
-def test_a_step_of_another_epoch_is_told(make_trainer: MakeTrainer) -> None:
+def test_step_with_another_epoch_is_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     trainer.program_reentry(model, sgd(model))
@@ -201,7 +188,7 @@ def test_a_step_of_another_epoch_is_told(make_trainer: MakeTrainer) -> None:
         trainer.step(1)
 
 
-def test_a_loop_that_breaks_off_goes_on_with_the_next_samples(make_trainer: MakeTrainer) -> None:
+def test_a_loop_after_a_break_continues_with_the_next_samples(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -218,7 +205,7 @@ def test_a_loop_that_breaks_off_goes_on_with_the_next_samples(make_trainer: Make
     assert sorted(seen) == list(range(48))
 
 
-def test_a_loop_that_breaks_off_within_a_step_makes_that_step_anew(make_trainer: MakeTrainer) -> None:
+def test_a_loop_after_a_break_within_a_step_repeats_that_step(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**ACCUMULATING)
     model = network()
     twin = copy.deepcopy(model)
@@ -240,7 +227,7 @@ def test_a_loop_that_breaks_off_within_a_step_makes_that_step_anew(make_trainer:
     assert equal(parameters_of(model), parameters_of(twin))
 
 
-def test_an_error_in_the_loop_leaves_the_trainer_where_it_was(make_trainer: MakeTrainer) -> None:
+def test_an_error_within_a_step_does_not_change_the_position(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**ACCUMULATING)
     model = network()
     optimizer = sgd(model)
@@ -260,18 +247,18 @@ def test_an_error_in_the_loop_leaves_the_trainer_where_it_was(make_trainer: Make
     assert len(train(trainer, model, optimizer)) == 9
 
 
-def test_a_batch_that_the_program_leaves_out_is_not_met_again(make_trainer: MakeTrainer) -> None:
-    """As with a GradScaler, which makes no step where gradients are not finite."""
+def test_a_batch_without_an_optimizer_step_is_not_delivered_again(make_trainer: MakeTrainer) -> None:
+    """A GradScaler makes no step if gradients are not finite."""
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
     taken: list[int] = []
-    left_out: list[int] = []
+    skipped: list[int] = []
     for _ in range(2):
         for number, (index, x, y) in enumerate(trainer.dataloader(samples())):
             if number == 1:
-                left_out += index.tolist()
+                skipped += index.tolist()
                 continue
             optimizer.zero_grad()
             learn(model, x, y)
@@ -279,10 +266,10 @@ def test_a_batch_that_the_program_leaves_out_is_not_met_again(make_trainer: Make
             taken += index.tolist()
             if number == 2:
                 break
-    assert sorted(taken + left_out) == list(range(48))
+    assert sorted(taken + skipped) == list(range(48))
 
 
-def test_loops_over_the_data_within_each_other_are_told(make_trainer: MakeTrainer) -> None:
+def test_nested_data_loops_are_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -298,7 +285,7 @@ def test_loops_over_the_data_within_each_other_are_told(make_trainer: MakeTraine
 # -- the local batch size -------------------------------------------------------------------------------
 
 
-def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
+def test_training_with_the_previous_local_batch_size_is_an_error(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(batch_size=8, local_bsz_bounds=(2, 8))
@@ -307,7 +294,7 @@ def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
     trainer.program_reentry(model, optimizer)
     monkeypatch.setattr("adascale_worker.batch_planning.REPLAN_INTERVAL", 0.0)
     train(trainer, model, optimizer)
-    # One replica keeps its plan; the change of it is that of a larger job.
+    # The plan of one replica never changes; this one is the plan of a larger job.
     monkeypatch.setattr("adascale_worker.batch_planning.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
     _, x, y = samples()[:8]
     learn(model, x, y)
@@ -315,7 +302,7 @@ def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
     trainer.step(1)
     assert trainer.accumulation == 2
     learn(model, x, y)
-    with pytest.raises(StaleBatchSizeError, match=r"is 4 now.*get_local_bsz\(\) or trainer.dataloader\(\)"):
+    with pytest.raises(StaleBatchSizeError, match=r"is now 4.*get_local_bsz\(\) or trainer.dataloader\(\)"):
         optimizer.step()
     assert trainer.get_local_bsz() == 4
     optimizer.step()
@@ -324,7 +311,7 @@ def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no batch size is given"),
+        ({}, "batch_size is not set"),
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ({"batch_size": 8, "max_batch_size": 4}, "max_batch_size 4 is below batch_size 8"),
         ({"batch_size": 8, "local_bsz_bounds": (4, 2)}, "lower 4 is over upper 2"),
@@ -332,7 +319,7 @@ def test_an_epoch_trained_with_a_batch_size_of_before_is_told(
         ({"batch_size": 7, "local_bsz_bounds": (2, 6)}, "1 replicas are not valid"),
     ],
 )
-def test_bounds_that_contradict_themselves_are_told(
+def test_contradictory_bounds_are_an_error(
     make_trainer: MakeTrainer, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidJobError, match=message):
@@ -343,7 +330,7 @@ def test_bounds_that_contradict_themselves_are_told(
 
 
 class Doubled:
-    """A collate_fn that can be sent to another process."""
+    """A collate_fn that pickle supports."""
 
     def __call__(self, items: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tensor, Tensor]:
         index, x, y = zip(*items, strict=True)
@@ -351,7 +338,7 @@ class Doubled:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_options_of_the_data_loader_are_passed_on(make_trainer: MakeTrainer, workers: int) -> None:
+def test_dataloader_passes_its_options_to_torch(make_trainer: MakeTrainer, workers: int) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -368,7 +355,7 @@ def test_options_of_the_data_loader_are_passed_on(make_trainer: MakeTrainer, wor
 
 
 @pytest.mark.parametrize("option", ["batch_size", "sampler", "batch_sampler", "drop_last", "generator"])
-def test_options_that_would_choose_the_batches_are_refused(make_trainer: MakeTrainer, option: str) -> None:
+def test_options_that_choose_the_batches_are_an_error(make_trainer: MakeTrainer, option: str) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     trainer.program_reentry(model, sgd(model))
@@ -377,7 +364,7 @@ def test_options_that_would_choose_the_batches_are_refused(make_trainer: MakeTra
 
 
 class Endless(IterableDataset[int]):
-    """Has a length and no items by index."""
+    """Has a length, but no items by index."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(100))
@@ -396,22 +383,22 @@ class Unmeasured(Dataset[int]):
 @pytest.mark.parametrize(
     ("bounds", "data", "message"),
     [
-        (FIXED, samples(7), "has 7 samples, fewer than batch_size of 8"),
+        (FIXED, samples(7), r"has 7 samples, fewer than batch_size \(8\)"),
         (
             {"batch_size": 8, "max_batch_size": 64},
             samples(48),
-            "has 48 samples, fewer than max_batch_size of 64",
+            r"has 48 samples, fewer than max_batch_size \(64\)",
         ),
         (
             {"batch_size": 8, "local_bsz_bounds": (4, 64)},
             samples(7),
-            "has 7 samples, fewer than batch_size of 8",
+            r"has 7 samples, fewer than batch_size \(8\)",
         ),
-        (FIXED, Unmeasured(), "a Unmeasured, has no length"),
-        (FIXED, Endless(), "a Endless, has no items by index"),
+        (FIXED, Unmeasured(), r"\(type Unmeasured\) has no length"),
+        (FIXED, Endless(), r"\(type Endless\) has no items by index"),
     ],
 )
-def test_a_data_set_that_cannot_be_shared_out_is_refused(
+def test_an_unsuitable_data_set_is_an_error(
     make_trainer: MakeTrainer, bounds: dict[str, Any], data: Any, message: str
 ) -> None:
     trainer = make_trainer(**bounds)
@@ -421,7 +408,7 @@ def test_a_data_set_that_cannot_be_shared_out_is_refused(
         trainer.dataloader(data)
 
 
-def test_a_data_set_of_another_length_is_refused(make_trainer: MakeTrainer) -> None:
+def test_a_data_set_of_another_length_is_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     trainer.program_reentry(model, sgd(model))
@@ -430,30 +417,30 @@ def test_a_data_set_of_another_length_is_refused(make_trainer: MakeTrainer) -> N
         trainer.dataloader(samples(40))
 
 
-def test_data_before_a_model_is_refused(make_trainer: MakeTrainer) -> None:
+def test_dataloader_before_program_reentry_is_an_error(make_trainer: MakeTrainer) -> None:
     with pytest.raises(WorkerError, match="call program_reentry"):
         make_trainer(**FIXED).dataloader(samples())
 
 
-# -- what it refuses ------------------------------------------------------------------------------------
+# -- invalid calls --------------------------------------------------------------------------------------
 
 
-def test_a_second_program_reentry_is_refused(make_trainer: MakeTrainer) -> None:
+def test_a_second_program_reentry_is_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    with pytest.raises(WorkerError, match="was called already"):
+    with pytest.raises(WorkerError, match="was called before"):
         trainer.program_reentry(model, optimizer)
 
 
-def test_an_optimizer_that_is_not_an_sgd_is_refused(make_trainer: MakeTrainer) -> None:
+def test_an_optimizer_other_than_sgd_is_an_error(make_trainer: MakeTrainer) -> None:
     model = network()
     with pytest.raises(UnsupportedOptimizerError, match=r"got Adam; .*torch.optim.SGD"):
         make_trainer(**FIXED).program_reentry(model, torch.optim.Adam(model.parameters()))
 
 
-def test_a_closure_is_refused(make_trainer: MakeTrainer) -> None:
+def test_a_closure_is_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -466,7 +453,7 @@ def test_a_closure_is_refused(make_trainer: MakeTrainer) -> None:
 # -- schedules ------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_within_the_loop_follows_progress(
+def test_a_scheduler_stepped_inside_the_loop_follows_progress(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(**FIXED)
@@ -486,7 +473,7 @@ def test_a_schedule_within_the_loop_follows_progress(
     assert [lr for _, lr in lrs] == pytest.approx([0.1 * 0.5**whole for whole, _ in lrs])
 
 
-def test_a_schedule_after_the_loop_steps_once_per_epoch(make_trainer: MakeTrainer) -> None:
+def test_a_scheduler_stepped_after_the_loop_advances_once_per_epoch(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -503,7 +490,7 @@ def test_a_schedule_after_the_loop_steps_once_per_epoch(make_trainer: MakeTraine
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (epoch + 1))
 
 
-def test_a_schedule_that_follows_a_metric_steps_with_it(make_trainer: MakeTrainer) -> None:
+def test_a_scheduler_stepped_with_a_metric_follows_the_metric(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -516,7 +503,7 @@ def test_a_schedule_that_follows_a_metric_steps_with_it(make_trainer: MakeTraine
         assert optimizer.param_groups[0]["lr"] == lr
 
 
-def test_a_scheduler_may_be_made_afterwards(make_trainer: MakeTrainer) -> None:
+def test_a_scheduler_can_be_made_after_program_reentry(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -530,18 +517,11 @@ def test_a_scheduler_may_be_made_afterwards(make_trainer: MakeTrainer) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-# -- losses and results ---------------------------------------------------------------------------------
-
-
-def test_losses_are_taken_and_off_a_service_not_kept(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**FIXED)
-    for loss in (torch.tensor(0.5), torch.tensor([0.5, 0.6])):
-        trainer.log(loss=loss)
-    assert not trainer._telemetry._losses
+# -- the device -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("asked", "local_rank", "device"),
+    ("requested", "local_rank", "device"),
     [
         ("cpu", 1, "cpu"),
         ("cuda", 0, "cuda:0"),
@@ -549,5 +529,7 @@ def test_losses_are_taken_and_off_a_service_not_kept(make_trainer: MakeTrainer) 
         (torch.device("cuda", 2), 0, "cuda:2"),
     ],
 )
-def test_a_gpu_is_named_by_its_number(asked: Any, local_rank: int, device: str) -> None:
-    assert str(select_device(asked, local_rank)) == device
+def test_cuda_without_an_index_selects_the_gpu_of_the_local_rank(
+    requested: Any, local_rank: int, device: str
+) -> None:
+    assert str(select_device(requested, local_rank)) == device

@@ -1,4 +1,4 @@
-"""What a trainer saves and finds again, on one replica, in the test's own process."""
+"""Tests of what a trainer saves and restores, on one replica, in the test's own process."""
 
 import json
 import random
@@ -39,34 +39,34 @@ from support.training import (
 
 
 class CrashError(Exception):
-    """Ends a loop as a kill would: nothing is saved on the way out."""
+    """Ends a loop as a kill does: nothing is saved."""
 
 
 class Draws:
-    """Registered state, which also tells the random numbers that a program meets."""
+    """Registered state that records the random numbers that a program draws."""
 
     def __init__(self) -> None:
-        self.met: list[float] = []
+        self.drawn: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"met": list(self.met)}
+        return {"drawn": list(self.drawn)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.met = list(state_dict["met"])
+        self.drawn = list(state_dict["drawn"])
 
     def draw(self) -> None:
-        self.met += [random.random(), float(numpy.random.random()), torch.rand(1).item()]
+        self.drawn += [random.random(), float(numpy.random.random()), torch.rand(1).item()]
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """That of the newest checkpoint."""
+    """The newest checkpoint's manifest."""
     return dict(json.loads(sorted(folder.glob("*.json"))[-1].read_text()))
 
 
 def program(
     make_trainer: MakeTrainer, folder: Path, bounds: dict[str, Any], crash_at: int | None = None
 ) -> tuple[nn.Module, torch.optim.SGD, LRScheduler, Draws]:
-    """Three epochs that draw random numbers wherever a program may."""
+    """Train three epochs, and draw random numbers in them and between them."""
     trainer = make_trainer(**bounds, checkpoint_dir=folder, checkpoint_interval=0)
     random.seed(1)
     numpy.random.seed(1)
@@ -95,7 +95,7 @@ def program(
 
 @pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["plain", "accumulating"])
 @pytest.mark.parametrize("crashes", [[5], [6], [3, 3, 9, 11]], ids=str)
-def test_after_a_crash_everything_is_as_if_nothing_had_happened(
+def test_after_crashes_training_ends_with_the_same_state_bit_for_bit(
     make_trainer: MakeTrainer, tmp_path: Path, bounds: dict[str, Any], crashes: list[int]
 ) -> None:
     undisturbed = program(make_trainer, tmp_path / "undisturbed", bounds)
@@ -105,14 +105,14 @@ def test_after_a_crash_everything_is_as_if_nothing_had_happened(
     model, optimizer, scheduler, draws = program(make_trainer, tmp_path / "disturbed", bounds)
     assert equal(parameters_of(model), parameters_of(undisturbed[0]))
     momenta, others = (
-        [state["momentum_buffer"] for state in one.state.values()] for one in (optimizer, undisturbed[1])
+        [state["momentum_buffer"] for state in each.state.values()] for each in (optimizer, undisturbed[1])
     )
     assert equal(momenta, others)
     assert scheduler.state_dict() == undisturbed[2].state_dict()
-    assert draws.met == undisturbed[3].met
+    assert draws.drawn == undisturbed[3].drawn
 
 
-def test_where_to_go_on_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_program_reentry_returns_where_to_resume(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     def enter() -> tuple[ElasticTrainer, Any, nn.Module, torch.optim.SGD]:
         trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
         model = network()
@@ -124,28 +124,30 @@ def test_where_to_go_on_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> No
     train(trainer, model, optimizer, epochs=range(2))
     trainer, state, model, optimizer = enter()
     assert (state.epoch, state.step, state.progress, state.restored) == (1, 12, 12.0, True)
-    assert train(trainer, model, optimizer, epochs=range(1, 2)) == [], "the last save was at the epoch's end"
+    assert train(trainer, model, optimizer, epochs=range(1, 2)) == [], "saved at the end of the epoch"
 
 
-def test_a_finished_job_is_saved_and_takes_a_result(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_results_reported_before_and_after_the_final_checkpoint_are_in_its_manifest(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=6)
-    trainer.report_result(note="told before the end")
+    trainer.report_result(note="reported before the end")
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
     train(trainer, model, optimizer)
     assert manifest(tmp_path)["finished"]
     trainer.report_result(accuracy=0.5)
-    assert manifest(tmp_path)["result"] == {"note": "told before the end", "accuracy": 0.5}
+    assert manifest(tmp_path)["result"] == {"note": "reported before the end", "accuracy": 0.5}
 
 
-# -- leaving --------------------------------------------------------------------------------------------
+# -- exiting --------------------------------------------------------------------------------------------
 
 
 def train_and_signal(
     trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, within: int
 ) -> None:
-    """Train, and send this process a signal within a micro-batch, counted from 0."""
+    """Train, and send this process a signal in the micro-batch `within`, counted from 0."""
     for micro_batch, (_, x, y) in enumerate(trainer.dataloader(samples())):
         optimizer.zero_grad()
         learn(model, x, y)
@@ -155,21 +157,21 @@ def train_and_signal(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_at_the_next_step_and_leaves(
+def test_a_shutdown_signal_saves_after_the_current_step_and_exits(
     make_trainer: MakeTrainer, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(**ACCUMULATING, checkpoint_dir=tmp_path)
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         train_and_signal(trainer, model, optimizer, number, within=4)
-    assert left.value.code == 128 + number
+    assert exited.value.code == 128 + number
     assert manifest(tmp_path)["step"] == 2
-    assert "saved at step 2; the same command goes on from there" in capsys.readouterr().out
+    assert "saved a checkpoint at step 2; run the same command to resume" in capsys.readouterr().out
 
 
-def test_ctrl_c_twice_does_not_wait_for_a_step(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_interrupts_at_once(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
     model = network()
     trainer.program_reentry(model, sgd(model))
@@ -178,7 +180,7 @@ def test_ctrl_c_twice_does_not_wait_for_a_step(make_trainer: MakeTrainer, tmp_pa
         signal.raise_signal(signal.SIGINT)
 
 
-def test_once_the_end_is_saved_there_is_nothing_for_a_signal_to_wait_for(
+def test_ctrl_c_interrupts_at_once_after_the_final_checkpoint(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=6)
@@ -190,7 +192,7 @@ def test_once_the_end_is_saved_there_is_nothing_for_a_signal_to_wait_for(
         signal.raise_signal(signal.SIGINT)
 
 
-def test_without_a_folder_signals_are_left_alone(make_trainer: MakeTrainer) -> None:
+def test_signal_handlers_are_unchanged_without_a_checkpoint_folder(make_trainer: MakeTrainer) -> None:
     before = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(**FIXED)
     model = network()
@@ -198,10 +200,10 @@ def test_without_a_folder_signals_are_left_alone(make_trainer: MakeTrainer) -> N
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# -- checkpoints of something else ----------------------------------------------------------------------
+# -- checkpoints of other programs ----------------------------------------------------------------------
 
 
-def save_one(make_trainer: MakeTrainer, folder: Path, **register: Any) -> None:
+def save_checkpoint(make_trainer: MakeTrainer, folder: Path, **register: Any) -> None:
     trainer = make_trainer(**FIXED, checkpoint_dir=folder, checkpoint_interval=0)
     model = network()
     optimizer = sgd(model)
@@ -219,7 +221,7 @@ def with_other_model(trainer: ElasticTrainer) -> object:
 
 def with_other_groups(trainer: ElasticTrainer) -> object:
     model = network()
-    optimizer = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=0.1)
     return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
 
 
@@ -243,32 +245,35 @@ def with_registered(trainer: ElasticTrainer) -> object:
 @pytest.mark.parametrize(
     ("enter", "message"),
     [
-        (with_other_model, r"is of another model: weight is missing; bias is missing; 0.weight is not in"),
-        (with_other_groups, "is of another optimizer: .*parameter groups"),
-        (with_other_scheduler, "was saved with a StepLR, program_reentry was given a CosineAnnealingLR"),
-        (without_scheduler, "was saved with a StepLR, program_reentry was given no scheduler"),
+        (
+            with_other_model,
+            r"from another model: weight is missing; bias is missing; 0.weight is not in",
+        ),
+        (with_other_groups, "was saved from another optimizer: .*parameter groups"),
+        (with_other_scheduler, "was saved with a StepLR, program_reentry got a CosineAnnealingLR"),
+        (without_scheduler, "was saved with a StepLR, program_reentry got no scheduler"),
         (with_registered, r"has nothing registered, the program registers \['draws'\]"),
     ],
 )
-def test_a_checkpoint_of_another_program_is_told(
+def test_a_checkpoint_of_another_program_is_an_error(
     make_trainer: MakeTrainer, tmp_path: Path, enter: Enter, message: str
 ) -> None:
-    save_one(make_trainer, tmp_path)
+    save_checkpoint(make_trainer, tmp_path)
     with pytest.raises(CheckpointError, match=message):
         enter(make_trainer(**FIXED, checkpoint_dir=tmp_path))
 
 
-def test_a_checkpoint_of_another_batch_size_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    save_one(make_trainer, tmp_path)
+def test_a_checkpoint_of_another_batch_size_is_an_error(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    save_checkpoint(make_trainer, tmp_path)
     trainer = make_trainer(batch_size=12, checkpoint_dir=tmp_path)
     model = network()
     optimizer = sgd(model)
-    with pytest.raises(CheckpointError, match="has batch_size 8, now it is 12"):
+    with pytest.raises(CheckpointError, match="was saved with batch_size 8, but batch_size is now 12"):
         trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
 
 
-def test_a_checkpoint_of_another_data_set_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    save_one(make_trainer, tmp_path)
+def test_a_checkpoint_of_another_data_set_is_an_error(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    save_checkpoint(make_trainer, tmp_path)
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
     model = network()
     optimizer = sgd(model)
@@ -277,7 +282,7 @@ def test_a_checkpoint_of_another_data_set_is_told(make_trainer: MakeTrainer, tmp
         trainer.dataloader(samples(40))
 
 
-def test_bounds_that_have_changed_hold_after_re_entry(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_changed_bounds_apply_after_reentry(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     plans = []
     for upper in (12, 4):
         trainer = make_trainer(batch_size=12, local_bsz_bounds=(2, upper), checkpoint_dir=tmp_path)
@@ -290,7 +295,7 @@ def test_bounds_that_have_changed_hold_after_re_entry(make_trainer: MakeTrainer,
     assert plans == [(12, 1), (4, 3)]
 
 
-# -- what can be saved ----------------------------------------------------------------------------------
+# -- contents of checkpoints ----------------------------------------------------------------------------
 
 
 def schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
@@ -306,7 +311,7 @@ def schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
 # torch 2.6 issues this warning about its own call in SequentialLR.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("kind", range(5))
-def test_schedulers_are_found_again(make_trainer: MakeTrainer, tmp_path: Path, kind: int) -> None:
+def test_schedulers_are_restored(make_trainer: MakeTrainer, tmp_path: Path, kind: int) -> None:
     def enter() -> tuple[ElasticTrainer, nn.Module, torch.optim.SGD, LRScheduler]:
         trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
         model = network()
@@ -324,16 +329,16 @@ def test_schedulers_are_found_again(make_trainer: MakeTrainer, tmp_path: Path, k
 
 
 class Opaque(Draws):
-    """Its state could be written, and not be read again."""
+    """Its state can be saved, but not loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": Path("somewhere")}
 
 
-def test_state_that_could_not_be_loaded_again_is_refused_at_once(
+def test_state_that_could_not_be_loaded_again_is_an_error_at_program_reentry(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
     model = network()
-    with pytest.raises(WorkerError, match=r"'opaque' .*PosixPath.*tensors, numbers, texts, lists and dicts"):
+    with pytest.raises(WorkerError, match=r"'opaque' .*PosixPath.*tensors, numbers, strings, lists"):
         trainer.program_reentry(model, sgd(model), register={"draws": Draws(), "opaque": Opaque()})

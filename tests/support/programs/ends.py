@@ -1,4 +1,4 @@
-"""A program that comes to an end in the way that ENDS names; it saves into STATE where that is set."""
+"""A program that ends in the way that ENDS names. It saves checkpoints into STATE if that is set."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from support.training import samples
 
 
 class Ballast:
-    """Registered state of a size that grows with what is told by GROW, in bytes per state."""
+    """Registered state of a variable size."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -41,7 +41,7 @@ trainer.program_reentry(model, optimizer, register={"ballast": ballast})
 for step, (_, x, y) in enumerate(trainer.dataloader(samples(4 if ends == "small data" else 48)), start=1):
     if step == 3:
         if ends == "error":
-            raise ArithmeticError("the program's own")
+            raise ArithmeticError("raised by the program")
         if ends.startswith("full disk"):
             ballast.size = 3_000_000
         if ends in ("signal", "full disk when leaving"):

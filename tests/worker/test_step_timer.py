@@ -1,0 +1,48 @@
+"""Tests of the step timer: it measures consecutive steps only."""
+
+from adascale_core.batch import BatchPlan
+from adascale_worker.step_timer import StepTimer
+
+PLAN = BatchPlan(1, 4)
+
+
+def run(timer: StepTimer, *times: float, plan: BatchPlan = PLAN) -> None:
+    for now in times:
+        timer.step(plan, now)
+
+
+def test_the_first_step_is_not_counted() -> None:
+    timer = StepTimer()
+    run(timer, 10.0, 15.0)  # the first step takes long
+    assert timer.lap() == 0.0
+    run(timer, 15.5, 16.0)
+    assert timer.lap() == 0.5
+
+
+def test_the_step_after_a_pause_is_not_counted() -> None:
+    timer = StepTimer()
+    run(timer, 0.0, 1.0, 2.0)
+    timer.pause()
+    run(timer, 100.0, 101.0)
+    assert [time.step_time for time in timer.step_times()] == [1.0]
+
+
+def test_a_lap_returns_the_mean_since_the_last_lap() -> None:
+    timer = StepTimer()
+    run(timer, 0.0, 1.0, 2.0, 4.0)
+    assert timer.lap() == 1.5
+    assert timer.lap() == 0.0
+
+
+def test_each_plan_has_its_own_median() -> None:
+    timer = StepTimer()
+    run(timer, 0.0, 1.0, 2.0, 3.0, 13.0)
+    run(timer, 15.0, 17.0, plan=BatchPlan(1, 8))
+    assert {(time.local_bsz, time.step_time) for time in timer.step_times()} == {(4, 1.0), (8, 2.0)}
+
+
+def test_measurements_survive_reentry() -> None:
+    timer, restored = StepTimer(), StepTimer()
+    run(timer, 0.0, 1.0, 2.0, 3.0)
+    restored.load_state_dict(timer.state_dict())
+    assert restored.step_times() == timer.step_times()
