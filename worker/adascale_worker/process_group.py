@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from adascale_worker.environment import RankAssignment
 
+RELEASE_TIME = 0.05
+"""Seconds for Gloo's threads to release the tensors of the last collective, before the interpreter ends."""
 INIT_TIMEOUT = timedelta(minutes=5)
 """How long a replica waits for the others, when the group is formed and in every collective."""
 
@@ -77,6 +80,17 @@ class ReplicaGroup:
         if self._formed and dist.is_initialized():
             dist.destroy_process_group()
         self._formed = False
+
+    def destroy_before_finalization(self) -> None:
+        """Destroy the process group, in a process whose interpreter is finalized next.
+
+        Gloo's threads can still hold tensors of the last collective, and need the GIL to release them. A
+        thread that asks for the GIL during finalization aborts the process ("terminate called without an
+        active exception", github.com/pytorch/pytorch/pull/179291). Sleeping lets them have it before.
+        """
+        if self._formed:
+            self.destroy()
+            time.sleep(RELEASE_TIME)
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks. The value can be any object that pickle supports."""

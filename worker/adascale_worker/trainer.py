@@ -129,7 +129,7 @@ class ElasticTrainer:
         except AdaScaleError:
             self._uncaught_errors.install()
             raise
-        self._fast_exit.before(self._release)
+        self._fast_exit.before(self._release_at_exit)
 
     # -- properties -------------------------------------------------------------------------------------
 
@@ -342,13 +342,15 @@ class ElasticTrainer:
 
         At the end of the process this is not needed. May be called again.
         """
-        self._release()
+        self._trainer.telemetry.close()
+        self._trainer.group.destroy()
         self._shutdown_signal.uninstall()
         self._uncaught_errors.uninstall()
 
-    def _release(self) -> None:
+    def _release_at_exit(self) -> None:
+        """Do what the end of the process requires."""
         self._trainer.telemetry.close()
-        self._trainer.group.destroy()
+        self._trainer.group.destroy_before_finalization()
 
 
 def _wait_for_assignment() -> None:
