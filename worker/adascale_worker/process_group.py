@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from adascale_worker.environment import RankAssignment
+from adascale_worker.torch_private import tcp_store
 
 RELEASE_TIME = 0.05
 """Seconds for Gloo's threads to release the tensors of the last collective, before the interpreter ends."""
@@ -60,14 +61,13 @@ class ReplicaGroup:
         if generation == 0 or assignment.master_addr is None or assignment.master_port is None:
             dist.init_process_group(backend, timeout=INIT_TIMEOUT)
         else:
-            tcp = TCPStore(
+            tcp = tcp_store(
                 assignment.master_addr,
                 assignment.master_port,
                 self.replicas,
                 is_master=self.is_main,
                 timeout=INIT_TIMEOUT,
-                wait_for_workers=False,
-                master_listen_fd=listen_fd,
+                listen_fd=listen_fd,
             )
             store = PrefixStore(f"generation-{generation}", tcp)
             dist.init_process_group(
