@@ -516,7 +516,7 @@ def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
     assert {field: stored[field] for field in changes} == {
         **changes, "template": {**TEMPLATE, **changes["template"]}
     }  # fmt: skip
-    with pytest.raises(RejectedError, match=r"spec\.minReplicas: .*: 9 is over maxReplicas 8"):
+    with pytest.raises(RejectedError, match=r"spec\.minReplicas: .*: 9 is greater than maxReplicas 8"):
         jobs.patch("digits", {"spec": {"minReplicas": 9}})
 
 

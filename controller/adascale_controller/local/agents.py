@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.machine import ADDRESS
 from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
 
-ADDRESS = "127.0.0.1"
 STOP_TIMEOUT = 20.0
 """Seconds that agents have to save and exit before they are killed."""
 

@@ -161,7 +161,7 @@ class ControlLoop:
         if self._replicas.finished:
             self._finished_at = self._finished_at or now
             if self._replicas.all_exited or now - self._finished_at > FINISH_TIMEOUT:
-                return RunResult("The program has finished", 0, finished=True)
+                return RunResult("", 0, finished=True)
             return None
         if self._until is not None and progress >= self._until:
             return RunResult(

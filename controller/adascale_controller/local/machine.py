@@ -1,4 +1,4 @@
-"""The GPUs and CPU cores of this machine."""
+"""The GPUs, CPU cores and address of this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
+ADDRESS = "127.0.0.1"
+"""The address at which the processes of a run reach each other."""
 MIN_CPU_REPLICAS = 4
 """The default limit of replicas without a GPU is not lower than this, even with fewer cores."""
 

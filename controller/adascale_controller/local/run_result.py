@@ -10,7 +10,7 @@ class RunResult:
     """Why a run ends.
 
     Args:
-        message: for the user.
+        message: for the user; empty if the program has finished.
         exit_code: of the run.
         finished: whether the program has finished.
         log: the last lines of the program's output, if it failed.

@@ -175,7 +175,7 @@ class _Run:
 
     def _stop(self, result: RunResult, loop: ControlLoop, agents: Agents) -> None:
         """Stop the agents that still run, after they have saved."""
-        if not result.finished:
+        if result.message:
             self._display.message(result.message, "red" if result.log else "")
         if not agents.ranks:
             return

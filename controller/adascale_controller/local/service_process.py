@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from adascale_controller.local.machine import ADDRESS
 from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import describe_exit
 from adascale_core.names import ENV_TOKEN
 
-HOST = "127.0.0.1"
 START_TIMEOUT = 60.0
 """Seconds that the service has to start listening."""
 STOP_TIMEOUT = 5.0
@@ -58,7 +58,7 @@ class ServiceProcess:
     @property
     def url(self) -> str:
         """The service's address."""
-        return f"http://{HOST}:{self.port}"
+        return f"http://{ADDRESS}:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -78,7 +78,7 @@ class ServiceProcess:
         """
         self._folder.port_file.unlink(missing_ok=True)
         # -P: a file in the user's folder must not shadow a library.
-        command = [sys.executable, "-P", "-m", "adascale_api", "--host", HOST, "--port", str(self.port)]
+        command = [sys.executable, "-P", "-m", "adascale_api", "--host", ADDRESS, "--port", str(self.port)]
         command += ["--database", f"sqlite:///{self._folder.database.absolute()}"]
         command += ["--port-file", str(self._folder.port_file.absolute())]
         self._process = ChildProcess(command, self._environ, self.log, [self._lock])
@@ -123,7 +123,7 @@ def choose_port(preferred: int, *, required: bool) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, preferred))
+            probe.bind((ADDRESS, preferred))
         except OSError as error:
             if not required and error.errno == errno.EADDRINUSE:
                 return 0
