@@ -19,17 +19,19 @@ OVERLAYS = (".", "all-namespaces", "kind", "one-namespace", "plain")
 
 def read(*files: str) -> list[dict[str, Any]]:
     """The objects of these files."""
-    return [one for file in files for one in yaml.safe_load_all((DEPLOY / file).read_text()) if one]
+    return [item for file in files for item in yaml.safe_load_all((DEPLOY / file).read_text()) if item]
 
 
-EVERYWHERE = [one for name in read("base/kustomization.yaml")[0]["resources"] for one in read(f"base/{name}")]
+EVERYWHERE = [
+    item for name in read("base/kustomization.yaml")[0]["resources"] for item in read(f"base/{name}")
+]
 ALL_NAMESPACES = read("all-namespaces/rights.yaml", "all-namespaces/network.yaml")
 ONE_NAMESPACE = read("one-namespace/rights.yaml")
-WORKLOADS = [one for one in EVERYWHERE if one["kind"] in ("Deployment", "StatefulSet")]
+WORKLOADS = [item for item in EVERYWHERE if item["kind"] in ("Deployment", "StatefulSet")]
 
 
 def find(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    (found,) = [item for item in objects if (item["kind"], item["metadata"]["name"]) == (kind, name)]
     return found
 
 
@@ -46,7 +48,7 @@ def test_workloads_have_the_names_in_core() -> None:
     find(EVERYWHERE, "CustomResourceDefinition", f"{names.PLURAL}.{names.API_GROUP}")
     for part in (names.API_SERVICE, names.CONTROLLER):
         find(EVERYWHERE, "ServiceAccount", part)
-        (workload,) = [one for one in WORKLOADS if one["metadata"]["name"] == part]
+        (workload,) = [item for item in WORKLOADS if item["metadata"]["name"] == part]
         assert pod(workload)["serviceAccountName"] == part
         assert pod(workload)["containers"][0]["image"] == part
     service = find(EVERYWHERE, "Service", names.API_SERVICE)
@@ -74,7 +76,7 @@ def test_the_operator_calls_the_metrics_service_at_its_address() -> None:
     assert f"--api-url={url}" in arguments
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: str(one["metadata"]["name"]))
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
 def test_probes_use_the_port_of_the_program(workload: dict[str, Any]) -> None:
     (container,) = pod(workload)["containers"]
     (port,) = container["ports"]
@@ -151,8 +153,8 @@ def rights(role: dict[str, Any]) -> Rights:
 
 
 def test_roles_have_exactly_these_permissions() -> None:
-    roles = [one for one in [*EVERYWHERE, *ALL_NAMESPACES, *ONE_NAMESPACE] if one["kind"].endswith("Role")]
-    assert {(one["kind"], one["metadata"]["name"]): rights(one) for one in roles} == ROLES
+    roles = [item for item in [*EVERYWHERE, *ALL_NAMESPACES, *ONE_NAMESPACE] if item["kind"].endswith("Role")]
+    assert {(item["kind"], item["metadata"]["name"]): rights(item) for item in roles} == ROLES
 
 
 @pytest.mark.parametrize(
@@ -161,13 +163,13 @@ def test_roles_have_exactly_these_permissions() -> None:
 )
 def test_roles_are_bound_to_exactly_these_accounts(where: str, objects: list[dict[str, Any]]) -> None:
     bound = set()
-    for one in objects:
-        if one["kind"].endswith("Binding"):
-            for subject in one["subjects"]:
+    for item in objects:
+        if item["kind"].endswith("Binding"):
+            for subject in item["subjects"]:
                 assert (subject["kind"], subject["namespace"]) == ("ServiceAccount", names.SYSTEM_NAMESPACE)
-                held = "its own" if one["kind"] == "RoleBinding" else ""
+                held = "its own" if item["kind"] == "RoleBinding" else ""
                 bound.add(
-                    (one["kind"], held, one["roleRef"]["kind"], one["roleRef"]["name"], subject["name"])
+                    (item["kind"], held, item["roleRef"]["kind"], item["roleRef"]["name"], subject["name"])
                 )
     assert bound == BINDINGS[where]
 
@@ -181,7 +183,7 @@ def test_the_namespace_enforces_the_restricted_standard() -> None:
         assert labels[f"pod-security.kubernetes.io/{mode}"] == "restricted"
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: str(one["metadata"]["name"]))
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
 def test_pods_are_restricted_and_write_to_volumes_only(workload: dict[str, Any]) -> None:
     spec = pod(workload)
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
@@ -224,7 +226,7 @@ def test_only_replicas_and_the_operator_may_reach_the_metrics_service() -> None:
 
 
 def test_in_one_namespace_no_policy_blocks_traffic_between_replicas() -> None:
-    assert all(one["spec"]["podSelector"] for one in EVERYWHERE if one["kind"] == "NetworkPolicy")
+    assert all(item["spec"]["podSelector"] for item in EVERYWHERE if item["kind"] == "NetworkPolicy")
 
 
 # -- overlays -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How many disruptions a job has had, as the service counts them by now."""
+"""The count of disruptions in the status, from the count of the metrics service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.observed_jobs import actions_for, indexed_job, job, observed, view
 
 
 @pytest.mark.parametrize(
-    ("counted", "told", "disruptions", "failures", "expected"),
+    ("counted", "included", "disruptions", "failures", "expected"),
     [
         (0, 0, 0, 0, 0),
         (0, 0, 1, 0, 1),
@@ -17,16 +17,16 @@ from support.observed_jobs import actions_for, indexed_job, job, observed, view
         # What was a disruption at first turns out to be a failure.
         (1, 1, 0, 1, 0),
         (5, 3, 2, 1, 4),
-        # The service has lost its data, and counts anew.
+        # The metrics service has lost its data and counts from zero.
         (3, 3, 0, 0, 3),
         (3, 3, 1, 0, 4),
         (1, 1, 0, 0, 1),
     ],
 )
 def test_new_disruptions_of_the_metrics_service_are_added(
-    counted: int, told: int, disruptions: int, failures: int, expected: int
+    counted: int, included: int, disruptions: int, failures: int, expected: int
 ) -> None:
-    status = {"disruptions": counted, "attempts": {"reportedDisruptions": told, "trained": 2}}
+    status = {"disruptions": counted, "attempts": {"reportedDisruptions": included, "trained": 2}}
     service = view((2, 2), (2, 2), disruptions=disruptions, failures=failures)
     actions = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
     assert actions.status["disruptions"] == expected

@@ -1,4 +1,4 @@
-"""The objects of an AdaScaleJob: what is added to a pod template, and that nothing of it is lost."""
+"""Manifests of an AdaScaleJob: what is added to a pod template, and that nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -76,21 +76,21 @@ def pod(made_of: Workload, single_node: bool = False) -> dict[str, Any]:
 
 def worker(made_of: Workload) -> dict[str, Any]:
     containers = pod(made_of)["spec"]["containers"]
-    found: dict[str, Any] = next((one for one in containers if one["name"] == "worker"), containers[0])
+    found: dict[str, Any] = next((item for item in containers if item["name"] == "worker"), containers[0])
     return found
 
 
 def env(made_of: Workload) -> dict[str, Any]:
     variables = worker(made_of)["env"]
-    found = {one["name"]: one.get("value", one.get("valueFrom")) for one in variables}
+    found = {item["name"]: item.get("value", item.get("valueFrom")) for item in variables}
     assert len(found) == len(variables)
     return found
 
 
 def mounts(made_of: Workload) -> dict[str, dict[str, Any]]:
     """The volume at each place of the worker."""
-    volumes = {one["name"]: one for one in pod(made_of)["spec"]["volumes"]}
-    return {one["mountPath"]: volumes[one["name"]] | one for one in worker(made_of)["volumeMounts"]}
+    volumes = {item["name"]: item for item in pod(made_of)["spec"]["volumes"]}
+    return {item["mountPath"]: volumes[item["name"]] | item for item in worker(made_of)["volumeMounts"]}
 
 
 # -- the Job -----------------------------------------------------------------------------------------------
@@ -189,12 +189,12 @@ def test_only_the_worker_container_becomes_a_replica() -> None:
     )
     others = [pod(made)["spec"]["containers"][0], pod(made)["spec"]["initContainers"][0]]
     assert others[0]["command"] == ["tail"]
-    assert not any("env" in one or "volumeMounts" in one for one in others)
+    assert not any("env" in item or "volumeMounts" in item for item in others)
 
 
 def test_the_environment_of_a_replica() -> None:
-    told = env(workload())
-    assert told == {
+    variables = env(workload())
+    assert variables == {
         "ADASCALE_JOB_ID": "team.digits",
         "ADASCALE_API_URL": "http://adascale-api.adascale-system:8265",
         "ADASCALE_TOKEN_FILE": "/var/run/secrets/adascale/token",
@@ -452,9 +452,9 @@ def test_pods_meet_the_restricted_standard() -> None:
         "fsGroup": 65532,
         "fsGroupChangePolicy": "OnRootMismatch",
     }
-    for one in (*spec["containers"], *spec["initContainers"]):
-        assert one["securityContext"]["allowPrivilegeEscalation"] is False
-        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for item in (*spec["containers"], *spec["initContainers"]):
+        assert item["securityContext"]["allowPrivilegeEscalation"] is False
+        assert item["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_fields_that_the_operator_sets_are_replaced_with_a_warning(
 ) -> None:
     made = workload(template(**{field: value}))
     assert pod(made)["spec"][field] == ours
-    assert [word in one for one in template_warnings(made)] == [True]
+    assert [word in item for item in template_warnings(made)] == [True]
     quiet = workload(template(**{field: ours}))
     assert pod(quiet)["spec"][field] == ours
     assert template_warnings(quiet) == ()
@@ -534,12 +534,12 @@ def test_pods_leave_a_lost_node_soon_unless_the_template_tolerates_it(
     assert tolerations[: len(theirs)] == theirs
     assert tolerations[len(theirs) :] == [
         {
-            "key": f"node.kubernetes.io/{one}",
+            "key": f"node.kubernetes.io/{item}",
             "operator": "Exists",
             "effect": "NoExecute",
             "tolerationSeconds": 5,
         }
-        for one in added
+        for item in added
     ]
 
 
@@ -666,11 +666,12 @@ containers = st.builds(
                 {"name": st.sampled_from(["A", "HOME", names.ENV_REPLICA, names.ENV_BATCH_SIZE])},
                 optional={"value": words},
             ),
-            unique_by=lambda one: one["name"],
+            unique_by=lambda item: item["name"],
         ),
         envFrom=st.just([{"secretRef": {"name": "s"}}]),
         volumeMounts=st.lists(
-            st.fixed_dictionaries({"name": st.just("v"), "mountPath": places}), unique_by=lambda one: str(one)
+            st.fixed_dictionaries({"name": st.just("v"), "mountPath": places}),
+            unique_by=str,
         ),
         securityContext=security,
         resources=st.just({"limits": {"cpu": "1"}}),
@@ -718,7 +719,7 @@ def kept(theirs: Any, made: Any, place: str = "") -> None:
         assert len(made) >= len(theirs), place
         rest = iter(made)
         for item in theirs:
-            assert any(holds(item, one) for one in rest), (place, item, made)
+            assert any(holds(item, item) for item in rest), (place, item, made)
     else:
         assert made == theirs, place
 
@@ -739,7 +740,7 @@ def without_ours(made_of: dict[str, Any], warned: str) -> dict[str, Any]:
     job_label = ((rest.get("metadata") or {}).get("labels") or {}).pop(names.LABEL_JOB, "digits")
     assert job_label == "digits" or names.LABEL_JOB in warned
     mains = rest["spec"]["containers"]
-    main = next((one for one in mains if one["name"] == "worker"), mains[0])
+    main = next((item for item in mains if item["name"] == "worker"), mains[0])
     command, args = main.pop("command", None), main.pop("args", None)
     started = main | {"command": ["adascale-agent", "--", *command, *(args or [])]} if command else main
     if command and command[0] == "adascale-agent":
@@ -772,12 +773,12 @@ def test_every_template_gets_the_operators_fields(made_of: dict[str, Any], singl
     spec = made["spec"]
     assert made["metadata"]["labels"][names.LABEL_JOB] == "digits"
     assert (spec["restartPolicy"], spec["automountServiceAccountToken"]) == ("Never", False)
-    volumes = [one["name"] for one in spec["volumes"]]
+    volumes = [item["name"] for item in spec["volumes"]]
     assert len(set(volumes)) == len(volumes)
     found = worker(workload(made_of))
-    places = [one["mountPath"].rstrip("/") for one in found["volumeMounts"]]
+    places = [item["mountPath"].rstrip("/") for item in found["volumeMounts"]]
     assert {TOKEN_FOLDER, CHECKPOINT_FOLDER, "/dev/shm"} <= set(places)
-    variables = [one["name"] for one in found["env"]]
+    variables = [item["name"] for item in found["env"]]
     assert len(set(variables)) == len(variables)
 
 
@@ -818,7 +819,7 @@ def put(section: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
 def test_an_invalid_pod_template_is_left_for_the_api_server_to_reject(
     of_pod: list[tuple[tuple[str, ...], Any]], of_worker: list[tuple[tuple[str, ...], Any]]
 ) -> None:
-    """The schema leaves most of a PodSpec open, and nobody's mistake may end the operator."""
+    """The schema leaves most of a PodSpec open, and no mistake in it may stop the operator."""
     made_of = template(container(command=["python"]))
     for place, value in of_pod:
         put(made_of["spec"], place, value)

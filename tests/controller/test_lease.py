@@ -1,4 +1,4 @@
-"""One operator at a time: the rules of the lease, in virtual time, against an API server that fails."""
+"""One operator runs at a time: the election in virtual time, with an API server that fails."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.now = 0.0
-        super().__init__(_Impatient(self))
+        super().__init__(_ImmediateSelector(self))
 
     def time(self) -> float:
         return self.now
 
 
-class _Impatient(selectors.DefaultSelector):
+class _ImmediateSelector(selectors.DefaultSelector):
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "everybody waits for something that will not happen"
-        # A turn of the loop takes some time, as everywhere: without, what is left of a wait can be less than
-        # the clock can tell, and never ends.
+        assert timeout is not None, "all tasks wait without a timeout"
+        # Each turn takes a moment: otherwise the rest of a wait can be smaller than the resolution of the
+        # clock, and the wait never ends.
         self._loop.now += max(timeout, 1e-6)
         return super().select(0)
 
@@ -92,13 +92,14 @@ class Server:
         return self.lease.holder if self.lease else ""
 
 
-class Line:
-    """The connection of one operator with the server: slow, and cut at times.
+class Connection:
+    """The connection of an operator to the server, with delays and faults.
 
     Args:
-        server: at the other end.
-        delay: seconds that a request takes, and as many an answer, from how many there were before.
-        fault: what becomes of a request: "" nothing, "lost" before it arrives, "deaf" its answer.
+        server: the server.
+        delay: from the number of the request, the seconds that it takes, and its answer too.
+        fault: from the number of the request: "" for none, "lost" if it does not arrive, "deaf" if its answer
+            does not.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Line:
     async def _ask(self, call: Callable[[], Lease | None]) -> Lease | None:
         self.count += 1
         delay, fault = self.delay(self.count), self.fault(self.count)
-        # A request that was given up still arrives.
+        # A cancelled request still arrives.
         request = asyncio.ensure_future(self._arrive(call, delay, fault))
         return await asyncio.shield(request)
 
@@ -137,20 +138,20 @@ class Line:
             answer = call()
         await asyncio.sleep(delay)
         if fault:
-            # Read by nobody where the request was given up.
+            # Nobody reads the exception of a cancelled request.
             asyncio.current_task().add_done_callback(lambda task: task.exception())  # type: ignore[union-attr]
             raise UnansweredError(fault)
         return answer
 
 
-def election(line: Line, identity: str) -> Election:
+def election(line: Connection, identity: str) -> Election:
     return Election(line, identity, clock=now)
 
 
 class Operator:
-    """Somebody who works while it has the lease."""
+    """An operator that works while it holds the lease."""
 
-    def __init__(self, line: Line, identity: str) -> None:
+    def __init__(self, line: Connection, identity: str) -> None:
         self.election = election(line, identity)
         self.working = False
         self.lost = 0
@@ -178,14 +179,14 @@ class Operator:
 
 
 @asynccontextmanager
-async def operators(*lines: Line) -> AsyncIterator[list[Operator]]:
+async def operators(*lines: Connection) -> AsyncIterator[list[Operator]]:
     made = [Operator(line, f"operator-{number}") for number, line in enumerate(lines)]
     try:
         yield made
     finally:
-        for one in made:
-            await one.kill()
-        await asyncio.sleep(200)  # until all that is under way has arrived
+        for operator in made:
+            await operator.kill()
+        await asyncio.sleep(200)  # until all requests have arrived
 
 
 async def seconds_until(holds: Callable[[], bool]) -> float:
@@ -196,13 +197,13 @@ async def seconds_until(holds: Callable[[], bool]) -> float:
     return now() - began
 
 
-# -- one after the other -----------------------------------------------------------------------------------
+# -- taking turns -------------------------------------------------------------------------------------------
 
 
 def test_the_first_operator_runs_and_the_second_waits() -> None:
     async def main() -> None:
         server = Server()
-        async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
+        async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
             await seconds_until(lambda: first.working)
             assert now() < 1
             for _ in range(1000):
@@ -217,7 +218,7 @@ def test_the_first_operator_runs_and_the_second_waits() -> None:
 def test_the_second_takes_over_when_the_lease_of_a_killed_operator_expires() -> None:
     async def main() -> None:
         server = Server()
-        async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
+        async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
             await seconds_until(lambda: first.working)
             await asyncio.sleep(100)
             await first.kill()
@@ -231,7 +232,7 @@ def test_the_second_takes_over_when_the_lease_of_a_killed_operator_expires() -> 
 def test_the_second_takes_over_at_once_when_the_first_releases_the_lease() -> None:
     async def main() -> None:
         server = Server()
-        async with operators(Line(server), Line(server, lambda count: 0.02)) as (first, second):
+        async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
             await seconds_until(lambda: first.working)
             await asyncio.sleep(100)
             await first.leave()
@@ -244,7 +245,7 @@ def test_the_second_takes_over_at_once_when_the_first_releases_the_lease() -> No
 def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
     async def main() -> None:
         server = Server()
-        before, after = election(Line(server), "same"), election(Line(server), "same")
+        before, after = election(Connection(server), "same"), election(Connection(server), "same")
         await before.acquire()
         began = now()
         await after.acquire()
@@ -262,8 +263,8 @@ def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
 def test_the_holder_stops_before_the_lease_expires() -> None:
     async def main() -> None:
         server = Server()
-        line = Line(server)
-        async with operators(line, Line(server, lambda count: 0.02)) as (first, second):
+        line = Connection(server)
+        async with operators(line, Connection(server, lambda count: 0.02)) as (first, second):
             await seconds_until(lambda: first.working)
             line.fault = lambda count: "lost"
             stopped = await seconds_until(lambda: not first.working)
@@ -275,11 +276,11 @@ def test_the_holder_stops_before_the_lease_expires() -> None:
 
 
 def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
-    """As when its process was stopped: it learns of it only after it goes on."""
+    """Its process was stopped (SIGSTOP) and finds that out when it continues."""
 
     async def main() -> None:
         server = Server()
-        only = election(Line(server), "only")
+        only = election(Connection(server), "only")
         await only.acquire()
         assert only.held
         await asyncio.sleep(19)
@@ -296,7 +297,7 @@ def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
 def test_an_outage_shorter_than_the_renew_deadline_changes_nothing(fault: str) -> None:
     async def main() -> None:
         server = Server()
-        line = Line(server)
+        line = Connection(server)
         async with operators(line) as (only,):
             await seconds_until(lambda: only.working)
             for _ in range(5):
@@ -313,17 +314,17 @@ def test_an_outage_shorter_than_the_renew_deadline_changes_nothing(fault: str) -
 def test_operators_run_again_after_an_outage_of_the_api_server() -> None:
     async def main() -> None:
         server = Server()
-        async with operators(Line(server), Line(server, lambda count: 0.02)) as both:
+        async with operators(Connection(server), Connection(server, lambda count: 0.02)) as both:
             server.down = True
             await asyncio.sleep(100)
-            assert not any(one.working for one in both)
+            assert not any(operator.working for operator in both)
             server.down = False
-            assert await seconds_until(lambda: any(one.working for one in both)) < 5
+            assert await seconds_until(lambda: any(operator.working for operator in both)) < 5
             server.down = True
             await asyncio.sleep(100)
-            assert not any(one.working for one in both)
+            assert not any(operator.working for operator in both)
             server.down = False
-            assert await seconds_until(lambda: any(one.working for one in both)) < 40
+            assert await seconds_until(lambda: any(operator.working for operator in both)) < 40
 
     run(main)
 
@@ -331,7 +332,7 @@ def test_operators_run_again_after_an_outage_of_the_api_server() -> None:
 def test_a_new_label_on_the_lease_does_not_end_it() -> None:
     async def main() -> None:
         server = Server()
-        async with operators(Line(server)) as (only,):
+        async with operators(Connection(server)) as (only,):
             await seconds_until(lambda: only.working)
             assert server.lease is not None
             server.lease = Lease(server.lease.spec, {"resourceVersion": "label", "labels": {"a": "b"}})
@@ -345,7 +346,7 @@ def test_a_new_label_on_the_lease_does_not_end_it() -> None:
 def test_a_deleted_lease_is_created_again() -> None:
     async def main() -> None:
         server = Server()
-        async with operators(Line(server)) as (only,):
+        async with operators(Connection(server)) as (only,):
             await seconds_until(lambda: only.working)
             server.lease = None
             await asyncio.sleep(10)
@@ -358,9 +359,9 @@ def test_a_deleted_lease_is_created_again() -> None:
 def test_a_candidate_waits_for_the_duration_of_the_holder() -> None:
     async def main() -> None:
         server = Server()
-        patient = Election(Line(server), "patient", duration=120, clock=now)
+        patient = Election(Connection(server), "patient", duration=120, clock=now)
         await patient.acquire()
-        other = election(Line(server), "other")
+        other = election(Connection(server), "other")
         began = now()
         await other.acquire()
         assert now() - began >= 120
@@ -371,7 +372,7 @@ def test_a_candidate_waits_for_the_duration_of_the_holder() -> None:
 def test_a_lease_that_is_not_held_is_not_released() -> None:
     async def main() -> None:
         server = Server()
-        first, second = election(Line(server), "first"), election(Line(server), "second")
+        first, second = election(Connection(server), "first"), election(Connection(server), "second")
         await first.acquire()
         await second.release()
         assert server.holder == "first"
@@ -384,7 +385,7 @@ def test_a_lease_that_is_not_held_is_not_released() -> None:
 def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
     async def main() -> None:
         server = Server()
-        line = Line(server)
+        line = Connection(server)
         only = Operator(line, "only")
         await seconds_until(lambda: only.working)
         line.delay = lambda count: 0.5
@@ -401,7 +402,7 @@ def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
 @pytest.mark.parametrize("bad", [(30, 30, 3), (30, 20, 20), (10, 20, 3), (30, 20, 0)])
 def test_inconsistent_durations_are_rejected(bad: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="must be 0 < retry"):
-        Election(Line(Server()), "a", *bad)
+        Election(Connection(Server()), "a", *bad)
 
 
 # -- whatever happens --------------------------------------------------------------------------------------
@@ -429,9 +430,9 @@ def test_two_operators_never_run_at_once_and_one_runs_in_the_end(
         trouble = True
         cut: set[int] = set()
 
-        def line(position: int) -> Line:
+        def line(position: int) -> Connection:
             delays, faults = made[position]
-            return Line(
+            return Connection(
                 server,
                 lambda count: delays[count % len(delays)] if trouble else 0.01,
                 lambda count: "lost" if position in cut else faults[count % len(faults)] if trouble else "",
@@ -442,24 +443,24 @@ def test_two_operators_never_run_at_once_and_one_runs_in_the_end(
             async def wait(seconds: float) -> None:
                 end = now() + seconds
                 while now() < end:
-                    assert sum(one.election.held for one in all_of_them) <= 1
-                    assert sum(one.working for one in all_of_them) <= 1
+                    assert sum(operator.election.held for operator in all_of_them) <= 1
+                    assert sum(operator.working for operator in all_of_them) <= 1
                     await asyncio.sleep(0.5)
 
             for number, (seconds, who, what) in enumerate(events):
                 await wait(seconds)
                 position = who % len(made)
-                one = all_of_them[position]
+                operator = all_of_them[position]
                 if what in ("kill", "leave"):
-                    await (one.kill() if what == "kill" else one.leave())
+                    await (operator.kill() if what == "kill" else operator.leave())
                     all_of_them[position] = Operator(line(position), f"restarted-{number}")
                 elif what == "cut":
                     cut.add(position)
                 elif what == "mend":
                     cut.discard(position)
                 elif what == "delete":
-                    # By hand, which no election can be safe against while somebody has it.
-                    if not any(one.election.held for one in all_of_them):
+                    # A user deletes the lease. No election is safe against that while the lease is held.
+                    if not any(operator.election.held for operator in all_of_them):
                         server.lease = None
                 else:
                     server.down = what == "down"
@@ -467,7 +468,7 @@ def test_two_operators_never_run_at_once_and_one_runs_in_the_end(
             trouble = server.down = False
             cut.clear()
             await wait(100)
-            assert sum(one.working for one in all_of_them) == 1
+            assert sum(operator.working for operator in all_of_them) == 1
 
     run(main)
 
@@ -512,9 +513,9 @@ def test_a_missing_lease_is_created() -> None:
     async def main() -> None:
         made = body({"holderIdentity": "me", "acquireTime": "t"})
         async with answering((404, b"{}"), (201, made)) as (api, asked):
-            one = LeaseElection(api, "system", "controller", "me")
-            await one.acquire()
-            assert one.held
+            candidate = LeaseElection(api, "system", "controller", "me")
+            await candidate.acquire()
+            assert candidate.held
         (_, read, _), (method, path, sent) = asked
         assert read == "/coordination.k8s.io/v1/namespaces/system/leases/controller"
         assert (method, path) == ("POST", "/coordination.k8s.io/v1/namespaces/system/leases")
@@ -559,9 +560,9 @@ def test_every_unexpected_answer_is_retried(trouble: tuple[int, bytes] | Excepti
     async def main() -> None:
         mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
         async with answering(trouble, mine, (409, b"{}"), trouble, mine, mine) as (api, asked):
-            one = LeaseElection(api, "system", "controller", "me")
-            await one.acquire()
-            assert one.held
+            candidate = LeaseElection(api, "system", "controller", "me")
+            await candidate.acquire()
+            assert candidate.held
             assert len(asked) == 6
 
     run(main)

@@ -1,4 +1,4 @@
-"""Which pods make way for others at once."""
+"""Lost pods: which pods are deleted so that their replacements start at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ended(rank: int, how: PodExit, **more: Any) -> Pod:
 
 
 @pytest.mark.parametrize(
-    ("lost", "one"),
+    ("lost", "end"),
     [
         (False, pod(0)),
         (False, pod(0, deletion_deadline=NOW)),
@@ -38,22 +38,22 @@ def ended(rank: int, how: PodExit, **more: Any) -> Pod:
         (False, ended(0, PodExit(0), phase="Succeeded", deletion_deadline=NOW)),
     ],
 )
-def test_a_pod_is_lost_if_it_was_ended_from_outside(lost: bool, one: Pod) -> None:
-    assert is_lost(one, NOW) == lost
+def test_a_pod_is_lost_if_it_was_ended_from_outside(lost: bool, end: Pod) -> None:
+    assert is_lost(end, NOW) == lost
 
 
-GONE = ended(1, replace(REENTERS, disruption=True), name="gone")
+LOST = ended(1, replace(REENTERS, disruption=True), name="lost")
 
 
 @pytest.mark.parametrize(
     ("removed", "pods", "more"),
     [
-        (("gone",), [pod(0), GONE], {}),
-        ((), [pod(0), GONE, pod(1, created_at=NOW)], {}),
-        ((), [pod(0), replace(GONE, rank=2)], {}),
-        ((), [pod(0), GONE], {"suspended": True}),
-        ((), [pod(0), GONE], {"complete": True}),
-        ((), [pod(0), replace(GONE, created_at=NOW - 90), ended(1, FAILED)], {}),
+        (("lost",), [pod(0), LOST], {}),
+        ((), [pod(0), LOST, pod(1, created_at=NOW)], {}),
+        ((), [pod(0), replace(LOST, rank=2)], {}),
+        ((), [pod(0), LOST], {"suspended": True}),
+        ((), [pod(0), LOST], {"complete": True}),
+        ((), [pod(0), replace(LOST, created_at=NOW - 90), ended(1, FAILED)], {}),
     ],
 )
 def test_the_newest_pod_of_a_rank_is_deleted_if_it_is_lost(

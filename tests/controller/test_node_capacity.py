@@ -227,19 +227,19 @@ def test_free_resources_may_be_negative() -> None:
 @pytest.mark.parametrize("ready", ["False", "Unknown", None])
 def test_a_node_that_is_not_ready_has_no_free_resources(ready: str | None) -> None:
     nodes = [node(), node("node2", ready=ready)]
-    assert [one.name for one in free_nodes(nodes, [])] == ["node1"]
+    assert [item.name for item in free_nodes(nodes, [])] == ["node1"]
     assert lost_nodes(nodes) == {"node2"}
     assert eligible({}, *nodes) == {"node1"}
 
 
 def test_a_cordoned_node_keeps_its_replicas() -> None:
-    assert [one.name for one in free_nodes([node(cordoned=True)], [])] == ["node1"]
+    assert [item.name for item in free_nodes([node(cordoned=True)], [])] == ["node1"]
 
 
 pods = st.lists(
     st.builds(
         lambda on, phase, job, cpu: pod(on, phase, job, cpu=f"{cpu}m"),
-        st.sampled_from([None, "node1", "node2", "gone"]),
+        st.sampled_from([None, "node1", "node2", "missing"]),
         st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Unknown"]),
         st.sampled_from([None, "a", "b"]),
         milli,
@@ -251,20 +251,20 @@ pods = st.lists(
 @given(pods, st.randoms(use_true_random=False))
 def test_free_and_requested_resources_add_up_to_allocatable(made: list[dict[str, Any]], random: Any) -> None:
     nodes = [node(name, has={"cpu": "64", "pods": "10"}) for name in ("node1", "node2")]
-    free = {one.name: one.free for one in free_nodes(nodes, made, {"team.a"})}
+    free = {item.name: item.free for item in free_nodes(nodes, made, {"team.a"})}
     for name in ("node1", "node2"):
         there = [
-            one
-            for one in made
-            if one["spec"].get("nodeName") == name
-            and one["status"]["phase"] not in ("Succeeded", "Failed")
-            and one["metadata"]["labels"].get(names.LABEL_JOB) != "a"
+            item
+            for item in made
+            if item["spec"].get("nodeName") == name
+            and item["status"]["phase"] not in ("Succeeded", "Failed")
+            and item["metadata"]["labels"].get(names.LABEL_JOB) != "a"
         ]
-        assert free[name]["cpu"] == 64000 - sum(pod_request(one["spec"]).get("cpu", 0) for one in there)
+        assert free[name]["cpu"] == 64000 - sum(pod_request(item["spec"]).get("cpu", 0) for item in there)
         assert free[name]["pods"] == 10 - len(there)
     shuffled = list(made)
     random.shuffle(shuffled)
-    assert {one.name: one.free for one in free_nodes(reversed(nodes), shuffled, {"team.a"})} == free
+    assert {item.name: item.free for item in free_nodes(reversed(nodes), shuffled, {"team.a"})} == free
 
 
 # -- which nodes a pod may go to ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The newest version of each object, whatever the order in which watches, lists and answers bring news."""
+"""The cache holds the newest version of each object, in whatever order versions arrive."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ def version(number: int, name: str = "digits") -> dict[str, Any]:
     return {"metadata": {"namespace": "team", "name": name, "resourceVersion": str(number)}}
 
 
-def versions(store: ObjectCache) -> list[int]:
-    return [int(one["metadata"]["resourceVersion"]) for one in store.all(Resource.JOBS)]
+def versions(cache: ObjectCache) -> list[int]:
+    return [int(raw["metadata"]["resourceVersion"]) for raw in cache.all(Resource.JOBS)]
 
 
 def test_an_older_version_is_ignored() -> None:
-    store = ObjectCache()
-    store.put(Resource.JOBS, version(5))
-    store.changed.clear()
-    store.put(Resource.JOBS, version(4))
-    store.put(Resource.JOBS, version(5))
-    store.remove(Resource.JOBS, version(4))
-    assert versions(store) == [5]
-    assert not store.changed.is_set()
+    cache = ObjectCache()
+    cache.put(Resource.JOBS, version(5))
+    cache.changed.clear()
+    cache.put(Resource.JOBS, version(4))
+    cache.put(Resource.JOBS, version(5))
+    cache.remove(Resource.JOBS, version(4))
+    assert versions(cache) == [5]
+    assert not cache.changed.is_set()
 
 
 def test_an_older_version_does_not_bring_back_a_deleted_object() -> None:
-    store = ObjectCache()
-    store.put(Resource.JOBS, version(5))
-    store.remove(Resource.JOBS, version(7))
-    store.put(Resource.JOBS, version(6))
-    store.replace(Resource.JOBS, [version(6)], 6)
-    assert versions(store) == []
-    store.put(Resource.JOBS, version(8))
-    assert versions(store) == [8], "one of the same name, made anew"
+    cache = ObjectCache()
+    cache.put(Resource.JOBS, version(5))
+    cache.remove(Resource.JOBS, version(7))
+    cache.put(Resource.JOBS, version(6))
+    cache.replace(Resource.JOBS, [version(6)], 6)
+    assert versions(cache) == []
+    cache.put(Resource.JOBS, version(8))
+    assert versions(cache) == [8], "an object of the same name was created again"
 
 
 def test_a_list_removes_objects_that_it_lacks_unless_they_are_newer() -> None:
-    store = ObjectCache()
-    store.put(Resource.JOBS, version(3, "gone"))
-    store.put(Resource.JOBS, version(9, "new"))
-    store.replace(Resource.JOBS, [version(4, "there")], 6)
-    assert versions(store) == [9, 4]
+    cache = ObjectCache()
+    cache.put(Resource.JOBS, version(3, "deleted"))
+    cache.put(Resource.JOBS, version(9, "new"))
+    cache.replace(Resource.JOBS, [version(4, "there")], 6)
+    assert versions(cache) == [9, 4]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=12), st.randoms())
-def test_the_order_of_changes_does_not_matter(told: list[tuple[bool, int]], random: Any) -> None:
-    """Each version is either of a living object or of its end."""
-    news = list({number: alive for alive, number in told}.items())
-    random.shuffle(news)
-    store = ObjectCache()
-    for number, alive in news:
-        (store.put if alive else store.remove)(Resource.JOBS, version(number))
-    newest = max(news, default=(0, False))
-    assert versions(store) == ([newest[0]] if newest[1] else [])
+def test_the_order_of_changes_does_not_matter(changes: list[tuple[bool, int]], random: Any) -> None:
+    """Each change either writes or deletes the object."""
+    shuffled = list({number: alive for alive, number in changes}.items())
+    random.shuffle(shuffled)
+    cache = ObjectCache()
+    for number, alive in shuffled:
+        (cache.put if alive else cache.remove)(Resource.JOBS, version(number))
+    newest = max(shuffled, default=(0, False))
+    assert versions(cache) == ([newest[0]] if newest[1] else [])

@@ -42,9 +42,9 @@ def test_an_unreadable_job_does_not_stop_other_jobs(
     world.submit()
     world.run_cycles()
     assert trains(world)
-    told = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.getMessage() for record in told] == ["team.odd: unexpected error; the job is skipped"]
-    assert told[0].exc_info
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.getMessage() for record in errors] == ["team.odd: unexpected error; the job is skipped"]
+    assert errors[0].exc_info
 
 
 def test_a_job_that_is_created_again_starts_with_its_own_counts() -> None:
@@ -78,7 +78,7 @@ def test_a_job_that_has_only_reports_is_not_deregistered() -> None:
     assert world.service.list_jobs()
 
 
-@pytest.mark.parametrize("error", [ClusterError("nobody answers"), ClusterError("out of order", 500)])
+@pytest.mark.parametrize("error", [ClusterError("no answer"), ClusterError("out of order", 500)])
 def test_running_pods_stay_while_the_claim_can_not_be_read(
     error: ClusterError, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the operator does when a job is edited, or made anew under a name that was in use."""
+"""The actions after an edit of a job, and for a job whose name was in use before."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_an_earlier_job_of_the_same_name_is_deregistered_after_its_pods_have_end
     assert actions_for(observed(job(), service, pods=())).deregister
 
 
-@pytest.mark.parametrize("more", [{}, {"suspended": True}])
-@pytest.mark.parametrize("gone", [failed_pod(0), pod(0, phase="Failed", exit=PodExit(75))])
-def test_an_ended_pod_that_is_being_deleted_loses_its_finalizer(gone: Pod, more: dict[str, bool]) -> None:
-    observed_job = observed(job((1, 1)), view((1, 1)), indexed_job(1, **more), [gone])
+@pytest.mark.parametrize("changes", [{}, {"suspended": True}])
+@pytest.mark.parametrize("ended", [failed_pod(0), pod(0, phase="Failed", exit=PodExit(75))])
+def test_an_ended_pod_that_is_being_deleted_loses_its_finalizer(ended: Pod, changes: dict[str, bool]) -> None:
+    observed_job = observed(job((1, 1)), view((1, 1)), indexed_job(1, **changes), [ended])
     assert actions_for(observed_job, 1).delete_pods == ()
-    deleted = replace(observed_job, pods=[replace(gone, deletion_deadline=NOW + 20)])
-    assert actions_for(deleted, 1).delete_pods == (gone.name,)
+    deleted = replace(observed_job, pods=[replace(ended, deletion_deadline=NOW + 20)])
+    assert actions_for(deleted, 1).delete_pods == (ended.name,)

@@ -1,4 +1,4 @@
-"""What is read from the statuses of pods, as the scheduler, kubelets and the eviction manager write them."""
+"""Pods as read from statuses that the scheduler, the kubelet and the eviction manager write."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def waiting(reason: str, message: str = "", **more: Any) -> PodProblem | None:
 
 
 def unscheduled(message: str, **spec: Any) -> PodProblem | None:
-    told = condition("PodScheduled", "False", reason="Unschedulable", message=message)
-    return read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None, **spec)).problem
+    gate = condition("PodScheduled", "False", reason="Unschedulable", message=message)
+    return read_pod(raw({"phase": "Pending", "conditions": [gate]}, node=None, **spec)).problem
 
 
 # -- where it is -------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_the_rank_is_the_completion_index(metadata: dict[str, Any], rank: int) -
     assert read_pod(raw(metadata=metadata)).rank == rank
 
 
-# -- what keeps it from starting ---------------------------------------------------------------------------
+# -- why a pod does not start -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_an_unschedulable_pod_has_the_schedulers_message(message: str) -> None:
 
 
 def test_a_pod_with_a_scheduling_gate_is_unschedulable() -> None:
-    told = condition("PodScheduled", "False", reason="SchedulingGated")
-    problem = read_pod(raw({"phase": "Pending", "conditions": [told]}, node=None)).problem
+    gate = condition("PodScheduled", "False", reason="SchedulingGated")
+    problem = read_pod(raw({"phase": "Pending", "conditions": [gate]}, node=None)).problem
     assert problem == PodProblem(Reason.UNSCHEDULABLE, "SchedulingGated")
 
 
@@ -180,8 +180,8 @@ def test_the_message_about_an_unbound_volume_names_the_claim(message: str, names
         {"name": "a", "persistentVolumeClaim": {"claimName": "digits-checkpoints"}},
         {"name": "b", "emptyDir": {}},
     ]
-    told = "" if names_the_claim else " (PersistentVolumeClaims of the pod: digits-checkpoints)"
-    assert unscheduled(message, volumes=volumes) == PodProblem(Reason.VOLUME_NOT_BOUND, f"{message}{told}")
+    suffix = "" if names_the_claim else " (PersistentVolumeClaims of the pod: digits-checkpoints)"
+    assert unscheduled(message, volumes=volumes) == PodProblem(Reason.VOLUME_NOT_BOUND, f"{message}{suffix}")
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,9 @@ def test_a_succeeded_pod_is_not_a_failure() -> None:
 
 
 def test_the_termination_message_has_the_generation_of_a_failure() -> None:
-    words = TerminationMessage(3, 1, "ZeroDivisionError: division by zero")
-    ended = failed(container(terminated=terminated(1, message=words.to_text())))
-    assert ended == PodExit(1, "Error", words.to_text(), words)
+    termination = TerminationMessage(3, 1, "ZeroDivisionError: division by zero")
+    ended = failed(container(terminated=terminated(1, message=termination.to_text())))
+    assert ended == PodExit(1, "Error", termination.to_text(), termination)
     assert is_program_failure(ended)
 
 
@@ -288,10 +288,10 @@ def test_a_disruption_is_not_a_failure_of_the_program(why: str) -> None:
 
 def test_an_evicted_pod_has_the_message_of_its_eviction() -> None:
     message = "The node was low on resource: ephemeral-storage."
-    told = {"reason": "Evicted", "message": message, "conditions": [condition("DisruptionTarget")]}
-    ended = failed(container(terminated=terminated(137)), **told)
+    status = {"reason": "Evicted", "message": message, "conditions": [condition("DisruptionTarget")]}
+    ended = failed(container(terminated=terminated(137)), **status)
     assert (ended.reason, ended.message, ended.exit_code) == ("Evicted", message, 137)
-    ended = failed(**told)
+    ended = failed(**status)
     assert (ended.reason, ended.message, ended.exit_code) == ("Evicted", message, None)
     assert not is_program_failure(ended)
 

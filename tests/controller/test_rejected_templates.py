@@ -1,4 +1,4 @@
-"""A spec of which the API server refuses what is made from it."""
+"""A spec whose Indexed Job the API server rejects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecRe
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from support.observed_jobs import actions_for, condition, indexed_job, job, observed, view
 
-REFUSED = 'spec.template: spec.containers[0].volumeMounts[0].name: Not found: "data"'
+REJECTION = 'spec.template: spec.containers[0].volumeMounts[0].name: Not found: "data"'
 
 
 def raw(generation: int) -> dict[str, Any]:
@@ -31,19 +31,19 @@ def raw(generation: int) -> dict[str, Any]:
 
 def test_a_rejected_spec_is_invalid_until_it_is_edited() -> None:
     specs = SpecReader()
-    taken = AdaScaleJob.read(raw(1), specs)
-    assert taken.job is not None
-    specs.reject(taken, REFUSED)
-    refused = AdaScaleJob.read(raw(1), specs)
-    assert (refused.job, refused.invalid) == (None, REFUSED)
+    accepted = AdaScaleJob.read(raw(1), specs)
+    assert accepted.job is not None
+    specs.reject(accepted, REJECTION)
+    rejected = AdaScaleJob.read(raw(1), specs)
+    assert (rejected.job, rejected.invalid) == (None, REJECTION)
     assert AdaScaleJob.read(raw(2), specs).job is not None
 
 
 def test_a_job_without_pods_fails_and_starts_once_the_spec_is_corrected() -> None:
-    refused = replace(job((1, 2)), job=None, invalid=REFUSED)
-    actions = actions_for(observed(refused, view((1, 2))))
+    rejected = replace(job((1, 2)), job=None, invalid=REJECTION)
+    actions = actions_for(observed(rejected, view((1, 2))))
     failed = condition(actions, ConditionType.FAILED)
-    assert (failed.status, failed.reason, failed.message) == (True, Reason.INVALID_SPEC, REFUSED)
+    assert (failed.status, failed.reason, failed.message) == (True, Reason.INVALID_SPEC, REJECTION)
     assert actions.create_indexed_job is None
 
     right = job((1, 2), status=actions.status)
@@ -54,8 +54,8 @@ def test_a_job_without_pods_fails_and_starts_once_the_spec_is_corrected() -> Non
 
 
 def test_a_job_with_pods_continues_with_its_previous_spec() -> None:
-    refused = replace(job((1, 2)), job=None, invalid=REFUSED)
-    actions = actions_for(observed(refused, view((1, 2), (1, 2)), indexed_job(2)))
+    rejected = replace(job((1, 2)), job=None, invalid=REJECTION)
+    actions = actions_for(observed(rejected, view((1, 2), (1, 2)), indexed_job(2)))
     running = condition(actions, ConditionType.RUNNING)
-    assert (running.status, running.reason, running.message) == (True, Reason.INVALID_SPEC, REFUSED)
+    assert (running.status, running.reason, running.message) == (True, Reason.INVALID_SPEC, REJECTION)
     assert (actions.resize, actions.delete_indexed_job) == (None, False)

@@ -1,4 +1,4 @@
-"""Whether the folder that a user names for the state is one that all replicas share."""
+"""Whether all replicas share the folder in `checkpoint.path`."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_a_path_in_a_shared_volume_is_accepted(
 def test_a_path_that_pods_do_not_share_is_rejected(
     path: str, mounts: dict[str, str], kind: dict[str, Any], why: str
 ) -> None:
-    told = why_not_shared(template(mounts, data=kind), path)
-    assert told is not None
-    assert re.search(why, told)
+    reason = why_not_shared(template(mounts, data=kind), path)
+    assert reason is not None
+    assert re.search(why, reason)
 
 
 @pytest.mark.parametrize(("most", "is_taken"), [(1, True), (2, False)])
