@@ -1,12 +1,12 @@
-"""How many reports per second the metrics service takes, from clients that post one at a time or lists.
+"""Measures how many reports per second the metrics service stores, posted one at a time or in lists.
 
     python bench/reports_per_second.py --clients 16 --seconds 5
 
-The service runs as it would for a user: a process of its own, with a token, on an SQLite file. So do the
-clients, which share their machine with it, in a few processes of several connections each. Every report
-counted was answered with 2xx, hence is on the disk; at the end the count is compared with the service's.
-The processor time of the service per request (where /proc tells it) does not depend on what else the
-machine does; its inverse is what the service could take with a core of its own.
+The service runs as for a user: in its own process, with a token, on an SQLite file. The clients run on the
+same machine, in a few processes with several connections each. Every counted report was answered with 2xx, so
+it is on disk; at the end the count is compared with the service's. The processor time of the service per
+request (on systems with /proc) does not depend on the load of the machine; its inverse is the throughput of
+the service on a core of its own.
 """
 
 import argparse
@@ -41,11 +41,11 @@ class Result:
     reports: int
     seconds: float
     latencies: list[float]
-    busy: float = 0.0
+    processor_time: float = 0.0
 
-    def quantile(self, share: float) -> float:
+    def quantile(self, fraction: float) -> float:
         ordered = sorted(self.latencies)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
         print(
             f"{size:>15} {result.requests / result.seconds:>11.0f} {result.reports / result.seconds:>10.0f}"
             f" {result.quantile(0.5) * 1e3:>10.1f} {result.quantile(0.99) * 1e3:>8.1f}"
-            f" {result.busy / result.requests * 1e3:>19.2f}",
+            f" {result.processor_time / result.requests * 1e3:>19.2f}",
             flush=True,
         )
 
@@ -86,20 +86,20 @@ def measure(clients: int, seconds: float, size: int) -> Result:
                     sys.exit("the service did not start")
                 time.sleep(0.05)
             port = int(port_file.read_text())
-            idle = busy(service.pid)
+            before = processor_time(service.pid)
             result = load(port, token, clients, seconds, size)
-            result = replace(result, busy=busy(service.pid) - idle)
-            kept = sum(total(port, f"bench-{client}") for client in range(clients))
-            if kept != result.reports:
-                sys.exit(f"{result.reports} reports were answered with 2xx, {kept} are kept")
+            result = replace(result, processor_time=processor_time(service.pid) - before)
+            stored = sum(total(port, f"bench-{client}") for client in range(clients))
+            if stored != result.reports:
+                sys.exit(f"{result.reports} reports were answered with 2xx, but {stored} are stored")
             return result
         finally:
             service.terminate()
             service.wait()
 
 
-def busy(pid: int) -> float:
-    """Processor time of a process so far, in seconds."""
+def processor_time(pid: int) -> float:
+    """Return the processor time of a process so far, in seconds."""
     stat = Path(f"/proc/{pid}/stat")
     if not stat.exists():
         return 0.0
@@ -157,7 +157,7 @@ def run_clients(
 
 
 def post(port: int, token: str, client: int, seconds: float, size: int) -> Result:
-    """Post until the time is over. By hand, so that the clients leave most of the machine to the service."""
+    """Post for `seconds`. Writes HTTP by hand, so that the clients use little processor time."""
     head = (
         f"POST /jobs/bench-{client}/gain HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {token}\r\n"
         "Content-Type: application/json\r\nContent-Length: "
@@ -168,8 +168,8 @@ def post(port: int, token: str, client: int, seconds: float, size: int) -> Resul
     step = 0
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        began = time.perf_counter()
-        while (now := time.perf_counter()) < began + seconds:
+        started = time.perf_counter()
+        while (now := time.perf_counter()) < started + seconds:
             body = ",".join(f'{before}"step": {step + index}{after}' for index in range(size))
             body = f"[{body}]" if size > 1 else body
             connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
@@ -177,17 +177,17 @@ def post(port: int, token: str, client: int, seconds: float, size: int) -> Resul
             while not answer.endswith(b"}}"):
                 answer += connection.recv(65536)
             if not answer.startswith(b"HTTP/1.1 200 ") or expected not in answer:
-                sys.exit(f"refused: {answer.decode()}")
+                sys.exit(f"unexpected answer: {answer.decode()}")
             latencies.append(time.perf_counter() - now)
             step += size
-        return Result(len(latencies), step, time.perf_counter() - began, latencies)
+        return Result(len(latencies), step, time.perf_counter() - started, latencies)
 
 
 def total(port: int, job: str) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("GET", f"/jobs/{job}/gain/history?points=1")
-    told: int = json.loads(connection.getresponse().read())["total"]
-    return told
+    count: int = json.loads(connection.getresponse().read())["total"]
+    return count
 
 
 if __name__ == "__main__":

@@ -201,10 +201,10 @@ def with_monitor(
     async def use(database: Database) -> None:
         clock = Clock()
         service = Service(database, None, protect_reads=False, clock=clock)
-        told = a_registration(0, ReplicaState.RUNNING, generation=1)
+        registration = a_registration(0, ReplicaState.RUNNING, generation=1)
         first = Allocation(1, 1)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=clock()))
-        await database.write(partial(replicas.register, job_id="a.b", registration=told, now=clock()))
+        await database.write(partial(replicas.register, job_id="a.b", registration=registration, now=clock()))
         await scenario(service, HeartbeatMonitor(service.database, service.changes, clock), clock)
 
     with_database(url, use)

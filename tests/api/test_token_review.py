@@ -419,10 +419,10 @@ def write_kubeconfig(folder: Path, server: str) -> str:
             {
                 "apiVersion": "v1",
                 "kind": "Config",
-                "current-context": "one",
-                "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
-                "clusters": [{"name": "one", "cluster": {"server": server}}],
-                "users": [{"name": "one", "user": {"token": "ours"}}],
+                "current-context": "test",
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+                "clusters": [{"name": "test", "cluster": {"server": server}}],
+                "users": [{"name": "test", "user": {"token": "ours"}}],
             }
         )
     )

@@ -1,0 +1,31 @@
+"""The views survive the trip through JSON."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_core.messages import Message
+from adascale_core.views import GainView, HistoryView, JobList, JobView, ReplicaView, StoredReports
+
+views: st.SearchStrategy[Message] = st.one_of(
+    *(st.from_type(view) for view in (StoredReports, GainView, HistoryView, ReplicaView, JobView, JobList))
+)
+
+
+@given(views)
+def test_a_view_survives_the_trip_through_json(view: Message) -> None:
+    text = json.dumps(view.to_json())
+    assert json.dumps(type(view).from_json(json.loads(text)).to_json()) == text
+
+
+@given(views)
+def test_unknown_members_are_ignored(view: Message) -> None:
+    text = json.dumps(view.to_json())
+    assert json.dumps(type(view).from_json({**json.loads(text), "new_member": 1}).to_json()) == text
+
+
+def test_the_view_of_an_unknown_job_is_empty() -> None:
+    view = JobView.empty("default.digits")
+    assert (view.id, view.generation, view.replica(0)) == ("default.digits", 0, None)
+    assert JobView.from_json(json.loads(json.dumps(view.to_json()))) == view
