@@ -1,4 +1,4 @@
-"""A program for Lightning's Trainer, apart from the tests because Lightning takes seconds to import."""
+"""Programs for Lightning's Trainer, in a module of their own because Lightning takes seconds to import."""
 
 import math
 from collections.abc import Callable
@@ -20,23 +20,23 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass
 class Options:
-    """What the tests vary.
+    """The options that the tests vary.
 
     Attributes:
-        adascale: more arguments of AdaScale.
-        scheduler: makes one that Lightning advances.
+        adascale: additional arguments of AdaScale.
+        scheduler: makes the scheduler that Lightning advances.
         by_progress: advance the scheduler by gains instead of by steps.
-        enough: the progress to stop at.
+        max_progress: the progress to stop at.
     """
 
     adascale: dict[str, Any] = field(default_factory=dict)
     scheduler: MakeScheduler | None = None
     by_progress: bool = False
-    enough: float = math.inf
+    max_progress: float = math.inf
 
 
 class Program(LightningModule):
-    """Automatic optimization, as docs/adascale.md shows it."""
+    """Automatic optimization, as in docs/adascale.md."""
 
     def __init__(self, network: nn.Module, options: Options | None = None) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Program(LightningModule):
         self.gains.append(optimizer.gain())
         self.rates.append(optimizer.param_groups[0]["lr"])
         self.progress += optimizer.gain()
-        if self.progress >= self.options.enough:
+        if self.progress >= self.options.max_progress:
             self.trainer.should_stop = True
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -76,7 +76,7 @@ class Program(LightningModule):
             scheduler.step()
 
 
-class ByHand(Program):
+class ManualOptimization(Program):
     """Manual optimization: the loop's optimizer is Lightning's wrapper around AdaScale."""
 
     def __init__(self, network: nn.Module, micro: int, options: Options | None = None) -> None:
@@ -94,8 +94,8 @@ class ByHand(Program):
             optimizer.step()
 
 
-class InTurns(LightningModule):
-    """Two networks with an optimizer each; the one that is not trained is frozen meanwhile."""
+class TwoNetworks(LightningModule):
+    """Two networks, each with its optimizer; while one network is trained, the other is frozen."""
 
     def __init__(self, networks: list[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The small problem that the optimizer's tests train on."""
+"""The small problem that the tests of the optimizer train on."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ PUBLIC_VALUES = [
 
 
 def backward(loss: Tensor) -> None:
-    """`loss.backward()`, which torch leaves without types."""
+    """Call `loss.backward()`, which has no types in torch."""
     loss.backward()
 
 
 class Net(nn.Module):
-    """Two layers, in float64 so that only defects make a difference."""
+    """Two layers, in float64 so that rounding is far below the tolerances."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs many short cases in one set of spawned gloo ranks, because a spawn costs seconds."""
+"""Runs many short cases in one set of spawned gloo ranks, because spawning takes seconds."""
 
 import os
 import traceback
@@ -21,7 +21,7 @@ def run_cases(cases: Cases, world_size: int, folder: Path) -> dict[str, list[str
     """Run each case on all ranks, one after the other.
 
     Returns:
-        by case, the tracebacks of the ranks on which it failed; empty for a case that holds.
+        for each case, the tracebacks of the ranks on which it failed; empty for a case that passes.
     """
     spawn(_rank, (world_size, dict(cases), str(folder)), nprocs=world_size)
     return {
@@ -43,11 +43,11 @@ def _rank(rank: int, world_size: int, cases: dict[str, Callable[[], None]], fold
         try:
             torch.manual_seed(0)
             case()
-        except BaseException:  # noqa: BLE001 (whatever it is, it is the result)
+        except BaseException:  # noqa: BLE001 (reported as the result of the case)
             failure = traceback.format_exc()
             (Path(folder) / f"{name}.{rank}").write_text(failure)
-        # A case that failed may have left collectives behind: the next one gets a new group.
-        store.set(f"{name}/{rank}", "failed" if failure else "held")
+        # A failed case may leave unfinished collectives, so the next case gets a new process group.
+        store.set(f"{name}/{rank}", "failed" if failure else "passed")
         if any(store.get(f"{name}/{other}") == b"failed" for other in range(world_size)):
             dist.destroy_process_group()
             generation += 1

@@ -1,4 +1,4 @@
-"""AdaScale, to be read: plain functions on lists of gradients, slow and in float64.
+"""AdaScale in a readable form: plain functions on lists of gradients, slow and in float64.
 
 A gradient is a list of numbers. A step has n micro-gradients per parameter group. The fast optimizer is
 tested to equal this one. Formulas as in AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105).
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Gradient = list[float]
 Sample = tuple[float, float]
-"""(grad_sqr, grad_var) as one step says them."""
+"""(grad_sqr, grad_var) from one step."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -26,7 +26,7 @@ def mean(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def sample(micro_gradients: Sequence[Gradient], scale: float) -> Sample:
-    """What the n >= 2 micro-gradients of a step at `scale` say; unbiased."""
+    """Return the unbiased estimates from the n >= 2 micro-gradients of a step at `scale`."""
     n = len(micro_gradients)
     mean_of_sqr = sum(squared_norm(g) for g in micro_gradients) / n
     sqr_of_mean = squared_norm(mean(micro_gradients))
@@ -36,14 +36,14 @@ def sample(micro_gradients: Sequence[Gradient], scale: float) -> Sample:
 
 
 def difference_sample(before: Gradient, now: Gradient, scale_before: float, scale: float) -> Sample:
-    """What two consecutive gradients of a single replica say; biased by the movement between them."""
+    """Return the estimates from two consecutive gradients of one replica, biased by the step between them."""
     product = sum(a * b for a, b in zip(before, now, strict=True))
     difference = sum((a - b) ** 2 for a, b in zip(before, now, strict=True))
     return product, difference / (1 / scale_before + 1 / scale)
 
 
 def average(samples: Sequence[Sample], smoothings: Sequence[float]) -> Sample:
-    """The mean weighted by (1 - theta_i) times the product of all later theta."""
+    """Return the mean weighted by (1 - theta_i) times the product of all later theta."""
     weights = []
     later = 1.0
     for theta in reversed(smoothings):
@@ -72,10 +72,10 @@ Loss = Callable[[torch.nn.Module, Batch], Tensor]
 
 @dataclass
 class Reference:
-    """A training program by the book: every micro-gradient on its own, then one plain SGD step.
+    """A training program in the simplest form: each micro-gradient by itself, then one plain SGD step.
 
     Attributes:
-        model: a copy of the one that the fast optimizer trains.
+        model: a copy of the model that the fast optimizer trains.
         sgd: a plain optimizer over it, with the same groups and options.
         loss: of one micro-batch, not divided.
     """
@@ -94,7 +94,7 @@ class Reference:
         return [list(group["params"]) for group in self.sgd.param_groups]
 
     def micro_gradients(self, batch: Batch) -> list[list[Tensor | None]]:
-        """One gradient per group and parameter."""
+        """Return the gradients by group and parameter."""
         parameters = [p for group in self.groups() for p in group if p.requires_grad]
         found = torch.autograd.grad(self.loss(self.model, batch), parameters, allow_unused=True)
         by_parameter = dict(zip(map(id, parameters), found, strict=True))
@@ -119,7 +119,7 @@ class Reference:
             group["lr"] = rate
 
     def measure(self, micro_gradients: Sequence[Sequence[Gradient]]) -> None:
-        """Take in a step's gradients, by micro-batch and group."""
+        """Add the estimates of a step, from its gradients by micro-batch and group."""
         theta = smoothing(self.scale) if self.smoothing is None else self.smoothing
         groups = len(micro_gradients[0])
         if len(micro_gradients) > 1:
@@ -139,8 +139,8 @@ class Reference:
 
     def estimate(self, group: int | None = None) -> Sample:
         if group is None:
-            known = [self.estimate(i) for i in range(len(self.sgd.param_groups))]
-            return sum(sqr for sqr, _ in known), sum(var for _, var in known)
+            estimates = [self.estimate(i) for i in range(len(self.sgd.param_groups))]
+            return sum(sqr for sqr, _ in estimates), sum(var for _, var in estimates)
         return average([step[group] for step in self.samples], self.smoothings)
 
     def gain(self, group: int | None = None) -> float:
@@ -148,7 +148,7 @@ class Reference:
 
 
 def _flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Gradient:
-    """All of a group's gradients as one list; zeros for a parameter that was not used."""
+    """Return the gradients of a group as one list, with zeros for a parameter that was not used."""
     whole: Gradient = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         present = torch.zeros_like(parameter) if gradient is None else gradient

@@ -1,4 +1,4 @@
-"""The optimizer in one process: by the reference twin, by public values, and in ordinary loops."""
+"""The optimizer in one process, compared with `worker.reference` and with published values."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ def scaled_loss(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> Non
     optimizer.zero_grad()
 
 
-def compare(
+def assert_matches_reference(
     loop: Loop,
     *,
     micro: int,
@@ -53,16 +53,16 @@ def compare(
     model: nn.Module | None = None,
     **arguments: Any,
 ) -> AdaScale:
-    """Train by `loop` and by the reference, and require the same weights and gains after every step."""
+    """Train with `loop` and with the reference; assert equal weights and gains after every step."""
     sgd = {"lr": 0.05, **(options or {})}
     model = network() if model is None else model
-    twin_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model)
     optimizer = AdaScale(
         torch.optim.SGD(groups(model), **sgd), num_gradients_to_accumulate=micro, scale=scale, **arguments
     )
-    twin = Reference(
-        twin_model,
-        torch.optim.SGD(groups(twin_model), **copy.deepcopy(sgd)),
+    reference = Reference(
+        reference_model,
+        torch.optim.SGD(groups(reference_model), **copy.deepcopy(sgd)),
         squared_error,
         optimizer.scale,
         clip=clip,
@@ -71,14 +71,14 @@ def compare(
     for _ in range(steps):
         step = [next(data) for _ in range(micro)]
         loop(optimizer, model, step)
-        twin.step(step)
-        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+        reference.step(step)
+        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
         for number in range(len(optimizer.param_groups)):
-            assert optimizer.gain(number) == pytest.approx(twin.gain(number), rel=1e-9)
-        for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+            assert optimizer.gain(number) == pytest.approx(reference.gain(number), rel=1e-9)
+        for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-    assert optimizer.grad_sqr == pytest.approx(twin.estimate()[0], rel=1e-9)
-    assert optimizer.grad_var == pytest.approx(twin.estimate()[1], rel=1e-9)
+    assert optimizer.grad_sqr == pytest.approx(reference.estimate()[0], rel=1e-9)
+    assert optimizer.grad_var == pytest.approx(reference.estimate()[1], rel=1e-9)
     assert optimizer.gain() != 1.0 or optimizer.scale == 1.0
     return optimizer
 
@@ -86,18 +86,18 @@ def compare(
 # -- values ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("one", "other", "gain"), PUBLIC_VALUES)
-def test_public_values_by_accumulation(one: list[float], other: list[float], gain: float) -> None:
+@pytest.mark.parametrize(("first", "second", "gain"), PUBLIC_VALUES)
+def test_published_gains_by_accumulation(first: list[float], second: list[float], gain: float) -> None:
     model = nn.Linear(2, 2)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-    for x in (one, other):
+    for x in (first, second):
         backward(model(torch.tensor(x)).sum() / 2)
     assert optimizer.gain() == pytest.approx(gain, abs=1e-6)
     optimizer.step()
     assert optimizer.gain() == pytest.approx(gain, abs=1e-6)
 
 
-def test_no_information_is_a_gain_of_one() -> None:
+def test_the_gain_is_one_without_an_estimate() -> None:
     optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), scale=8.0)
     assert optimizer.gain() == 1.0
     assert optimizer.estimate is None
@@ -106,8 +106,8 @@ def test_no_information_is_a_gain_of_one() -> None:
     assert optimizer.predict_gain(64.0) == 1.0
 
 
-def test_predictions_come_from_the_estimate_of_all_groups() -> None:
-    optimizer = compare(scaled_loss, micro=2, groups=two_groups)
+def test_predict_gain_uses_the_estimate_of_all_groups() -> None:
+    optimizer = assert_matches_reference(scaled_loss, micro=2, groups=two_groups)
     estimate = optimizer.estimate
     assert estimate is not None
     assert not estimate.biased
@@ -123,7 +123,7 @@ def test_predictions_come_from_the_estimate_of_all_groups() -> None:
 def test_accumulation_with_a_scaled_loss(
     micro: int, groups: Callable[[nn.Module], list[dict[str, Any]]]
 ) -> None:
-    compare(scaled_loss, micro=micro, groups=groups)
+    assert_matches_reference(scaled_loss, micro=micro, groups=groups)
 
 
 def test_accumulation_with_a_summed_loss_divides_the_gradients() -> None:
@@ -133,7 +133,7 @@ def test_accumulation_with_a_summed_loss_divides_the_gradients() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    compare(loop, micro=3, is_scaled_loss=False)
+    assert_matches_reference(loop, micro=3, is_scaled_loss=False)
 
 
 def test_gradients_of_a_summed_loss_may_be_divided_before_the_step() -> None:
@@ -144,10 +144,10 @@ def test_gradients_of_a_summed_loss_may_be_divided_before_the_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    compare(loop, micro=3, is_scaled_loss=False)
+    assert_matches_reference(loop, micro=3, is_scaled_loss=False)
 
 
-def test_dividing_the_gradients_of_a_scaled_loss_is_refused() -> None:
+def test_dividing_the_gradients_of_a_scaled_loss_raises() -> None:
     optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), num_gradients_to_accumulate=2)
     with pytest.raises(RuntimeError, match=r"is_scaled_loss=True, so the loss is already divided"):
         optimizer.scale_grad_by_num_grads_to_accum()
@@ -155,25 +155,25 @@ def test_dividing_the_gradients_of_a_scaled_loss_is_refused() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_zero_grad_both_ways(*, set_to_none: bool, micro: int) -> None:
+def test_zero_grad_with_both_values_of_set_to_none(*, set_to_none: bool, micro: int) -> None:
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
         for batch in step:
             backward(squared_error(model, batch) / len(step))
         optimizer.step()
 
-    compare(loop, micro=micro, scale=4.0)
+    assert_matches_reference(loop, micro=micro, scale=4.0)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_models_own_zero_grad(*, set_to_none: bool) -> None:
+def test_zero_grad_of_the_model(*, set_to_none: bool) -> None:
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
         for batch in step:
             backward(squared_error(model, batch) / len(step))
         optimizer.step()
         model.zero_grad(set_to_none=set_to_none)
 
-    compare(loop, micro=2)
+    assert_matches_reference(loop, micro=2)
 
 
 @pytest.mark.parametrize("micro", [1, 3])
@@ -194,7 +194,7 @@ def test_a_closure_is_called_once_and_its_loss_returned(micro: int) -> None:
         returned = optimizer.step(closure)
         assert isinstance(returned, float)
 
-    compare(loop, micro=micro, scale=4.0)
+    assert_matches_reference(loop, micro=micro, scale=4.0)
     assert calls == [micro] * 12
 
 
@@ -214,16 +214,16 @@ def test_a_closure_is_called_once_and_its_loss_returned(micro: int) -> None:
     ids=str,
 )
 def test_options_of_sgd(options: dict[str, Any]) -> None:
-    compare(scaled_loss, micro=2, options=options)
+    assert_matches_reference(scaled_loss, micro=2, options=options)
 
 
 def test_one_replica_measures_the_difference_of_consecutive_gradients() -> None:
-    optimizer = compare(scaled_loss, micro=1, scale=8.0, groups=two_groups)
+    optimizer = assert_matches_reference(scaled_loss, micro=1, scale=8.0, groups=two_groups)
     assert optimizer.estimate is not None
     assert optimizer.estimate.biased
 
 
-def test_real_estimates_replace_biased_ones() -> None:
+def test_unbiased_estimates_replace_biased_estimates() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=2.0)
     data = batches(8)
@@ -234,20 +234,22 @@ def test_real_estimates_replace_biased_ones() -> None:
 
     optimizer.set_num_gradients_to_accumulate(2)
     optimizer.set_scale(4.0)
-    twin_model = copy.deepcopy(model)
-    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.01), squared_error, 4.0)
+    reference_model = copy.deepcopy(model)
+    reference = Reference(
+        reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.01), squared_error, 4.0
+    )
     scaled_loss(optimizer, model, data[6:])
-    twin.step(data[6:])
+    reference.step(data[6:])
 
     assert not optimizer.estimate.biased
-    assert (optimizer.grad_sqr, optimizer.grad_var) == pytest.approx(twin.estimate(), rel=1e-9)
+    assert (optimizer.grad_sqr, optimizer.grad_var) == pytest.approx(reference.estimate(), rel=1e-9)
 
 
 # -- parameters of all kinds -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_frozen_parameters_take_no_part_until_they_are_unfrozen(micro: int) -> None:
+def test_frozen_parameters_are_measured_after_they_are_unfrozen(micro: int) -> None:
     model = network()
     model.first.weight.requires_grad_(False)
     steps = iter(range(100))
@@ -257,15 +259,17 @@ def test_frozen_parameters_take_no_part_until_they_are_unfrozen(micro: int) -> N
         assert model.first.weight.grad is None  # type: ignore[union-attr]
         next(steps)
 
-    optimizer = compare(loop, micro=micro, model=model, scale=4.0)
-    known = optimizer.estimate
+    optimizer = assert_matches_reference(loop, micro=micro, model=model, scale=4.0)
+    estimate_before = optimizer.estimate
 
     model.first.weight.requires_grad_(True)
     scaled_loss(optimizer, model, batches(micro, seed=5))
     if micro > 1:
-        assert optimizer.estimate == known, "the step in which it was unfrozen is left out"
+        assert optimizer.estimate == estimate_before, (
+            "the step in which the parameter was unfrozen is left out"
+        )
     scaled_loss(optimizer, model, batches(micro, seed=6))
-    assert optimizer.estimate != known
+    assert optimizer.estimate != estimate_before
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -277,7 +281,7 @@ def test_parameters_used_by_some_batches_only(micro: int) -> None:
             return out
 
     torch.manual_seed(0)
-    compare(scaled_loss, micro=micro, model=Sometimes().double(), scale=4.0)
+    assert_matches_reference(scaled_loss, micro=micro, model=Sometimes().double(), scale=4.0)
 
 
 def test_a_shared_parameter_counts_once() -> None:
@@ -292,7 +296,7 @@ def test_a_shared_parameter_counts_once() -> None:
             return out
 
     torch.manual_seed(0)
-    compare(scaled_loss, micro=2, model=Tied().double())
+    assert_matches_reference(scaled_loss, micro=2, model=Tied().double())
 
 
 def test_a_group_added_later_is_measured_from_then_on() -> None:
@@ -315,7 +319,7 @@ def test_a_group_added_later_is_measured_from_then_on() -> None:
         optimizer.gain(2)
 
 
-def test_sparse_gradients_are_refused_clearly() -> None:
+def test_sparse_gradients_raise() -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
     optimizer = AdaScale(torch.optim.SGD(embedding.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     with pytest.raises(SparseGradientError, match=r"sparse_coo.*shape \(10, 3\).*sparse=False"):
@@ -326,7 +330,9 @@ def test_sparse_gradients_are_refused_clearly() -> None:
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
-def test_activation_checkpointing_counts_backward_once(*, reentrant: bool, micro: int, whole: bool) -> None:
+def test_activation_checkpointing_counts_each_backward_pass_once(
+    *, reentrant: bool, micro: int, whole: bool
+) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
             x = x.requires_grad_()
@@ -343,19 +349,19 @@ def test_activation_checkpointing_counts_backward_once(*, reentrant: bool, micro
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
     )
     plain = network()
-    twin = Reference(plain, torch.optim.SGD(plain.parameters(), lr=0.05), squared_error, 4.0)
+    reference = Reference(plain, torch.optim.SGD(plain.parameters(), lr=0.05), squared_error, 4.0)
     data = iter(batches(6 * micro))
     for _ in range(6):
         step = [next(data) for _ in range(micro)]
         scaled_loss(optimizer, model, [(x.clone(), y) for x, y in step])
-        twin.step(step)
-        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+        reference.step(step)
+        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
 
 
 @pytest.mark.parametrize("micro", [2, 3])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_parameter_shared_between_reentrant_checkpoints_counts_once(*, micro: int, whole: bool) -> None:
-    """Its gradient comes in parts, one from each inner pass. The step that shows this is left out."""
+    """Its gradient comes in two parts, from two inner passes. The first such step is left out."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -375,50 +381,52 @@ def test_a_parameter_shared_between_reentrant_checkpoints_counts_once(*, micro: 
 
     torch.manual_seed(0)
     model = Shared().double()
-    twin_model = copy.deepcopy(model)
-    twin_model.reentrant = False
+    reference_model = copy.deepcopy(model)
+    reference_model.reentrant = False
     optimizer = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
     )
-    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.05), squared_error, 4.0)
+    reference = Reference(
+        reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.05), squared_error, 4.0
+    )
     data = iter(batches(6 * micro))
     for number in range(6):
         step = [next(data) for _ in range(micro)]
         scaled_loss(optimizer, model, [(x.clone(), y) for x, y in step])
         if number == 0:
             assert optimizer.estimate is None
-            twin.model.load_state_dict(model.state_dict())
+            reference.model.load_state_dict(model.state_dict())
             continue
-        twin.step(step)
-        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+        reference.step(step)
+        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
 
 
-def test_the_passes_of_a_model_that_is_checkpointed_whole_are_counted() -> None:
-    """All of its gradients come in inner passes."""
+def test_passes_of_a_model_inside_one_checkpoint_are_counted() -> None:
+    """All of its gradients come from inner passes."""
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)
     data = [(x.requires_grad_(), y) for x, y in batches(5)]
 
-    def passes(some: list[Batch]) -> None:
+    def run_passes(some: list[Batch]) -> None:
         for x, y in some:
             backward(((checkpoint(model, x, use_reentrant=True) - y) ** 2).mean() / 2)
 
-    passes(data[:2])
-    assert optimizer.estimate is not None  # before the step, too
+    run_passes(data[:2])
+    assert optimizer.estimate is not None  # already before the step
     optimizer.step()
     optimizer.zero_grad()
-    known = optimizer.estimate
-    passes(data[2:])
+    estimate_before = optimizer.estimate
+    run_passes(data[2:])
     with pytest.warns(RuntimeWarning, match="got 3 backward passes in a step"):
         optimizer.step()
-    assert optimizer.estimate == known
+    assert optimizer.estimate == estimate_before
     assert all(x.grad is not None for x, _ in data)
 
 
 # -- numbers of all kinds ----------------------------------------------------------------------------------
 
 
-def test_gradients_of_ten_thousand_in_float16_do_not_overflow() -> None:
+def test_norms_of_float16_gradients_do_not_overflow() -> None:
     weight = nn.Parameter(torch.zeros(50, dtype=torch.float16))
     optimizer = AdaScale(torch.optim.SGD([weight], lr=1e-8), num_gradients_to_accumulate=2)
     for sign in (1.0, -0.5):
@@ -428,7 +436,7 @@ def test_gradients_of_ten_thousand_in_float16_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
-def test_any_type_of_gradient(dtype: torch.dtype) -> None:
+def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.zeros(3, dtype=dtype))
     optimizer = AdaScale(torch.optim.SGD([weight], lr=0.1), num_gradients_to_accumulate=2)
     for x in ([1.0, 2.0, 2.0], [2.0, 2.0, 1.0]):
@@ -442,7 +450,7 @@ def test_any_type_of_gradient(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_change_no_estimate(*, micro: int, bad: float) -> None:
+def test_gradients_that_are_not_finite_do_not_change_the_estimate(*, micro: int, bad: float) -> None:
     model = network()
     optimizer = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
@@ -450,17 +458,17 @@ def test_gradients_that_are_not_finite_change_no_estimate(*, micro: int, bad: fl
     data = batches(10 * micro)
     for i in range(4):
         scaled_loss(optimizer, model, data[i * micro : (i + 1) * micro])
-    known = optimizer.estimate
-    assert known is not None
+    estimate_before = optimizer.estimate
+    assert estimate_before is not None
     weights = copy.deepcopy(model.state_dict())
     x, y = data[0]
     scaled_loss(optimizer, model, [(x * bad, y)] * micro)
-    assert optimizer.estimate == known
+    assert optimizer.estimate == estimate_before
     model.load_state_dict(weights)
     for i in range(4, 6):
         scaled_loss(optimizer, model, data[i * micro : (i + 1) * micro])
     assert optimizer.estimate is not None
-    assert optimizer.estimate != known
+    assert optimizer.estimate != estimate_before
     assert math.isfinite(optimizer.gain())
 
 
@@ -472,9 +480,9 @@ class Scaler(torch.amp.GradScaler):
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("told", [True, False])
-def test_a_grad_scaler_leaves_no_trace_in_the_statistics(*, micro: int, told: bool) -> None:
-    """Also while the loss scale grows on the way."""
+@pytest.mark.parametrize("scaler_given", [True, False])
+def test_a_grad_scaler_does_not_change_the_statistics(*, micro: int, scaler_given: bool) -> None:
+    """The loss scale grows during the test."""
     scaler = Scaler(2.0**10)
 
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
@@ -484,13 +492,13 @@ def test_a_grad_scaler_leaves_no_trace_in_the_statistics(*, micro: int, told: bo
         scaler.update()
         optimizer.zero_grad()
 
-    compare(loop, micro=micro, scale=4.0, grad_scaler=scaler if told else None)
+    assert_matches_reference(loop, micro=micro, scale=4.0, grad_scaler=scaler if scaler_given else None)
     assert scaler.get_scale() > 2.0**10
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_step_that_a_grad_scaler_skips_changes_nothing(*, micro: int, ours: bool) -> None:
+@pytest.mark.parametrize("zero_by_optimizer", [True, False])
+def test_a_step_skipped_by_a_grad_scaler_changes_nothing(*, micro: int, zero_by_optimizer: bool) -> None:
     scaler = Scaler(2.0**10, interval=1000)
     model = network()
     optimizer = AdaScale(
@@ -499,7 +507,7 @@ def test_a_step_that_a_grad_scaler_skips_changes_nothing(*, micro: int, ours: bo
         scale=4.0,
     )
     plain = network()
-    twin = Reference(
+    reference = Reference(
         plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), squared_error, optimizer.scale
     )
 
@@ -508,25 +516,25 @@ def test_a_step_that_a_grad_scaler_skips_changes_nothing(*, micro: int, ours: bo
             backward(scaler.scale(squared_error(model, batch) / len(step)))
         scaler.step(optimizer)
         scaler.update()
-        (optimizer if ours else model).zero_grad()
+        (optimizer if zero_by_optimizer else model).zero_grad()
 
     data = iter(batches(20 * micro))
     for number in range(10):
         step = [next(data) for _ in range(micro)]
         if number == 5:
-            weights, known = copy.deepcopy(model.state_dict()), optimizer.estimate
+            weights, estimate_before = copy.deepcopy(model.state_dict()), optimizer.estimate
             train([(x * math.nan, y) for x, y in step])
             torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
-            assert optimizer.estimate == known
-            if micro == 1:  # the next difference is to a step that was not made
-                twin.previous = None
+            assert optimizer.estimate == estimate_before
+            if micro == 1:  # no difference to a step that was skipped
+                reference.previous = None
             continue
         train(step)
-        twin.step(step)
-        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
+        reference.step(step)
+        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
 
 
-def test_clipping_between_backward_and_step_comes_after_the_statistics() -> None:
+def test_clipping_between_backward_and_step_does_not_change_the_statistics() -> None:
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
         for batch in step:
             backward(squared_error(model, batch) / len(step))
@@ -535,7 +543,7 @@ def test_clipping_between_backward_and_step_comes_after_the_statistics() -> None
         optimizer.zero_grad()
 
     for micro in (1, 2):
-        compare(loop, micro=micro, scale=4.0, clip=0.3)
+        assert_matches_reference(loop, micro=micro, scale=4.0, clip=0.3)
 
 
 def clipped_and_scaled(scaler: Scaler) -> Loop:
@@ -551,12 +559,12 @@ def clipped_and_scaled(scaler: Scaler) -> Loop:
     return loop
 
 
-def test_clipping_with_a_grad_scaler_that_is_told() -> None:
+def test_clipping_with_a_given_grad_scaler() -> None:
     scaler = Scaler(2.0**16)
-    compare(clipped_and_scaled(scaler), micro=2, clip=0.3, grad_scaler=scaler)
+    assert_matches_reference(clipped_and_scaled(scaler), micro=2, clip=0.3, grad_scaler=scaler)
 
 
-def test_clipping_with_a_grad_scaler_that_is_not_told_is_left_out_with_a_warning() -> None:
+def test_clipping_with_an_unknown_grad_scaler_is_left_out_with_a_warning() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
     loop = clipped_and_scaled(Scaler(2.0**16))
@@ -574,11 +582,11 @@ def test_autocast_with_bfloat16(micro: int) -> None:
             return squared_error(model, (x.float(), y))
 
     model = network().float()
-    twin_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model)
     optimizer = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=micro, scale=4.0
     )
-    twin = Reference(twin_model, torch.optim.SGD(twin_model.parameters(), lr=0.05), mixed, 4.0)
+    reference = Reference(reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.05), mixed, 4.0)
     data = iter(batches(8 * micro))
     for _ in range(8):
         step = [next(data) for _ in range(micro)]
@@ -586,14 +594,14 @@ def test_autocast_with_bfloat16(micro: int) -> None:
             backward(mixed(model, batch) / micro)
         optimizer.step()
         optimizer.zero_grad()
-        twin.step(step)
-        assert optimizer.gain() == pytest.approx(twin.gain(), rel=0.02)
+        reference.step(step)
+        assert optimizer.gain() == pytest.approx(reference.gain(), rel=0.02)
 
 
-# -- what is the user's stays the user's ---------------------------------------------------------------------
+# -- state of the program is not changed ---------------------------------------------------------------------
 
 
-def test_gradients_after_backward_are_what_they_would_be_without() -> None:
+def test_gradients_are_the_same_as_without_adascale() -> None:
     for micro in (1, 3):
         model, plain = network(), network()
         optimizer = AdaScale(
@@ -612,29 +620,29 @@ def test_gradients_after_backward_are_what_they_would_be_without() -> None:
 
 
 @pytest.mark.parametrize("tensor", [True, False])
-def test_the_lr_is_put_back_even_if_the_step_raises(*, tensor: bool) -> None:
+def test_the_lr_is_restored_if_the_step_raises(*, tensor: bool) -> None:
     model = network()
     lr = torch.tensor(0.05, dtype=torch.float64) if tensor else 0.05
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
-    seen = []
+    rates = []
 
     def broken_step() -> None:
-        seen.append(float(sgd.param_groups[0]["lr"]))
-        raise OSError("no step today")
+        rates.append(float(sgd.param_groups[0]["lr"]))
+        raise OSError("the step failed")
 
     sgd.step = broken_step  # type: ignore[method-assign, assignment]
     optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
     for batch in batches(2):
         backward(squared_error(model, batch) / 2)
-    with pytest.raises(OSError, match="no step today"):
+    with pytest.raises(OSError, match="the step failed"):
         optimizer.step()
-    assert seen == [pytest.approx(0.05 * optimizer.gain())]
-    assert seen[0] > 0.05
+    assert rates == [pytest.approx(0.05 * optimizer.gain())]
+    assert rates[0] > 0.05
     assert optimizer.param_groups[0]["lr"] is lr
 
 
-def test_gradients_taken_by_hand_do_not_count() -> None:
-    """A gradient penalty calls torch.autograd.grad on the parameters between the passes that count."""
+def test_gradients_of_torch_autograd_grad_are_not_measured() -> None:
+    """A gradient penalty calls torch.autograd.grad on the parameters between backward passes."""
 
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
         for batch in step:
@@ -644,7 +652,7 @@ def test_gradients_taken_by_hand_do_not_count() -> None:
         optimizer.zero_grad()
 
     for micro in (1, 2):
-        compare(loop, micro=micro, scale=4.0)
+        assert_matches_reference(loop, micro=micro, scale=4.0)
 
 
 def test_a_wrong_number_of_backward_passes_is_left_out_with_a_warning() -> None:
@@ -657,14 +665,14 @@ def test_a_wrong_number_of_backward_passes_is_left_out_with_a_warning() -> None:
     assert optimizer.estimate is not None
 
 
-def test_the_inner_step_may_be_replaced_by_ours() -> None:
+def test_the_step_of_the_inner_optimizer_may_call_ours() -> None:
     """As the elastic trainer does with the program's own optimizer."""
     model, other = network(), network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 3, 0.5)
     optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
     sgd.step = functools.wraps(sgd.step)(lambda: optimizer.step())  # type: ignore[method-assign, assignment]
-    twin = Reference(other, torch.optim.SGD(other.parameters(), lr=0.05), squared_error, 2.0)
+    reference = Reference(other, torch.optim.SGD(other.parameters(), lr=0.05), squared_error, 2.0)
     data = iter(batches(16))
     for _ in range(8):
         step = [next(data), next(data)]
@@ -672,26 +680,26 @@ def test_the_inner_step_may_be_replaced_by_ours() -> None:
             backward(squared_error(model, batch) / 2)
         sgd.step()
         sgd.zero_grad()
-        twin.sgd.param_groups[0]["lr"] = sgd.param_groups[0]["lr"]
-        twin.step(step)
+        reference.sgd.param_groups[0]["lr"] = sgd.param_groups[0]["lr"]
+        reference.step(step)
         scheduler.step()
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_an_optimizer_that_is_dropped_takes_its_hooks_along() -> None:
+def test_hooks_are_removed_when_the_optimizer_is_deleted() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     assert model.first.weight._backward_hooks
-    gone = weakref.ref(optimizer)
+    reference = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert not model.first.weight._backward_hooks
     assert not model.first.weight._post_accumulate_grad_hooks
 
 
-def test_unhook_leaves_the_gain_as_it_is() -> None:
+def test_unhook_keeps_the_gain() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     data = batches(4)
@@ -706,7 +714,7 @@ def test_unhook_leaves_the_gain_as_it_is() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------
 
 
-def test_only_sgd_is_taken() -> None:
+def test_optimizers_other_than_sgd_raise() -> None:
     model = network()
     with pytest.raises(UnsupportedOptimizerError, match=r"got AdamW; .*torch\.optim\.SGD.*use SGD"):
         AdaScale(torch.optim.AdamW(model.parameters()))
@@ -725,12 +733,12 @@ def test_only_sgd_is_taken() -> None:
         ({"sample_every": 0}, "sample_every=0; it must be at least 1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_out_of_range_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), **arguments)
 
 
-def test_settings_are_checked_too() -> None:
+def test_settings_out_of_range_raise() -> None:
     optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="got scale 0"):
         optimizer.set_scale(0.0)
@@ -755,8 +763,8 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("at", [1, 5, 117])
-def test_training_goes_on_bit_for_bit_after_save_and_load(*, micro: int, at: int) -> None:
-    """Also where only some steps are measured, and between the two steps of a difference."""
+def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int) -> None:
+    """Also if only some steps are measured, and between two steps that are compared."""
 
     def program() -> tuple[Net, AdaScale]:
         model = network()
@@ -796,7 +804,7 @@ def test_state_loads_at_another_scale_and_accumulation() -> None:
     assert other.gain() == optimizer.predict_gain(16.0)
 
 
-def test_after_loading_the_inner_optimizer_groups_and_state_are_shared_still() -> None:
+def test_groups_and_state_are_still_shared_after_loading() -> None:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
@@ -821,7 +829,7 @@ def test_the_state_of_a_plain_sgd_loads_with_a_warning() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.07
 
 
-def test_state_of_another_version_is_refused() -> None:
+def test_state_of_another_version_raises() -> None:
     optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.05))
     state = optimizer.state_dict()
     state["adascale"]["version"] = 99
@@ -836,7 +844,7 @@ def pickled(thing: tuple[Net, AdaScale]) -> tuple[Net, AdaScale]:
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_copy_trains_on_its_own(
+def test_a_copy_trains_independently(
     micro: int, copier: Callable[[tuple[Net, AdaScale]], tuple[Net, AdaScale]]
 ) -> None:
     model = network()
@@ -858,24 +866,24 @@ def test_a_copy_trains_on_its_own(
         assert ours is not theirs
 
 
-# -- settings that change on the way -------------------------------------------------------------------------
+# -------------------------------------------------------------------------
 
 
-def test_a_change_of_scale_needs_no_new_settling() -> None:
+def test_a_change_of_scale_keeps_the_estimate() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
     for i in range(20):
         scaled_loss(optimizer, model, batches(2, seed=i))
-    known, predicted = optimizer.estimate, optimizer.predict_gain(32.0)
+    estimate_before, predicted = optimizer.estimate, optimizer.predict_gain(32.0)
     optimizer.set_scale(32.0)
-    assert optimizer.estimate == known
+    assert optimizer.estimate == estimate_before
     assert optimizer.gain() == predicted
     optimizer.update_scale(2.0, 1)
     optimizer.set_num_gradients_to_accumulate(2)
-    assert optimizer.estimate == known
+    assert optimizer.estimate == estimate_before
 
 
-def test_smoothing_follows_the_scale_unless_chosen() -> None:
+def test_smoothing_follows_the_scale_unless_it_was_chosen() -> None:
     sgd = torch.optim.SGD(network().parameters(), lr=0.05)
     optimizer = AdaScale(sgd, scale=100.0)
     assert optimizer.smoothing == pytest.approx(0.9)
@@ -890,7 +898,7 @@ def test_smoothing_follows_the_scale_unless_chosen() -> None:
     assert chosen.smoothing == pytest.approx(0.5)
 
 
-def test_flags_of_a_single_replica_come_back_on_every_step() -> None:
+def test_flags_sum_of_a_single_replica_is_its_flags_on_every_step() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
     for number in range(4):
@@ -901,7 +909,7 @@ def test_flags_of_a_single_replica_come_back_on_every_step() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_steps_between_samples_have_no_hooks(every: int) -> None:
+def test_steps_that_are_not_measured_have_no_hooks(every: int) -> None:
     model = network()
     optimizer = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, sample_every=every

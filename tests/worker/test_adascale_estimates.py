@@ -1,4 +1,4 @@
-"""What the estimates are worth, on problems whose gradients are known in closed form."""
+"""The bias and the noise of the estimates, on problems with gradients in closed form."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ GRAD_VAR = float((NOISE**2).sum())
 
 
 def noisy_gradients(batch: float, seed: int) -> Iterator[Tensor]:
-    """Gradients of a batch of `batch` times B0: their mean is TRUE, their variance NOISE^2 / batch."""
+    """Gradients of a batch of `batch` times B0, with mean TRUE and variance NOISE^2 / batch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         noise = torch.randn(DIMENSIONS, dtype=torch.float64, generator=generator)
@@ -27,7 +27,7 @@ def noisy_gradients(batch: float, seed: int) -> Iterator[Tensor]:
 
 
 def single_estimates(scale: float, micro: int, steps: int) -> tuple[list[float], list[float]]:
-    """What each step alone says, with no past: the loss is linear, so the gradient is the same anywhere."""
+    """The estimates of single steps. The loss is linear, so the true gradient is the same everywhere."""
     weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))
     optimizer = AdaScale(
         torch.optim.SGD([weight], lr=0.1),
@@ -50,9 +50,9 @@ def single_estimates(scale: float, micro: int, steps: int) -> tuple[list[float],
 
 
 def within_confidence(samples: list[float], truth: float) -> bool:
-    """Whether the truth is within 3.5 standard errors of the mean: missed once in 2000 by chance."""
+    """Whether the truth is within 3.5 standard errors of the mean; by chance it is not once in 2000."""
     error = statistics.stdev(samples) / math.sqrt(len(samples))
-    assert error < 0.25 * truth, "too few samples to say anything"
+    assert error < 0.25 * truth, "too few samples"
     return abs(statistics.mean(samples) - truth) < 3.5 * error
 
 
@@ -61,14 +61,14 @@ def within_confidence(samples: list[float], truth: float) -> bool:
     [(1, 1), (1, 2), (2, 2), (4, 4), (8, 2), (8, 8), (16, 1), (16, 16), (64, 1), (64, 4), (64, 64)],
 )
 def test_estimates_are_unbiased(scale: int, micro: int) -> None:
-    """At any scale and number of micro-gradients; with one, as far as the gradient does not move."""
+    """At any scale and number of micro-gradients. With one, because the true gradient does not change."""
     steps = 1200 if scale == 1 else max(1600 // scale, 120)
     sqrs, variances = single_estimates(scale, micro, steps)
     assert within_confidence(sqrs, GRAD_SQR)
     assert within_confidence(variances, GRAD_VAR)
 
 
-def test_the_gain_settles_at_the_true_one() -> None:
+def test_the_gain_converges_to_the_true_gain() -> None:
     true_gain = (GRAD_VAR + GRAD_SQR) / (GRAD_VAR / 16 + GRAD_SQR)
     weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))
     optimizer = AdaScale(torch.optim.SGD([weight], lr=0.1), scale=16.0, num_gradients_to_accumulate=4)
@@ -81,7 +81,7 @@ def test_the_gain_settles_at_the_true_one() -> None:
     assert optimizer.gain() == pytest.approx(true_gain, rel=0.15)
 
 
-def test_the_difference_estimate_is_off_by_what_it_says() -> None:
+def test_the_bias_of_the_difference_estimate_is_as_documented() -> None:
     """Without noise, all of its grad_var is bias: |H d|^2 / (1/S1 + 1/S2), H the Hessian and d the step."""
     hessian, scale, lr = 0.5, 8.0, 0.1
     weight = nn.Parameter(torch.ones(DIMENSIONS, dtype=torch.float64))
@@ -98,8 +98,8 @@ def test_the_difference_estimate_is_off_by_what_it_says() -> None:
         moved = weight.detach() - before
 
 
-def test_the_difference_estimate_agrees_with_micro_gradients_up_to_its_bias() -> None:
-    """A quadratic loss with noise, where the gradient does move."""
+def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias() -> None:
+    """A quadratic loss with noise, so the true gradient changes."""
     hessian, scale, lr, steps = 0.3, 4.0, 0.02, 1200
     estimates = []
     for micro in (1, 4):
@@ -119,18 +119,18 @@ def test_the_difference_estimate_agrees_with_micro_gradients_up_to_its_bias() ->
             optimizer.step()
             optimizer.zero_grad()
         estimates.append((optimizer.grad_sqr, optimizer.grad_var, optimizer.gain()))
-    (_, alone, gain_alone), (_, together, gain_together) = estimates
-    # A step is lr * gain * g with E|g|^2 about grad_var / S: the bias it makes is below this bound.
+    (_, biased, biased_gain), (_, unbiased, unbiased_gain) = estimates
+    # A step is lr * gain * g with E|g|^2 about grad_var / S, so the bias is below this bound.
     bound = (hessian * lr * scale) ** 2 * GRAD_VAR
     noise = 4 * GRAD_VAR * math.sqrt(2 / DIMENSIONS / 500)
-    assert abs(alone - together) < bound + noise
-    assert abs(gain_alone - gain_together) < 0.5
+    assert abs(biased - unbiased) < bound + noise
+    assert abs(biased_gain - unbiased_gain) < 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, 16])
-def test_sampling_changes_the_gain_by_less_than_its_own_noise(every: int) -> None:
-    """Over many runs: the mean gain of sampled steps is that of all steps, within the spread of runs."""
+def test_sampling_changes_the_gain_by_less_than_its_noise(every: int) -> None:
+    """The mean gain over runs differs by less than the spread of the runs."""
 
     def final_gain(every: int, seed: int) -> float:
         weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""FairScale's AdaScale beside ours, on the same gradients. Where the two differ, the test says why."""
+"""FairScale's AdaScale and ours on the same gradients. If the two differ, the test states the reason."""
 
 import copy
 import warnings
@@ -13,7 +13,7 @@ from worker.adascale_problem import PUBLIC_VALUES, Net, backward, batches, netwo
 from worker.reference import Batch
 
 with warnings.catch_warnings():
-    # It warns of its own age on import: of pkg_resources and of autocast decorators.
+    # Its import issues deprecation warnings about pkg_resources and autocast decorators.
     warnings.simplefilter("ignore")
     from fairscale.optim import AdaScale as FairScale
 
@@ -45,24 +45,24 @@ def step(optimizer: Any, model: nn.Module, batches_: list[Batch], *, divided: bo
     optimizer.zero_grad()
 
 
-def clear(micro: int, seed: int) -> list[Batch]:
-    """Micro-batches that have most samples in common: the true gradient is well above its noise."""
+def batches_with_little_noise(micro: int, seed: int) -> list[Batch]:
+    """Micro-batches with most samples in common, so that the true gradient is larger than its noise."""
     (x, y), *_ = first = batches(micro, seed=seed)
     return [(torch.cat([x, x, x, own]), torch.cat([y, y, y, target])) for own, target in first]
 
 
-def same_weights(one: nn.Module, other: nn.Module) -> None:
-    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+def assert_equal_weights(left: nn.Module, right: nn.Module) -> None:
+    for ours, theirs in zip(left.parameters(), right.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("one", "other", "gain"), PUBLIC_VALUES)
-def test_public_values(one: list[float], other: list[float], gain: float) -> None:
+@pytest.mark.parametrize(("first", "second", "gain"), PUBLIC_VALUES)
+def test_published_gains(first: list[float], second: list[float], gain: float) -> None:
     model = nn.Linear(2, 2)
     theirs = FairScale(
         torch.optim.SGD(model.parameters(), lr=0.1), world_size=1, num_gradients_to_accumulate=2
     )
-    for x in (one, other):
+    for x in (first, second):
         backward(model(torch.tensor(x)).sum() / 2)
     assert theirs.gain() == pytest.approx(gain, abs=1e-5)
     theirs.unhook()
@@ -71,12 +71,12 @@ def test_public_values(one: list[float], other: list[float], gain: float) -> Non
 @pytest.mark.parametrize("micro", [2, 4])
 @pytest.mark.parametrize("smoothing", [None, 0.0, 0.9])
 @pytest.mark.parametrize("debias", [True, False])
-def test_same_gains_and_weights_where_no_estimate_is_negative(
+def test_gains_and_weights_are_equal_if_no_estimate_is_negative(
     *, micro: int, smoothing: float | None, debias: bool
 ) -> None:
     model, ours, other, theirs = both(micro, smoothing=smoothing, debias_ewma=debias)
     for number in range(10):
-        data = clear(micro, number)
+        data = batches_with_little_noise(micro, number)
         step(ours, model, data)
         step(theirs, other, data)
         assert ours.gain() == pytest.approx(theirs.gain(), rel=1e-5)
@@ -84,11 +84,11 @@ def test_same_gains_and_weights_where_no_estimate_is_negative(
         assert ours.gain(1) == pytest.approx(theirs.gain(1), rel=1e-5)
         assert ours.scale == theirs.scale
         assert ours.smoothing == pytest.approx(theirs.smoothing)
-    same_weights(model, other)
+    assert_equal_weights(model, other)
     theirs.unhook()
 
 
-def test_a_negative_estimate_is_averaged_here_and_clamped_there() -> None:
+def test_fairscale_clamps_negative_estimates_before_averaging() -> None:
     """FairScale clamps each step's estimates before averaging, so that noise raises the average of grad_sqr.
 
     The more noise, the larger its estimate of the true gradient, and the smaller its gain.
@@ -112,8 +112,8 @@ def test_a_negative_estimate_is_averaged_here_and_clamped_there() -> None:
     theirs.unhook()
 
 
-def test_a_change_of_scale_moves_the_estimate_there_only() -> None:
-    """`grad_var` is the variance at the initial batch size in both; FairScale rescales it nevertheless."""
+def test_fairscale_changes_the_estimate_with_the_scale() -> None:
+    """`grad_var` is the variance at the initial batch size in both; but FairScale rescales it."""
     model, ours, other, theirs = both()
     for number in range(5):
         data = batches(2, seed=number)
@@ -127,11 +127,11 @@ def test_a_change_of_scale_moves_the_estimate_there_only() -> None:
     theirs.unhook()
 
 
-def test_a_summed_loss_is_divided_by_step_here_and_by_a_call_of_its_own_there() -> None:
-    """FairScale steps with the sum if `scale_grad_by_num_grads_to_accum` is forgotten. Calling it is fine."""
+def test_fairscale_divides_gradients_of_a_summed_loss_only_by_a_call() -> None:
+    """Without `scale_grad_by_num_grads_to_accum`, FairScale uses the sum; ours divides in `step`."""
     model, ours, other, theirs = both(is_scaled_loss=False)
     for number in range(5):
-        data = clear(2, number)
+        data = batches_with_little_noise(2, number)
         step(ours, model, data, divided=False)
         for batch in data:
             backward(squared_error(other, batch))
@@ -139,12 +139,11 @@ def test_a_summed_loss_is_divided_by_step_here_and_by_a_call_of_its_own_there() 
         theirs.step()
         theirs.zero_grad()
         assert ours.gain() == pytest.approx(theirs.gain(), rel=1e-4)
-    same_weights(model, other)
+    assert_equal_weights(model, other)
     theirs.unhook()
 
 
-def test_what_fairscale_cannot_do() -> None:
-    """One replica without accumulation, S below 1, frozen parameters, smoothing that follows the scale."""
+def test_fairscale_refuses_a_single_worker_and_frozen_parameters() -> None:
     sgd = torch.optim.SGD(network().parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="does not support a single worker"):
         FairScale(sgd, world_size=1)
@@ -156,7 +155,7 @@ def test_what_fairscale_cannot_do() -> None:
     assert AdaScale(torch.optim.SGD(frozen.parameters(), lr=0.1), world_size=2).gain() == 1.0
 
 
-def test_state_of_fairscale_does_not_load_unnoticed() -> None:
+def test_loading_a_state_of_fairscale_warns() -> None:
     model, ours, other, theirs = both()
     step(theirs, other, batches(2))
     with pytest.warns(UserWarning, match="no AdaScale part"):

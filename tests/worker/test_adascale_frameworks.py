@@ -1,7 +1,7 @@
-"""AdaScale under Lightning's Trainer and Hugging Face's Accelerate, against the reference twin.
+"""AdaScale in Lightning's Trainer and Hugging Face's Accelerate, compared with `worker.reference`.
 
-Both are imported where they are used, because that takes seconds; more than a few for Lightning, whose tests
-are slow for that alone.
+Both are imported where they are used, because that takes seconds. The tests with Lightning are marked slow
+for that reason.
 """
 
 import copy
@@ -27,13 +27,13 @@ from worker.reference import Batch, Reference
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Lightning of itself: it asks PyTorch's trees in a way that PyTorch is about to drop.
+# Lightning uses an interface of PyTorch's trees that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 STEPS = 12
 
 
-def twin_of(model: nn.Module, scale: float = 4.0, **options: Any) -> Reference:
+def reference_of(model: nn.Module, scale: float = 4.0, **options: Any) -> Reference:
     model = copy.deepcopy(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return Reference(model, sgd, options.pop("loss", squared_error), scale, **options)
@@ -44,20 +44,20 @@ def steps_of(data: list[Batch], micro: int) -> Iterator[list[Batch]]:
 
 
 def gains_of(
-    twin: Reference, data: list[Batch], micro: int, after: Callable[[], None] | None = None
+    reference: Reference, data: list[Batch], micro: int, after: Callable[[], None] | None = None
 ) -> list[float]:
-    """Train the twin; call `after` each step."""
+    """Train the reference; call `after` each step."""
     gains = []
     for step in steps_of(data, micro):
-        twin.step(step)
-        gains.append(twin.gain())
+        reference.step(step)
+        gains.append(reference.gain())
         if after is not None:
             after()
     return gains
 
 
-def assert_same(model: nn.Module, twin: nn.Module, tolerance: float = 1e-9) -> None:
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+def assert_equal_weights(model: nn.Module, reference: nn.Module, tolerance: float = 1e-9) -> None:
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance / 1000)
 
 
@@ -71,12 +71,12 @@ def test_lightning(*, micro: int, clip: float | None) -> None:
     from worker.adascale_lightning import Program, loader, trainer
 
     model, data = network(), batches(STEPS * micro)
-    twin = twin_of(model, clip=clip)
+    reference = reference_of(model, clip=clip)
     program = Program(model)
     trainer(accumulate_grad_batches=micro, gradient_clip_val=clip).fit(program, loader(data))
-    assert program.gains == pytest.approx(gains_of(twin, data, micro), rel=1e-9)
+    assert program.gains == pytest.approx(gains_of(reference, data, micro), rel=1e-9)
     assert len(program.gains) == STEPS
-    assert_same(model, twin.model)
+    assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.slow
@@ -84,12 +84,12 @@ def test_lightning_advances_a_scheduler_by_steps() -> None:
     from worker.adascale_lightning import Options, Program, loader, trainer
 
     model, data = network(), batches(STEPS * 2)
-    twin = twin_of(model)
+    reference = reference_of(model)
     program = Program(model, Options(scheduler=lambda o: StepLR(o, step_size=3, gamma=0.5)))
     trainer(accumulate_grad_batches=2).fit(program, loader(data))
-    gains_of(twin, data, 2, after=StepLR(twin.sgd, step_size=3, gamma=0.5).step)
+    gains_of(reference, data, 2, after=StepLR(reference.sgd, step_size=3, gamma=0.5).step)
     assert program.rates == [0.05 * 0.5 ** (step // 3) for step in range(STEPS)]
-    assert_same(model, twin.model)
+    assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.slow
@@ -97,29 +97,29 @@ def test_lightning_advances_a_scheduler_by_progress() -> None:
     from worker.adascale_lightning import Options, Program, loader, trainer
 
     model, data = network(), batches(STEPS * 2)
-    twin = twin_of(model)
+    reference = reference_of(model)
     program = Program(model, Options(scheduler=lambda o: CosineAnnealingLR(o, T_max=50), by_progress=True))
     trainer(accumulate_grad_batches=2).fit(program, loader(data))
-    schedule = CosineAnnealingLR(twin.sgd, T_max=50)
+    schedule = CosineAnnealingLR(reference.sgd, T_max=50)
     progress = 0.0
 
     def advance() -> None:
         nonlocal progress
-        progress += twin.gain()
+        progress += reference.gain()
         while schedule.last_epoch < int(progress):
             schedule.step()
 
-    gains_of(twin, data, 2, after=advance)
+    gains_of(reference, data, 2, after=advance)
     assert program.progress == pytest.approx(progress, rel=1e-9)
     assert schedule.last_epoch > STEPS
-    assert_same(model, twin.model)
+    assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.slow
-def test_lightning_stops_at_once_when_progress_is_enough() -> None:
+def test_lightning_stops_when_the_progress_is_reached() -> None:
     from worker.adascale_lightning import Options, Program, loader, trainer
 
-    program = Program(network(), Options(enough=20.0))
+    program = Program(network(), Options(max_progress=20.0))
     trainer(accumulate_grad_batches=2, max_epochs=-1).fit(program, loader(batches(6)))
     assert program.progress >= 20.0
     assert sum(program.gains[:-1]) < 20.0
@@ -127,15 +127,15 @@ def test_lightning_stops_at_once_when_progress_is_enough() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 2])
-def test_lightning_by_hand(micro: int) -> None:
-    from worker.adascale_lightning import ByHand, Options, loader, trainer
+def test_lightning_with_manual_optimization(micro: int) -> None:
+    from worker.adascale_lightning import ManualOptimization, Options, loader, trainer
 
     model, data = network(), batches(STEPS * micro)
-    twin = twin_of(model)
-    program = ByHand(model, micro, Options({"num_gradients_to_accumulate": micro}))
+    reference = reference_of(model)
+    program = ManualOptimization(model, micro, Options({"num_gradients_to_accumulate": micro}))
     trainer().fit(program, loader(data))
-    assert program.gains == pytest.approx(gains_of(twin, data, micro), rel=1e-9)
-    assert_same(model, twin.model)
+    assert program.gains == pytest.approx(gains_of(reference, data, micro), rel=1e-9)
+    assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.slow
@@ -149,20 +149,20 @@ def test_lightning_in_mixed_precision(micro: int) -> None:
 
     model = network().float()
     data = [(x.float(), y.float()) for x, y in batches(STEPS * micro)]
-    twin = twin_of(model, loss=autocast)
+    reference = reference_of(model, loss=autocast)
     program = Program(model)
     trainer(accumulate_grad_batches=micro, precision="bf16-mixed").fit(program, loader(data))
-    assert program.gains == pytest.approx(gains_of(twin, data, micro), rel=1e-4)
-    assert_same(model, twin.model, 1e-4)
+    assert program.gains == pytest.approx(gains_of(reference, data, micro), rel=1e-4)
+    assert_equal_weights(model, reference.model, 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_checkpoint_of_lightning_carries_the_estimates_on(*, micro: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_lightning_includes_the_estimates(*, micro: int, tmp_path: Path) -> None:
     from worker.adascale_lightning import Program, loader, trainer
 
     model, data = network(), batches(STEPS // 2 * micro)
-    twin = twin_of(model)
+    reference = reference_of(model)
     first = Program(model)
     before = trainer(accumulate_grad_batches=micro)
     before.fit(first, loader(data))
@@ -171,26 +171,26 @@ def test_a_checkpoint_of_lightning_carries_the_estimates_on(*, micro: int, tmp_p
     second = Program(network(seed=5))
     after = trainer(accumulate_grad_batches=micro, max_epochs=2)
     after.fit(second, loader(data), ckpt_path=tmp_path / "checkpoint", weights_only=True)
-    assert first.gains + second.gains == pytest.approx(gains_of(twin, data * 2, micro), rel=1e-9)
-    assert_same(second.network, twin.model)
+    assert first.gains + second.gains == pytest.approx(gains_of(reference, data * 2, micro), rel=1e-9)
+    assert_equal_weights(second.network, reference.model)
 
 
 @pytest.mark.slow
-def test_lightning_trains_two_networks_in_turns() -> None:
-    from worker.adascale_lightning import InTurns, loader, trainer
+def test_lightning_trains_two_networks_alternately() -> None:
+    from worker.adascale_lightning import TwoNetworks, loader, trainer
 
     networks: list[nn.Module] = [network(seed=0), network(seed=5)]
-    twins, data = [twin_of(one) for one in networks], batches(STEPS)
-    program = InTurns(networks)
+    references, data = [reference_of(network_) for network_ in networks], batches(STEPS)
+    program = TwoNetworks(networks)
     trainer().fit(program, loader(data))
-    for model, gains, twin in zip(networks, program.gains, twins, strict=True):
-        assert gains == pytest.approx(gains_of(twin, data, 1), rel=1e-9)
-        assert_same(model, twin.model)
+    for model, gains, reference in zip(networks, program.gains, references, strict=True):
+        assert gains == pytest.approx(gains_of(reference, data, 1), rel=1e-9)
+        assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.slow
 class TestLightningsOptimizer:
-    """What `LightningModule.optimizers()` returns: a wrapper with AdaScale's class and without its state."""
+    """The result of `LightningModule.optimizers()`: a wrapper with AdaScale's class and without its state."""
 
     @pytest.fixture
     def model(self) -> nn.Module:
@@ -214,7 +214,7 @@ class TestLightningsOptimizer:
             backward(squared_error(model, batch))
         optimizer.step()
 
-    def test_it_takes_a_scale(self, optimizer: AdaScale, wrapper: Any) -> None:
+    def test_it_sets_the_scale(self, optimizer: AdaScale, wrapper: Any) -> None:
         wrapper.set_scale(8.0)
         assert (optimizer.scale, wrapper.scale) == (8.0, 8.0)
         wrapper.update_scale(12.0, 3)
@@ -222,7 +222,7 @@ class TestLightningsOptimizer:
         optimizer.set_scale(2.0)
         assert wrapper.scale == 2.0
 
-    def test_it_takes_a_number_of_gradients(
+    def test_it_sets_the_number_of_gradients(
         self, model: nn.Module, optimizer: AdaScale, wrapper: Any
     ) -> None:
         wrapper.set_num_gradients_to_accumulate(1)
@@ -247,11 +247,11 @@ class TestLightningsOptimizer:
 
     def test_it_saves_and_loads(self, model: nn.Module, optimizer: AdaScale, wrapper: Any) -> None:
         self.train(optimizer, model)
-        known, state = optimizer.estimate, copy.deepcopy(wrapper.state_dict())
+        estimate, state = optimizer.estimate, copy.deepcopy(wrapper.state_dict())
         self.train(optimizer, model)
-        assert optimizer.estimate != known
+        assert optimizer.estimate != estimate
         wrapper.load_state_dict(state)
-        assert optimizer.estimate == wrapper.estimate == known
+        assert optimizer.estimate == wrapper.estimate == estimate
         assert wrapper.param_groups is optimizer.param_groups
 
     def test_it_adds_a_parameter_group(self, optimizer: AdaScale, wrapper: Any) -> None:
@@ -259,7 +259,7 @@ class TestLightningsOptimizer:
         assert len(optimizer.param_groups) == len(wrapper.param_groups) == 2
         assert wrapper.gain(1) == 1.0
 
-    def test_it_takes_the_hooks_off(self, model: nn.Module, optimizer: AdaScale, wrapper: Any) -> None:
+    def test_it_removes_the_hooks(self, model: nn.Module, optimizer: AdaScale, wrapper: Any) -> None:
         wrapper.unhook()
         self.train(optimizer, model)
         self.train(optimizer, model)
@@ -271,7 +271,7 @@ class TestLightningsOptimizer:
 
 @pytest.fixture
 def accelerator() -> Iterator[Callable[..., "Accelerator"]]:
-    """Makes an Accelerator; what it keeps for the whole process is forgotten before and afterwards."""
+    """Makes an Accelerator; its state of the process is deleted before and afterwards."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -318,31 +318,31 @@ def train(
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_accelerate(*, accelerator: Callable[..., Any], micro: int, clip: float | None) -> None:
     model, data = network(), batches(STEPS * micro)
-    twin = twin_of(model, clip=clip)
+    reference = reference_of(model, clip=clip)
     adascale = accelerated(model, micro)
     scheduler = StepLR(adascale, step_size=3, gamma=0.5)
-    one = accelerator(micro)
-    prepared = one.prepare(model, adascale, loader_of(data), scheduler)
-    gains = train(one, prepared, adascale, clip)
+    instance = accelerator(micro)
+    prepared = instance.prepare(model, adascale, loader_of(data), scheduler)
+    gains = train(instance, prepared, adascale, clip)
     assert len(gains) == STEPS
     assert gains == pytest.approx(
-        gains_of(twin, data, micro, after=StepLR(twin.sgd, step_size=3, gamma=0.5).step), rel=1e-9
+        gains_of(reference, data, micro, after=StepLR(reference.sgd, step_size=3, gamma=0.5).step), rel=1e-9
     )
-    assert adascale.param_groups[0]["lr"] == twin.sgd.param_groups[0]["lr"]
-    assert_same(model, twin.model)
+    assert adascale.param_groups[0]["lr"] == reference.sgd.param_groups[0]["lr"]
+    assert_equal_weights(model, reference.model)
 
 
 def test_accelerate_with_a_scheduler_by_progress(accelerator: Callable[..., Any]) -> None:
     model, data = network(), batches(STEPS * 2)
-    twin, one = twin_of(model), accelerator(2)
+    reference, instance = reference_of(model), accelerator(2)
     adascale = accelerated(model, 2)
-    scheduler, schedule = CosineAnnealingLR(adascale, T_max=50), CosineAnnealingLR(twin.sgd, T_max=50)
-    prepared, optimizer, loader = one.prepare(model, adascale, loader_of(data))
-    progress = twin_progress = 0.0
+    scheduler, schedule = CosineAnnealingLR(adascale, T_max=50), CosineAnnealingLR(reference.sgd, T_max=50)
+    prepared, optimizer, loader = instance.prepare(model, adascale, loader_of(data))
+    progress = reference_progress = 0.0
     for batch in loader:
-        with one.accumulate(prepared):
-            one.backward(squared_error(prepared, batch))
-            if one.sync_gradients:
+        with instance.accumulate(prepared):
+            instance.backward(squared_error(prepared, batch))
+            if instance.sync_gradients:
                 progress += adascale.gain()
             optimizer.step()
             optimizer.zero_grad()
@@ -350,15 +350,15 @@ def test_accelerate_with_a_scheduler_by_progress(accelerator: Callable[..., Any]
             scheduler.step()
 
     def advance() -> None:
-        nonlocal twin_progress
-        twin_progress += twin.gain()
-        while schedule.last_epoch < int(twin_progress):
+        nonlocal reference_progress
+        reference_progress += reference.gain()
+        while schedule.last_epoch < int(reference_progress):
             schedule.step()
 
-    gains_of(twin, data, 2, after=advance)
-    assert progress == pytest.approx(twin_progress, rel=1e-9)
+    gains_of(reference, data, 2, after=advance)
+    assert progress == pytest.approx(reference_progress, rel=1e-9)
     assert scheduler.last_epoch > STEPS
-    assert_same(model, twin.model)
+    assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -367,56 +367,56 @@ def test_accelerate_with_a_loss_scale(
     *, accelerator: Callable[..., Any], micro: int, clip: float | None
 ) -> None:
     model, data = network(), batches(STEPS * micro)
-    twin = twin_of(model, clip=clip)
-    one = accelerator(micro)
-    # It has one by itself with mixed_precision="fp16", and that on GPUs only.
-    one.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    adascale = accelerated(model, micro, grad_scaler=one.scaler)
-    prepared = one.prepare(model, adascale, loader_of(data), StepLR(adascale, step_size=99))
-    one.native_amp, one.state._mixed_precision = True, "fp16"
-    gains = train(one, prepared, adascale, clip)
+    reference = reference_of(model, clip=clip)
+    instance = accelerator(micro)
+    # Accelerate itself makes a scaler only with mixed_precision="fp16", and only on GPUs.
+    instance.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    adascale = accelerated(model, micro, grad_scaler=instance.scaler)
+    prepared = instance.prepare(model, adascale, loader_of(data), StepLR(adascale, step_size=99))
+    instance.native_amp, instance.state._mixed_precision = True, "fp16"
+    gains = train(instance, prepared, adascale, clip)
     assert not prepared[1].step_was_skipped
-    assert gains == pytest.approx(gains_of(twin, data, micro), rel=1e-9)
-    assert_same(model, twin.model)
+    assert gains == pytest.approx(gains_of(reference, data, micro), rel=1e-9)
+    assert_equal_weights(model, reference.model)
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_state_of_accelerate_carries_the_estimates_on(
+def test_a_state_of_accelerate_includes_the_estimates(
     *, accelerator: Callable[..., Any], micro: int, tmp_path: Path
 ) -> None:
     data = batches(STEPS // 2 * micro)
     gains: list[float] = []
-    twin = twin_of(network())
-    for seed in (0, 5):  # what begins at seed 5 loads what began at seed 0
+    reference = reference_of(network())
+    for seed in (0, 5):  # the model of seed 5 loads the state of the model of seed 0
         model = network(seed)
         adascale = accelerated(model, micro)
-        one = accelerator(micro)
+        instance = accelerator(micro)
         scheduler = StepLR(adascale, step_size=4, gamma=0.5)
-        prepared = one.prepare(model, adascale, loader_of(data), scheduler)
+        prepared = instance.prepare(model, adascale, loader_of(data), scheduler)
         if gains:
-            one.load_state(str(tmp_path / "state"))
-        gains += train(one, prepared, adascale)
-        one.save_state(str(tmp_path / "state"))
-    schedule = StepLR(twin.sgd, step_size=4, gamma=0.5)
-    assert gains == pytest.approx(gains_of(twin, data * 2, micro, after=schedule.step), rel=1e-9)
-    assert_same(model, twin.model)
+            instance.load_state(str(tmp_path / "state"))
+        gains += train(instance, prepared, adascale)
+        instance.save_state(str(tmp_path / "state"))
+    schedule = StepLR(reference.sgd, step_size=4, gamma=0.5)
+    assert gains == pytest.approx(gains_of(reference, data * 2, micro, after=schedule.step), rel=1e-9)
+    assert_equal_weights(model, reference.model)
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------
 
 
-def _accelerate_on_two_ranks(*, micro: int, tell_model: bool) -> None:
+def _accelerate_on_two_ranks(*, micro: int, give_model: bool) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    rank = str(dist.get_rank())  # as `accelerate launch` tells, but for the process group that is there
+    rank = str(dist.get_rank())  # as `accelerate launch` sets them; the process group exists already
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ["OMP_NUM_THREADS"] = "1"
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro)
     model, data = network(), batches(STEPS * micro * 2)
-    twin = twin_of(model, scale=2.0 * micro)
-    if tell_model:
+    reference = reference_of(model, scale=2.0 * micro)
+    if give_model:
         ddp = accelerator.prepare(model)
         adascale = accelerated(model, micro, scale=None, model=ddp)
     else:
@@ -428,17 +428,17 @@ def _accelerate_on_two_ranks(*, micro: int, tell_model: bool) -> None:
         adascale, loader_of(data), StepLR(adascale, step_size=999)
     )
     gains = train(accelerator, (ddp, optimizer, loader, scheduler), adascale)
-    assert gains == pytest.approx(gains_of(twin, data, 2 * micro), rel=1e-9)
-    assert_same(model, twin.model)
-    assert scheduler.scheduler.last_epoch == 2 * STEPS  # a step of each rank
+    assert gains == pytest.approx(gains_of(reference, data, 2 * micro), rel=1e-9)
+    assert_equal_weights(model, reference.model)
+    assert scheduler.scheduler.last_epoch == 2 * STEPS  # Accelerate makes a step for each rank
 
 
 RANKS: dict[str, Callable[[], None]] = {
-    f"micro={micro} tell_model={tell_model}": partial(
-        _accelerate_on_two_ranks, micro=micro, tell_model=tell_model
+    f"micro={micro} give_model={give_model}": partial(
+        _accelerate_on_two_ranks, micro=micro, give_model=give_model
     )
     for micro in (1, 2)
-    for tell_model in (False, True)
+    for give_model in (False, True)
 }
 
 

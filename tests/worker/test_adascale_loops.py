@@ -1,4 +1,4 @@
-"""AdaScale where others take hold of the optimizer: schedulers and torch.compile."""
+"""AdaScale with schedulers and torch.compile, which replace methods of the optimizer."""
 
 import copy
 import inspect
@@ -20,7 +20,7 @@ from worker.reference import Batch, Reference
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Optimizer], Any]
 
-# The constructors that torch's own tests use (test/optim/test_lrscheduler.py), one of each class.
+# The constructors in torch's own tests (test/optim/test_lrscheduler.py), one for each class.
 SCHEDULERS: dict[str, Make] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lr_lambda=lambda epoch: 0.95**epoch),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lr_lambda=lambda epoch: 0.95),
@@ -47,7 +47,7 @@ SCHEDULERS: dict[str, Make] = {
 }
 
 
-def test_the_list_of_schedulers_is_whole() -> None:
+def test_all_public_schedulers_are_tested() -> None:
     public = {
         name
         for name in lr_scheduler.__all__
@@ -60,8 +60,8 @@ def test_the_list_of_schedulers_is_whole() -> None:
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("of_inner", [True, False])
-def test_a_scheduler_sees_the_unscaled_lr(*, name: str, of_inner: bool) -> None:
-    """Made for AdaScale or for the optimizer inside, before or after: the schedule is that of plain SGD."""
+def test_a_scheduler_reads_the_unscaled_lr(*, name: str, of_inner: bool) -> None:
+    """Made for AdaScale or for the inner optimizer, the schedule is that of plain SGD."""
     make = SCHEDULERS[name]
     model, other = network(), network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -71,7 +71,7 @@ def test_a_scheduler_sees_the_unscaled_lr(*, name: str, of_inner: bool) -> None:
         scheduler = make(optimizer)
     plain = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
     plain_scheduler = make(plain)
-    twin = Reference(other, plain, squared_error, 2.0)
+    reference = Reference(other, plain, squared_error, 2.0)
     data = iter(batches(24))
     for _ in range(12):
         step = [next(data), next(data)]
@@ -79,9 +79,9 @@ def test_a_scheduler_sees_the_unscaled_lr(*, name: str, of_inner: bool) -> None:
             backward(squared_error(model, batch) / 2)
         optimizer.step()
         optimizer.zero_grad()
-        twin.step(step)
-        for one in (scheduler, plain_scheduler):
-            one.step(1.0) if isinstance(one, lr_scheduler.ReduceLROnPlateau) else one.step()
+        reference.step(step)
+        for each in (scheduler, plain_scheduler):
+            each.step(1.0) if isinstance(each, lr_scheduler.ReduceLROnPlateau) else each.step()
         assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -89,16 +89,18 @@ def test_a_scheduler_sees_the_unscaled_lr(*, name: str, of_inner: bool) -> None:
         assert scheduler.get_last_lr() == plain_scheduler.get_last_lr()
 
 
-def run(loop: Callable[[AdaScale, nn.Module, list[Batch]], None], *, micro: int = 2, **sgd: Any) -> None:
+def assert_matches_reference(
+    loop: Callable[[AdaScale, nn.Module, list[Batch]], None], *, micro: int = 2, **sgd: Any
+) -> None:
     model = network()
-    twin_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model)
     settings = {"lr": 0.05, "momentum": 0.9, **sgd}
     optimizer = AdaScale(
         torch.optim.SGD(model.parameters(), **settings), num_gradients_to_accumulate=micro, scale=4.0
     )
-    twin = Reference(
-        twin_model,
-        torch.optim.SGD(twin_model.parameters(), **copy.deepcopy(settings)),
+    reference = Reference(
+        reference_model,
+        torch.optim.SGD(reference_model.parameters(), **copy.deepcopy(settings)),
         squared_error,
         optimizer.scale,
     )
@@ -106,9 +108,9 @@ def run(loop: Callable[[AdaScale, nn.Module, list[Batch]], None], *, micro: int 
     for _ in range(12):
         step = [next(data) for _ in range(micro)]
         loop(optimizer, model, step)
-        twin.step(step)
-        assert optimizer.gain() == pytest.approx(twin.gain(), rel=1e-9)
-        for ours, theirs in zip(model.parameters(), twin_model.parameters(), strict=True):
+        reference.step(step)
+        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
+        for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
@@ -117,7 +119,7 @@ def run(loop: Callable[[AdaScale, nn.Module, list[Batch]], None], *, micro: int 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Without a backend: graphs are captured, guarded and recompiled as ever, and run in eager mode."""
+    """Without a backend: graphs are captured, guarded and recompiled as usual, and run in eager mode."""
     torch._dynamo.reset()
     before = torch._dynamo.config.error_on_recompile
     try:
@@ -140,20 +142,20 @@ def test_a_compiled_model(micro: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        run(loop, micro=micro)
+        assert_matches_reference(loop, micro=micro)
         assert compiled
 
 
 @pytest.mark.parametrize("tensor", [True, False])
 def test_a_compiled_step_of_the_inner_optimizer(*, tensor: bool) -> None:
-    """With a tensor lr the gain changes no code, so nothing is compiled anew."""
+    """With a tensor lr, a change of the gain compiles nothing again."""
     with compiling():
         model, other = network(), network()
         lr: Any = torch.tensor(0.05, dtype=torch.float64) if tensor else 0.05
         sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         sgd.step = torch.compile(sgd.step, backend="eager")  # type: ignore[method-assign]
         optimizer = AdaScale(sgd, num_gradients_to_accumulate=2)
-        twin = Reference(
+        reference = Reference(
             other, torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9), squared_error, 2.0
         )
         data = iter(batches(20))
@@ -165,7 +167,7 @@ def test_a_compiled_step_of_the_inner_optimizer(*, tensor: bool) -> None:
                 backward(squared_error(model, batch) / 2)
             optimizer.step()
             optimizer.zero_grad()
-            twin.step(step)
+            reference.step(step)
             for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
@@ -182,4 +184,4 @@ def test_our_own_step_compiled() -> None:
             fast()
             optimizer.zero_grad()
 
-        run(loop)
+        assert_matches_reference(loop)

@@ -15,31 +15,31 @@ def test_all_of_the_first_steps_are_measured() -> None:
     assert all(Sampling().is_measured(step, 0.999) for step in range(FIRST_STEPS))
 
 
-@pytest.mark.parametrize(("scale", "distance"), [(1, 16), (4, 15), (16, 3), (32, 1), (2000, 1)])
-def test_the_distance_of_samples_follows_the_window(scale: int, distance: int) -> None:
+@pytest.mark.parametrize(("scale", "interval"), [(1, 16), (4, 15), (16, 3), (32, 1), (2000, 1)])
+def test_the_interval_follows_the_window(scale: int, interval: int) -> None:
     smoothing = max(1 - scale / 1000, 0.0)
-    assert Sampling().interval(FIRST_STEPS, smoothing) == distance
+    assert Sampling().interval(FIRST_STEPS, smoothing) == interval
 
 
 @given(st.floats(0, 0.9999))
-def test_the_window_holds_enough_samples(smoothing: float) -> None:
-    distance = Sampling().interval(FIRST_STEPS, smoothing)
-    assert 1 <= distance <= MAX_INTERVAL
-    assert distance == 1 or distance * SAMPLES_PER_WINDOW <= 1 / (1 - smoothing) + 1e-5
+def test_the_window_has_enough_measured_steps(smoothing: float) -> None:
+    interval = Sampling().interval(FIRST_STEPS, smoothing)
+    assert 1 <= interval <= MAX_INTERVAL
+    assert interval == 1 or interval * SAMPLES_PER_WINDOW <= 1 / (1 - smoothing) + 1e-5
 
 
 @given(st.integers(1, 50), st.integers(0, 1000))
-def test_a_chosen_distance_is_kept(every: int, step: int) -> None:
+def test_a_chosen_interval_is_used(every: int, step: int) -> None:
     assert Sampling(every).is_measured(step, 0.9) == (step % every == 0)
     assert Sampling(every).is_in_measured_pair(step, 0.9) == (step % every <= 1)
 
 
-def test_hooks_of_others_stay_and_ours_leave_no_trace() -> None:
+def test_hooks_of_others_stay_and_ours_are_removed() -> None:
     model = network()
-    seen = []
+    shapes = []
 
     def hook(gradient: Tensor) -> None:
-        seen.append(gradient.shape)
+        shapes.append(gradient.shape)
 
     model.first.weight.register_hook(hook)
     optimizer = AdaScale(
@@ -52,4 +52,4 @@ def test_hooks_of_others_stay_and_ours_leave_no_trace() -> None:
         if number % 2 == 0:
             assert model.second.weight._backward_hooks is None
             assert len(model.first.weight._backward_hooks or ()) == 1
-    assert len(seen) == 8
+    assert len(shapes) == 8

@@ -1,7 +1,7 @@
-"""With tensors for learning rates a step is made without the host knowing any gain.
+"""With tensors for learning rates, a step reads no number back to the host.
 
-The tensors here have shapes and no numbers, so that any look at a number is an error. That is what a
-synchronisation is on a GPU.
+The tensors in these tests have shapes and no values, so that reading a value raises an error. On a GPU it
+would be a synchronisation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worker.adascale_problem import batches, network, squared_error
 def optimizer_of(model: torch.nn.Module, *, micro: int, tensor: bool, groups: int = 1) -> AdaScale:
     parameters = list(model.parameters())
     cut = len(parameters) // groups
-    # The fused kernel is the one that takes a tensor for lr as it is; the others make a number of it.
+    # Only the fused kernel uses a tensor lr as it is; the others read it as a number.
     sgd = torch.optim.SGD(
         [{"params": parameters[i * cut : (i + 1) * cut]} for i in range(groups)],
         lr=0.1,
@@ -46,7 +46,7 @@ def train(optimizer: AdaScale, model: torch.nn.Module, *, micro: int, steps: int
 
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_no_number_is_looked_at_in_a_step(*, micro: int, groups: int) -> None:
+def test_a_step_reads_no_number(*, micro: int, groups: int) -> None:
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         optimizer = optimizer_of(model, micro=micro, tensor=True, groups=groups)
@@ -56,8 +56,8 @@ def test_no_number_is_looked_at_in_a_step(*, micro: int, groups: int) -> None:
             optimizer.gain()
 
 
-def test_a_number_for_lr_is_looked_up() -> None:
-    """So the test above would see it."""
+def test_a_step_with_a_number_for_lr_reads_numbers() -> None:
+    """So the test above detects a read."""
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         optimizer = optimizer_of(model, micro=2, tensor=False)
@@ -77,12 +77,12 @@ def set_tensors(optimizer: AdaScale) -> None:
 
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("change", [set_numbers, set_tensors])
-def test_tensors_and_numbers_for_lr_give_the_same_and_may_be_changed_for_each_other(
+def test_tensors_and_numbers_for_lr_give_the_same_steps(
     *, micro: int, change: Callable[[AdaScale], None]
 ) -> None:
-    one, other = network(), network()
-    numbers = optimizer_of(one, micro=micro, tensor=False, groups=2)
-    tensors = optimizer_of(other, micro=micro, tensor=False, groups=2)
+    first, second = network(), network()
+    numbers = optimizer_of(first, micro=micro, tensor=False, groups=2)
+    tensors = optimizer_of(second, micro=micro, tensor=False, groups=2)
     set_tensors(tensors)
     data = iter(batches(12 * micro))
     for number in range(12):
@@ -90,7 +90,7 @@ def test_tensors_and_numbers_for_lr_give_the_same_and_may_be_changed_for_each_ot
             change(tensors)
             change(numbers)
         step = [next(data) for _ in range(micro)]
-        for model, optimizer in ((one, numbers), (other, tensors)):
+        for model, optimizer in ((first, numbers), (second, tensors)):
             for batch in step:
                 (squared_error(model, batch) / micro).backward()
             gain = optimizer.gain_tensor().item()
@@ -98,7 +98,7 @@ def test_tensors_and_numbers_for_lr_give_the_same_and_may_be_changed_for_each_ot
             optimizer.zero_grad()
             assert gain == pytest.approx(optimizer.gain(), rel=1e-12)
         assert tensors.gain() == pytest.approx(numbers.gain(), rel=1e-12)
-        for ours, theirs in zip(other.parameters(), one.parameters(), strict=True):
+        for ours, theirs in zip(second.parameters(), first.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     assert numbers.gain() > 1.0
     rates = [group["lr"] for group in tensors.param_groups]

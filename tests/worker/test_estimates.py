@@ -1,4 +1,4 @@
-"""What steps say of gradients, and their averages, against the readable reference and plain statistics."""
+"""Estimates of steps and their averages, compared with `worker.reference` and with plain statistics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from adascale_worker.statistics.moving_averages import MovingAverages
 from worker import reference
 
 CPU = torch.device("cpu")
-NOTHING = MovingAverages.empty(1, CPU)
+EMPTY = MovingAverages.empty(1, CPU)
 
 vectors = st.lists(st.integers(-8, 8), min_size=3, max_size=3)
 numbers = st.floats(-1e3, 1e3)
 smoothings = st.just(0.0) | st.floats(0.0, 0.999)
 samples = st.tuples(numbers, numbers, st.booleans(), st.booleans())
-"""`grad_sqr`, `grad_var`, whether it is of use, whether it is biased."""
+"""`grad_sqr`, `grad_var`, whether they are valid, whether they are biased."""
 
 
 def dot(a: list[int], b: list[int]) -> int:
@@ -38,14 +38,16 @@ def number(value: float) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def of_one(grad_sqr: float, grad_var: float, *, biased: bool = False, valid: bool = True) -> StepEstimate:
-    """What a step says of the only group."""
+def single_group(
+    grad_sqr: float, grad_var: float, *, biased: bool = False, valid: bool = True
+) -> StepEstimate:
+    """The estimate of a step with one parameter group."""
     return StepEstimate(
         number(grad_sqr).view(1), number(grad_var).view(1), torch.tensor([valid]), biased=biased
     )
 
 
-def known(estimates: MovingAverages) -> GradientEstimate:
+def only_estimate(estimates: MovingAverages) -> GradientEstimate:
     (estimate,) = estimates.on_host()
     assert estimate is not None
     return estimate
@@ -56,7 +58,7 @@ def known(estimates: MovingAverages) -> GradientEstimate:
 
 @given(st.lists(vectors, min_size=2, max_size=5), st.integers(1, 64))
 def test_micro_gradients_give_the_sample_mean_and_variance(gradients: list[list[int]], scale: int) -> None:
-    """The usual unbiased estimators of statistics, computed exactly and in another way."""
+    """They are the usual unbiased estimators, computed here exactly and in another way."""
     n = len(gradients)
     mean = [Fraction(sum(column), n) for column in zip(*gradients, strict=True)]
     sqr_of_mean = sum(x * x for x in mean)
@@ -70,13 +72,13 @@ def test_micro_gradients_give_the_sample_mean_and_variance(gradients: list[list[
     assert var.item() == pytest.approx(float(variance) * scale / n, abs=1e-9)
 
 
-def test_one_gradient_has_no_spread() -> None:
+def test_one_gradient_raises() -> None:
     with pytest.raises(ValueError, match=r"got 1 gradient in a step; .* at least 2"):
         from_micro_gradients(1, number(1), number(1), 1.0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
+def test_a_scale_that_is_not_positive_and_finite_raises(scale: float) -> None:
     with pytest.raises(ValueError, match="got scale"):
         from_micro_gradients(2, number(1), number(1), scale)
     with pytest.raises(ValueError, match="got scale"):
@@ -84,11 +86,11 @@ def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="got scale"):
         from_consecutive_gradients(number(1), number(1), scale, 1.0)
     with pytest.raises(ValueError, match="got scale"):
-        NOTHING.gain(scale)
+        EMPTY.gain(scale)
 
 
 @given(vectors, vectors, st.integers(1, 64))
-def test_two_steps_of_the_same_scale_count_as_two_micro_gradients(
+def test_two_steps_of_the_same_scale_equal_two_micro_gradients(
     a: list[int], b: list[int], scale: int
 ) -> None:
     difference = [x - y for x, y in zip(a, b, strict=True)]
@@ -97,9 +99,9 @@ def test_two_steps_of_the_same_scale_count_as_two_micro_gradients(
         2, number((dot(a, a) + dot(b, b)) / 2), number(sum(x * x for x in mean)), 2 * scale
     )
 
-    got = from_consecutive_gradients(number(dot(a, b)), number(dot(difference, difference)), scale, scale)
+    actual = from_consecutive_gradients(number(dot(a, b)), number(dot(difference, difference)), scale, scale)
 
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_two_steps_of_different_scales_weigh_the_difference_by_both() -> None:
@@ -110,87 +112,90 @@ def test_two_steps_of_different_scales_weigh_the_difference_by_both() -> None:
 # -- many steps ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_before_the_first_sample() -> None:
-    assert NOTHING.on_host() == [None]
-    assert NOTHING.gain(64.0) == 1.0
-    assert NOTHING.gains(64.0).tolist() == [1.0]
-    assert NOTHING.updated(of_one(1.0, 1.0, valid=False), 0.9).on_host() == [None]
+def test_there_is_no_estimate_before_the_first_step() -> None:
+    assert EMPTY.on_host() == [None]
+    assert EMPTY.gain(64.0) == 1.0
+    assert EMPTY.gains(64.0).tolist() == [1.0]
+    assert EMPTY.updated(single_group(1.0, 1.0, valid=False), 0.9).on_host() == [None]
 
 
 @given(st.lists(st.tuples(numbers, st.floats(0, 0.99)), min_size=1, max_size=12))
 def test_average_is_the_weighted_mean_even_when_smoothing_changes(steps: list[tuple[float, float]]) -> None:
-    estimates = NOTHING
+    estimates = EMPTY
     for value, smoothing in steps:
-        estimates = estimates.updated(of_one(value, 2 * value), smoothing)
+        estimates = estimates.updated(single_group(value, 2 * value), smoothing)
 
     sqr, var = reference.average([(value, 2 * value) for value, _ in steps], [theta for _, theta in steps])
 
-    assert known(estimates).grad_sqr == pytest.approx(sqr, abs=1e-6)
-    assert known(estimates).grad_var == pytest.approx(var, abs=1e-6)
+    assert only_estimate(estimates).grad_sqr == pytest.approx(sqr, abs=1e-6)
+    assert only_estimate(estimates).grad_var == pytest.approx(var, abs=1e-6)
     assert estimates.state_dict()[0]["unbiased"]["count"] == len(steps)
 
 
 @given(numbers, st.floats(0, 0.999), st.integers(1, 20), st.booleans(), st.booleans())
-def test_constant_samples_average_to_themselves(
+def test_the_average_of_equal_estimates_is_that_estimate(
     value: float, theta: float, steps: int, debias: bool, biased: bool
 ) -> None:
-    estimates = NOTHING
+    estimates = EMPTY
     for _ in range(steps):
-        estimates = estimates.updated(of_one(value, value, biased=biased), theta, debias=debias)
-    assert known(estimates).grad_sqr == pytest.approx(value, abs=1e-9)
-    assert known(estimates).biased == biased
+        estimates = estimates.updated(single_group(value, value, biased=biased), theta, debias=debias)
+    assert only_estimate(estimates).grad_sqr == pytest.approx(value, abs=1e-9)
+    assert only_estimate(estimates).biased == biased
 
 
-def test_without_debiasing_the_first_samples_are_averaged_plainly() -> None:
-    estimates = NOTHING
+def test_without_debiasing_the_first_estimates_have_equal_weights() -> None:
+    estimates = EMPTY
     averages = []
     for value in (1.0, 2.0, 6.0, 0.0, 10.0):
-        estimates = estimates.updated(of_one(value, value), 0.75, debias=False)
-        averages.append(known(estimates).grad_sqr)
+        estimates = estimates.updated(single_group(value, value), 0.75, debias=False)
+        averages.append(only_estimate(estimates).grad_sqr)
     assert averages == pytest.approx([1.0, 1.5, 3.0, 2.25, 0.75 * 2.25 + 0.25 * 10.0])
 
 
-def test_the_next_unbiased_sample_drops_biased_ones() -> None:
-    first = NOTHING.updated(of_one(100.0, 100.0, biased=True), 0.9)
-    assert known(first).biased
+def test_an_unbiased_estimate_deletes_the_biased_average() -> None:
+    first = EMPTY.updated(single_group(100.0, 100.0, biased=True), 0.9)
+    assert only_estimate(first).biased
 
-    second = first.updated(of_one(1.0, 2.0), 0.9)
+    second = first.updated(single_group(1.0, 2.0), 0.9)
 
-    assert second.state_dict() == NOTHING.updated(of_one(1.0, 2.0), 0.9).state_dict()
-
-
-def test_biased_samples_after_unbiased_ones_are_averaged_in_until_unbiased_ones_return() -> None:
-    """A job that goes down to one replica and up again: the old estimate ages, but is not lost."""
-    before = NOTHING.updated(of_one(4.0, 2.0), 0.9)
-    alone = before.updated(of_one(6.0, 2.0, biased=True), 0.9)
-    assert known(alone).biased
-    assert 4.0 < known(alone).grad_sqr < 6.0
-
-    again = alone.updated(of_one(0.0, 0.0), 0.9)
-
-    assert not known(again).biased
-    assert known(again).grad_sqr == pytest.approx(4.0 * 0.81 / (0.81 + 1.0))
+    assert second.state_dict() == EMPTY.updated(single_group(1.0, 2.0), 0.9).state_dict()
 
 
-def test_with_no_smoothing_biased_samples_do_not_wipe_out_what_was_known() -> None:
-    alone = NOTHING.updated(of_one(4.0, 2.0), 0.9).updated(of_one(6.0, 2.0, biased=True), 0.0)
-    assert known(alone).grad_sqr == 6.0
-    assert alone.state_dict()[0]["unbiased"]["weight"] == pytest.approx(0.1)
+def test_biased_estimates_are_averaged_in_until_the_next_unbiased_estimate() -> None:
+    """A job shrinks to one replica and grows again: the unbiased average loses weight and is kept."""
+    before = EMPTY.updated(single_group(4.0, 2.0), 0.9)
+    single = before.updated(single_group(6.0, 2.0, biased=True), 0.9)
+    assert only_estimate(single).biased
+    assert 4.0 < only_estimate(single).grad_sqr < 6.0
+
+    again = single.updated(single_group(0.0, 0.0), 0.9)
+
+    assert not only_estimate(again).biased
+    assert only_estimate(again).grad_sqr == pytest.approx(4.0 * 0.81 / (0.81 + 1.0))
+
+
+def test_without_smoothing_biased_estimates_keep_the_unbiased_average() -> None:
+    single = EMPTY.updated(single_group(4.0, 2.0), 0.9).updated(single_group(6.0, 2.0, biased=True), 0.0)
+    assert only_estimate(single).grad_sqr == 6.0
+    assert single.state_dict()[0]["unbiased"]["weight"] == pytest.approx(0.1)
 
 
 @given(st.lists(samples, max_size=8), st.lists(samples, max_size=8), smoothings, st.booleans())
-def test_groups_do_not_touch_each_other(
-    one: list[tuple[float, float, bool, bool]],
-    other: list[tuple[float, float, bool, bool]],
+def test_groups_are_averaged_independently(
+    first: list[tuple[float, float, bool, bool]],
+    second: list[tuple[float, float, bool, bool]],
     smoothing: float,
     debias: bool,
 ) -> None:
-    """Two groups beside each other are as each by itself, and so is one that was added later."""
-    apart = [NOTHING, NOTHING]
-    together = NOTHING
-    for (sqr, var, valid, biased), (sqr2, var2, valid2, _) in zip(one, other, strict=False):
-        pair = [of_one(sqr, var, biased=biased, valid=valid), of_one(sqr2, var2, biased=biased, valid=valid2)]
-        apart = [a.updated(b, smoothing, debias=debias) for a, b in zip(apart, pair, strict=True)]
+    """Two groups give the same averages as each by itself, also a group that was added later."""
+    separate = [EMPTY, EMPTY]
+    together = EMPTY
+    for (sqr, var, valid, biased), (sqr2, var2, valid2, _) in zip(first, second, strict=False):
+        pair = [
+            single_group(sqr, var, biased=biased, valid=valid),
+            single_group(sqr2, var2, biased=biased, valid=valid2),
+        ]
+        separate = [a.updated(b, smoothing, debias=debias) for a, b in zip(separate, pair, strict=True)]
         both = StepEstimate(
             torch.tensor([sqr, sqr2], dtype=torch.float64),
             torch.tensor([var, var2], dtype=torch.float64),
@@ -199,8 +204,8 @@ def test_groups_do_not_touch_each_other(
         )
         together = together.with_groups(2).updated(both, smoothing, debias=debias)
     together = together.with_groups(2)
-    assert together.state_dict() == [group for a in apart for group in a.state_dict()]
-    assert together.on_host() == [estimate for a in apart for estimate in a.on_host()]
+    assert together.state_dict() == [group for a in separate for group in a.state_dict()]
+    assert together.on_host() == [estimate for a in separate for estimate in a.on_host()]
 
 
 @given(st.lists(samples, min_size=1, max_size=8), smoothings, st.floats(1e-3, 1e6))
@@ -209,37 +214,37 @@ def test_gains_on_a_device_are_those_on_the_host(
 ) -> None:
     estimates = MovingAverages.empty(2, CPU)
     for sqr, var, valid, biased in steps:
-        pair = [torch.tensor([one, one / 3], dtype=torch.float64) for one in (sqr, var)]
+        pair = [torch.tensor([value, value / 3], dtype=torch.float64) for value in (sqr, var)]
         both = StepEstimate(pair[0], pair[1], torch.tensor([valid, True]), biased=biased)
         estimates = estimates.updated(both, smoothing)
 
-    told = estimates.on_host()
+    on_host = estimates.on_host()
 
-    expected = [1.0 if one is None else one.gain(scale) for one in told]
+    expected = [1.0 if estimate is None else estimate.gain(scale) for estimate in on_host]
     assert estimates.gains(scale).tolist() == pytest.approx(expected, rel=1e-12)
-    together = total(one for one in told if one is not None).gain(scale)
+    together = total(estimate for estimate in on_host if estimate is not None).gain(scale)
     assert estimates.gain(scale).item() == pytest.approx(together, rel=1e-9)
 
 
 @given(st.lists(samples, max_size=8), smoothings)
-def test_a_state_that_was_saved_goes_on_as_if_it_had_not(
+def test_saving_and_loading_does_not_change_the_averages(
     steps: list[tuple[float, float, bool, bool]], smoothing: float
 ) -> None:
-    straight = saved = NOTHING
+    straight = saved = EMPTY
     for sqr, var, valid, biased in steps:
-        sample = of_one(sqr, var, biased=biased, valid=valid)
+        sample = single_group(sqr, var, biased=biased, valid=valid)
         straight = straight.updated(sample, smoothing)
         saved = MovingAverages.from_state_dict(saved.updated(sample, smoothing).state_dict(), CPU)
     assert saved.state_dict() == straight.state_dict()
 
 
-def test_a_group_whose_sample_is_not_finite_stays_as_it_is() -> None:
-    before = NOTHING.updated(of_one(4.0, 2.0), 0.9)
-    after = before.updated(of_one(math.nan, math.inf, valid=False), 0.9)
+def test_an_invalid_estimate_does_not_change_the_average() -> None:
+    before = EMPTY.updated(single_group(4.0, 2.0), 0.9)
+    after = before.updated(single_group(math.nan, math.inf, valid=False), 0.9)
     assert after.state_dict() == before.state_dict()
 
 
 @pytest.mark.parametrize("smoothing", [1.0, -0.1, math.nan])
-def test_smoothing_out_of_range_is_refused(smoothing: float) -> None:
+def test_smoothing_out_of_range_raises(smoothing: float) -> None:
     with pytest.raises(ValueError, match=r"got smoothing .*at least 0 and below 1"):
-        NOTHING.updated(of_one(1.0, 1.0), smoothing)
+        EMPTY.updated(single_group(1.0, 1.0), smoothing)
