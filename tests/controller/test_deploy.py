@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,14 @@ def test_images_use_the_installer_of_the_makefile() -> None:
     (in_image,) = re.findall(r"^ARG UV=(\S+)$", DOCKERFILE, re.MULTILINE)
     (in_makefile,) = re.findall(r"^UV := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert in_image == in_makefile
+
+
+def test_the_images_are_built_from_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    folders = {Path(package).parent.name for package in packages}
+    assert folders == {path.parents[1].name for path in ROOT.glob("*/adascale_*/__init__.py")}
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for folder in folders:
+        assert f"COPY {folder} {folder}" in stage("wheel")
+        assert f"!{folder}" in ignored

@@ -87,7 +87,7 @@ class Service:
         stored: dict[str, Any] = self.call("GET", "")
         return stored
 
-    def knows_job(self) -> bool:
+    def job_exists(self) -> bool:
         """Whether the job exists."""
         try:
             self.job()

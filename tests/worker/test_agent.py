@@ -434,7 +434,7 @@ def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
     for path in job.folder.glob("api.sqlite*"):
         path.unlink()
     job.service.start()
-    wait_until(job.service.knows_job, "the agent's registration")
+    wait_until(job.service.job_exists, "the agent's registration")
     job.service.allocate(1, 1)  # published again: it is what runs already
     wait_until(lambda: job.generation() == 1, "the generation that runs")
     job.service.allocate(2, 2)
