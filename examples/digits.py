@@ -5,9 +5,8 @@
     torchrun --nproc-per-node 2 examples/digits.py
 
 The data set has 1,797 images of 8x8 pixels, a quarter of which is held out for the test. The recipe was tuned
-for a
-batch size of 4: SGD without momentum, with a learning rate that decays from 0.1 to 0.001. AdaScale adapts the
-learning rate to the batch size that the job uses.
+for a batch size of 4: SGD without momentum, with a learning rate that decays from 0.1 to 0.001. AdaScale
+adapts the learning rate to the batch size that the job uses.
 """
 
 import itertools

@@ -12,6 +12,7 @@ import yaml
 
 from adascale_controller.crd import crd, crd_yaml, merge_written, spec_schema, structural_schema
 from adascale_controller.field_error import FieldError
+from adascale_controller.operator.reconcile.status import STATUS_FIELDS
 from adascale_controller.schema import (
     DEFAULT_ACCESS_MODE,
     DNS_LABEL,
@@ -116,8 +117,12 @@ def test_each_field_of_the_models_is_in_the_crd() -> None:
     assert set(checkpoint) == {field.alias for field in Checkpoint.model_fields.values()}
 
 
+def test_the_status_has_the_fields_that_the_operator_writes() -> None:
+    assert set(STATUS["properties"]) == STATUS_FIELDS
+
+
 @pytest.mark.parametrize("path", FIELDS)
-def test_each_field_isstructural_schema(path: str) -> None:
+def test_each_field_is_structural(path: str) -> None:
     field = FIELDS[path]
     assert ("type" in field) != field.get("x-kubernetes-int-or-string", False)
     assert not field.keys() & {"$ref", "anyOf", "title", "const"}

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from adascale_controller.job import Job
+from adascale_controller.local import machine
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.machine import MIN_CPU_REPLICAS, default_replica_limit, visible_gpus
 from adascale_controller.local.replica_limit import ReplicaLimitError, replica_limit
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_core.messages import JobSpec
@@ -29,12 +29,17 @@ JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("pytho
     ],
 )
 def test_the_gpus_are_those_of_cuda_visible_devices(visible: str, devices: list[str]) -> None:
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == devices
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == devices
 
 
-def test_the_default_is_one_replica_per_gpu_or_at_least_four_on_the_cpu() -> None:
-    assert default_replica_limit(["0", "1"]) == 2
-    assert default_replica_limit([]) >= MIN_CPU_REPLICAS
+@pytest.mark.parametrize(
+    ("devices", "cores", "limit"), [(["0", "1"], 16, 2), ([], 16, 16), ([], 4, 4), ([], 2, 4)]
+)
+def test_the_default_is_one_replica_per_gpu_or_core_and_at_least_four_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], cores: int, limit: int
+) -> None:
+    monkeypatch.setattr(machine, "cpu_cores", lambda: cores)
+    assert machine.default_replica_limit(devices) == limit
 
 
 @pytest.mark.parametrize(("replicas", "limit"), [(None, 6), (2, 2), (5, 5), (7, 6), (1024, 6)])

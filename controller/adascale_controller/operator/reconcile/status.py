@@ -35,7 +35,7 @@ TELEMETRY = frozenset(
 """Fields that change with every step. They are written at intervals, all other fields at once."""
 
 
-_OWN_FIELDS = TELEMETRY | {
+STATUS_FIELDS = TELEMETRY | {
     "observedGeneration",
     "state",
     "replicas",
@@ -117,7 +117,7 @@ def has_changed(current: Mapping[str, Any], new: Status) -> bool:
 
 def own_fields(status: Mapping[str, Any]) -> Status:
     """Return the fields and conditions that the operator writes. Others may have added more."""
-    own = {name: value for name, value in status.items() if name in _OWN_FIELDS}
+    own = {name: value for name, value in status.items() if name in STATUS_FIELDS}
     if "conditions" in own:
         by_type = {raw["type"]: raw for raw in own["conditions"]}
         own["conditions"] = [by_type[kind] for kind in ConditionType if kind in by_type]
