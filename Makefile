@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
-# Tests that call torch or the Kubernetes client; left out are those of processes, which test the same again.
+# Tests that call torch or the Kubernetes client. Left out are slow tests of whole processes.
 LOWEST_TESTS := $(filter-out $(addprefix tests/worker/test_,adascale_frameworks.py agent.py reentry.py reporter.py shutdown.py), \
 	$(wildcard tests/worker/test_*.py)) tests/api/test_token_review.py $(filter-out tests/controller/test_local_%,$(wildcard tests/controller/test_*.py))
 

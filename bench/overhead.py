@@ -1,17 +1,17 @@
-"""What AdaScale costs: step time over plain DistributedDataParallel with SGD, beside FairScale.
+"""The cost of AdaScale: step time relative to plain DistributedDataParallel with SGD, and FairScale's.
 
     OMP_NUM_THREADS=1 python bench/overhead.py [--blocks 15] [--steps 8] [--json FILE] [networks ...]
 
-Two gloo ranks on this machine, one thread each, momentum 0.9. All contenders live side by side in one
-process per rank and take turns in short runs of steps, in an order that changes from block to block, each
-beside a turn of plain DDP, so that whatever else the machine does hits both alike. Printed are the median
-over all turns of the ratio of step times, with its quartiles, and the median ratio of processor times, which
-does not depend on who else uses the machine.
+Two gloo ranks on this machine, one thread each, momentum 0.9. All contenders are in one process per rank and
+take turns in short runs of steps, in an order that changes from block to block. Each turn is next to a turn
+of plain DDP, so that other load of the machine affects both in the same way. Printed are the median over all
+turns of the ratio of step times, with its quartiles, and the median ratio of processor times, which does not
+depend on other load.
 
-Contenders: `adascale` (as a user gets it, with `model=ddp`, past its first 100 steps), `every step`
-(`sample_every=1`), `model unknown` (default settings, without `model=`), `fairscale`, `hook` (a plain
+Contenders: `adascale` (default settings with `model=ddp`, after its first 100 steps), `every step`
+(`sample_every=1`), `without model` (default settings, without `model=`), `fairscale`, `hook` (a plain
 communication hook in Python that reads each bucket before and after its all-reduce, for comparison), and
-`plain again`, which shows how far two equal contenders are apart.
+`plain again`, which shows the difference between two equal contenders.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
 
 Step = Callable[[], None]
 Turn = tuple[float, float, float, float]
-"""Seconds and processor seconds of a contender's step and of a plain one."""
+"""Seconds and processor seconds of a step of a contender, and of a plain step."""
 
 
 def wide() -> tuple[nn.Module, Tensor, int]:
@@ -74,7 +74,7 @@ def fairscale(_: DistributedDataParallel, sgd: torch.optim.SGD) -> Any:
 
 
 def with_hook(model: DistributedDataParallel, sgd: torch.optim.SGD) -> Any:
-    """The least that a communication hook must do, without even summing up what it reads."""
+    """The minimum that a communication hook has to do, without adding up what it reads."""
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer().div_(dist.get_world_size())
@@ -99,7 +99,7 @@ CONTENDERS: dict[str, Callable[[DistributedDataParallel, torch.optim.SGD], Any]]
     "plain again": lambda _, sgd: sgd,
     "adascale": lambda model, sgd: AdaScale(sgd, model=model),
     "every step": lambda model, sgd: AdaScale(sgd, model=model, sample_every=1),
-    "model unknown": lambda _, sgd: AdaScale(sgd),
+    "without model": lambda _, sgd: AdaScale(sgd),
     "hook": with_hook,
     "fairscale": fairscale,
 }
@@ -128,7 +128,7 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     for network in options.networks:
         steps = {name: stepper(name, network) for name in options.contenders}
         for name, step in steps.items():
-            for _ in range(FIRST_STEPS + MAX_INTERVAL if name in ("adascale", "model unknown") else 8):
+            for _ in range(FIRST_STEPS + MAX_INTERVAL if name in ("adascale", "without model") else 8):
                 step()
         turns: dict[str, list[Turn]] = {name: [] for name in steps if name != "plain"}
         order = random.Random(0)
@@ -149,7 +149,7 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
 
 
 def take_turn(step: Step, count: int) -> tuple[float, float]:
-    """Seconds and processor seconds of a step, waiting for the other rank at both ends."""
+    """Return seconds and processor seconds of a step; waits for the other rank before and after the turn."""
     dist.barrier()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -173,11 +173,14 @@ def show(network: str, turns: dict[str, list[Turn]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="of " + ", ".join(NETWORKS))
+    parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="any of " + ", ".join(NETWORKS))
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--blocks", type=int, default=15, help="turns of each contender")
     parser.add_argument(
-        "--steps", type=int, default=MAX_INTERVAL, help="steps of a turn; a multiple of the sampling distance"
+        "--steps",
+        type=int,
+        default=MAX_INTERVAL,
+        help="steps of a turn; a multiple of the interval between measured steps",
     )
     parser.add_argument("--json", help="where to write all times")
     options = parser.parse_args()
