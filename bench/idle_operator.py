@@ -1,9 +1,9 @@
-"""What the operator costs that has nothing to do: memory, processor, and calls, by the number of idle jobs.
+"""The cost of an idle operator: memory, processor time and calls, by the number of suspended jobs.
 
     KUBECONFIG=... .venv/bin/python bench/idle_operator.py [--jobs 0 200] [--seconds 60]
 
-The jobs are suspended. The operator is a process of its own, with a lease, on a real API server, and looks
-after one namespace. Every call that it makes is counted, watches too: kopf's, its own, those to the service.
+The operator runs in a process of its own, with a lease, on a real API server, for one namespace. All its
+calls are counted, watches too: those of kopf, its own, and those to the metrics service.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKEN = "token-of-the-measurement"
 
 
 def all_jobs(objects: Any, namespace: str) -> list[dict[str, Any]]:
-    """All AdaScaleJobs of a namespace."""
+    """Return all AdaScaleJobs of a namespace."""
     found: list[dict[str, Any]] = objects.list_namespaced_custom_object(
         names.API_GROUP, names.API_VERSION, namespace, names.PLURAL
     )["items"]
@@ -40,7 +40,7 @@ def all_jobs(objects: Any, namespace: str) -> list[dict[str, Any]]:
 
 
 def measure(api: client.ApiClient, kubeconfig: str, count: int, seconds: float, folder: Path) -> None:
-    """Measure with `count` jobs, and say what was found."""
+    """Measure with `count` jobs and print the results."""
     objects: Any = client.CustomObjectsApi(api)
     token_file = folder / "token"
     token_file.write_text(TOKEN)
@@ -56,19 +56,19 @@ def measure(api: client.ApiClient, kubeconfig: str, count: int, seconds: float, 
             kubeconfig, f"http://127.0.0.1:{service.port}", token_file, folder, *options
         )
         try:
-            wait_until(lambda: "Running in" in operator.log, "the operator at work")
+            wait_until(lambda: "Running in" in operator.log, "a running operator")
             wait_until(
-                lambda: all(one.get("status") for one in all_jobs(objects, namespace)), "a status of each job"
+                lambda: all(job.get("status") for job in all_jobs(objects, namespace)), "a status of each job"
             )
             time.sleep(10)
-            versions = [one["metadata"]["resourceVersion"] for one in all_jobs(objects, namespace)]
+            versions = [job["metadata"]["resourceVersion"] for job in all_jobs(objects, namespace)]
             before, cpu = operator.calls, operator.cpu
             time.sleep(seconds)
             calls, cpu = operator.calls - before, operator.cpu - cpu
-            after = [one["metadata"]["resourceVersion"] for one in all_jobs(objects, namespace)]
+            after = [job["metadata"]["resourceVersion"] for job in all_jobs(objects, namespace)]
             print(f"\n{count} idle jobs")
             print(f"  memory            {operator.memory / 2**20:.0f} MiB")
-            print(f"  processor         {100 * cpu / seconds:.1f} % of one")
+            print(f"  processor         {100 * cpu / seconds:.1f} % of one core")
             print(f"  objects written   {sum(old != new for old, new in zip(versions, after, strict=True))}")
             for kind, number in sorted((Counter(calls)).items()):
                 print(f"  {kind:<40} {number * 60 / seconds:6.1f} a minute")
@@ -79,16 +79,16 @@ def measure(api: client.ApiClient, kubeconfig: str, count: int, seconds: float, 
 
 
 def main() -> None:
-    """Measure for each number of jobs."""
+    """Measure with each number of jobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, nargs="+", default=[0, 200])
     parser.add_argument("--seconds", type=float, default=60.0)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     kubeconfig = os.environ["KUBECONFIG"]
     with config.new_client_from_config(config_file=kubeconfig) as api:
-        for count in told.jobs:
+        for count in arguments.jobs:
             with tempfile.TemporaryDirectory() as folder:
-                measure(api, kubeconfig, count, told.seconds, Path(folder))
+                measure(api, kubeconfig, count, arguments.seconds, Path(folder))
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def finish(job: JobUnderTest) -> None:
     job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
 
 
-def test_jobs_share_what_the_nodes_have_for_them(
+def test_jobs_share_the_free_resources_of_the_nodes(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
     near, far = devices.nodes
@@ -218,7 +218,7 @@ def test_jobs_share_what_the_nodes_have_for_them(
     assert "Unschedulable" not in [reason for reason, _ in first.events()]
 
 
-def test_where_the_nodes_seem_to_have_more_room_than_they_have_training_goes_on_at_the_old_size(
+def test_training_continues_at_the_old_size_when_replicas_are_unschedulable(
     workspace: Workspace, devices: Devices
 ) -> None:
     # Of affinity between pods the operator knows nothing, so one place seems to be left far.
@@ -346,7 +346,7 @@ def _may_the_other_write(system: System, namespace: str) -> bool:
     return answer.returncode == 0
 
 
-def test_without_the_right_to_list_nodes_what_fits_is_found_by_trying(
+def test_an_operator_that_may_not_list_nodes_finds_what_fits_by_trying(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
     with own_installation(system, workspace.namespace), devices.taken(workspace, devices.nodes[0]):

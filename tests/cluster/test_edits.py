@@ -65,7 +65,7 @@ def wait_until_at_rest(job: JobUnderTest, reason: str) -> None:
     assert (status["state"], status["replicas"], status["desiredReplicas"]) == ("Suspended", 0, 0)
 
 
-def test_kubectl_scale_caps_the_replicas_and_zero_lets_the_job_rest(workspace: Workspace) -> None:
+def test_kubectl_scale_limits_the_replicas_and_zero_stops_the_job(workspace: Workspace) -> None:
     job = workspace.submit(job_manifest(replicas=1, maxReplicas=2, checkpoint=NEVER))
     job.wait_until_training(1)
     first = job.uids()
@@ -91,9 +91,7 @@ def test_kubectl_scale_caps_the_replicas_and_zero_lets_the_job_rest(workspace: W
     assert job.condition("Suspended")["reason"] == "Resumed"
 
 
-def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
-    system: System, workspace: Workspace
-) -> None:
+def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, workspace: Workspace) -> None:
     manifest = job_manifest(minReplicas=2, maxReplicas=2, maxBatchSize=8, checkpoint=NEVER)
     job = workspace.submit(manifest)
     job.wait_until_training(2)
@@ -164,7 +162,7 @@ def test_a_job_is_edited_suspended_given_other_pods_and_brought_to_its_end(
     assert is_there(system.core.read_namespaced_persistent_volume_claim, "shared", job.namespace)
 
 
-def test_of_edits_in_quick_succession_the_last_ones_count_and_no_step_is_lost(workspace: Workspace) -> None:
+def test_after_edits_in_quick_succession_the_last_holds_and_no_step_is_lost(workspace: Workspace) -> None:
     manifest = job_manifest(maxReplicas=1, checkpoint=NEVER)
     template = manifest["spec"]["template"]
     environment = template["spec"]["containers"][0]["env"]
@@ -192,9 +190,7 @@ def test_of_edits_in_quick_succession_the_last_ones_count_and_no_step_is_lost(wo
     assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]
 
 
-def test_a_deleted_job_leaves_nothing_behind_but_what_is_the_users(
-    system: System, workspace: Workspace
-) -> None:
+def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Workspace) -> None:
     manifest = job_manifest("again", maxReplicas=1, checkpoint=NEVER)
     again = workspace.submit(manifest)
     if not system.storage.dynamic:

@@ -84,9 +84,7 @@ def namespace() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_is_accepted_where_the_restricted_standard_is_enforced(
-    overlay: str, namespace: str
-) -> None:
+def test_every_overlay_is_accepted_under_the_restricted_standard(overlay: str, namespace: str) -> None:
     objects = render(overlay, namespace)
     kubectl("apply", "-f", "-", given=listed([one for one in objects if one["kind"] == "Namespace"]))
     others = [one for one in objects if one["kind"] not in ("Namespace", "CustomResourceDefinition")]
@@ -109,7 +107,7 @@ def test_every_overlay_is_accepted_where_the_restricted_standard_is_enforced(
             kubectl("create", "--dry-run=server", "-f", "-", given=pod)
 
 
-def test_the_definition_of_the_resource_is_accepted() -> None:
+def test_the_crd_is_accepted() -> None:
     kubectl(
         "apply", "--dry-run=server", "--server-side", "--force-conflicts", "-f", str(DEPLOY / "base/crd.yaml")
     )
@@ -219,7 +217,7 @@ def compare(namespace: str, account: str, expected: list[tuple[str, Attributes, 
     assert found == expected
 
 
-def test_the_operator_of_all_namespaces_may_do_this_and_not_that(namespace: str) -> None:
+def test_the_permissions_of_the_operator_of_all_namespaces(namespace: str) -> None:
     install_rights(".", namespace)
     compare(
         namespace,
@@ -235,7 +233,7 @@ def test_the_operator_of_all_namespaces_may_do_this_and_not_that(namespace: str)
     )
 
 
-def test_the_operator_of_one_namespace_may_do_nothing_outside_it(namespace: str) -> None:
+def test_the_operator_of_one_namespace_has_no_permissions_outside_it(namespace: str) -> None:
     install_rights("one-namespace", namespace)
     compare(
         namespace,
@@ -249,7 +247,7 @@ def test_the_operator_of_one_namespace_may_do_nothing_outside_it(namespace: str)
 
 
 @pytest.mark.parametrize("overlay", [".", "one-namespace"])
-def test_the_metrics_service_may_have_tokens_reviewed_and_nothing_else(overlay: str, namespace: str) -> None:
+def test_the_metrics_service_may_only_create_token_reviews(overlay: str, namespace: str) -> None:
     install_rights(overlay, namespace)
     compare(
         namespace,
@@ -259,13 +257,13 @@ def test_the_metrics_service_may_have_tokens_reviewed_and_nothing_else(overlay: 
 
 
 @pytest.mark.parametrize("overlay", [".", "one-namespace"])
-def test_the_account_of_worker_pods_has_no_rights(overlay: str, namespace: str) -> None:
+def test_the_service_account_of_worker_pods_has_no_permissions(overlay: str, namespace: str) -> None:
     install_rights(overlay, namespace)
     everything = [*CONTROLLER_MAY, *CONTROLLER_MAY_NOT, *LEASE, *NODES, REVIEW, *NOT_OF_SERVICE]
     compare(namespace, "default", [(namespace, one, False) for one in dict.fromkeys(everything)])
 
 
-def test_who_may_edit_or_view_a_namespace_may_do_so_with_its_jobs(namespace: str) -> None:
+def test_the_roles_edit_and_view_include_adascalejobs(namespace: str) -> None:
     roles = [one for one in yaml.safe_load_all((DEPLOY / "base/users.yaml").read_text()) if one]
     for role in roles:
         role["metadata"]["name"] = f"{namespace}-{role['metadata']['name']}"

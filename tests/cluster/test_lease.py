@@ -95,7 +95,7 @@ def test_a_second_operator_waits_and_takes_over_when_the_first_is_killed(start: 
     assert took_over(first, second) > 2
 
 
-def test_a_second_operator_takes_over_when_the_first_leaves(start: Start) -> None:
+def test_a_second_operator_takes_over_when_the_first_stops(start: Start) -> None:
     first = start("first")
     wait_until(first.works, "the first operator to get the lease")
     second = start("second")
@@ -107,7 +107,7 @@ def test_a_second_operator_takes_over_when_the_first_leaves(start: Start) -> Non
     assert took_over(first, second) > 0
 
 
-def test_an_operator_that_was_stopped_meanwhile_has_lost_the_lease(start: Start) -> None:
+def test_an_operator_that_was_paused_has_lost_the_lease(start: Start) -> None:
     first = start("first")
     wait_until(first.works, "the first operator to get the lease")
     second = start("second")

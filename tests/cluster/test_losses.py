@@ -59,7 +59,7 @@ def last_step_before(job: JobUnderTest) -> int:
     return max(int(one["step"]) for one in reports if one["generation"] < active)
 
 
-def test_a_job_that_loses_replicas_goes_on_from_its_last_checkpoint(workspace: Workspace) -> None:
+def test_a_job_that_loses_replicas_continues_from_its_last_checkpoint(workspace: Workspace) -> None:
     """Its trainer is killed, then its pod is deleted by force, then it has no memory left."""
     job = workspace.submit(on_two_replicas())
     job.wait_until_training(2)
@@ -89,7 +89,7 @@ def test_a_job_that_loses_replicas_goes_on_from_its_last_checkpoint(workspace: W
     job.delete()
 
 
-def test_pods_that_are_evicted_or_drained_save_first_and_no_step_is_repeated(
+def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
     system: System, workspace: Workspace
 ) -> None:
     """Nothing is saved but by who leaves: first all pods at once, then one."""

@@ -113,7 +113,7 @@ class Jobs:
         return self.pods
 
 
-def test_the_api_server_takes_the_job_with_all_that_is_in_it(
+def test_the_api_server_accepts_every_field_of_the_indexed_job(
     api_client: client.ApiClient, restricted: str
 ) -> None:
     path = f"/apis/batch/v1/namespaces/{restricted}/jobs"
@@ -132,13 +132,13 @@ def test_the_api_server_takes_the_job_with_all_that_is_in_it(
             )
 
 
-def test_the_api_server_takes_the_claim(api_client: client.ApiClient, restricted: str) -> None:
+def test_the_api_server_accepts_the_claim(api_client: client.ApiClient, restricted: str) -> None:
     manifest = claim_manifest(workload(restricted, CheckpointSettings(storage_class_name="none")))
     path = f"/api/v1/namespaces/{restricted}/persistentvolumeclaims"
     ask(api_client, "POST", path, manifest, dryRun="All")
 
 
-def test_a_namespace_that_enforces_the_restricted_standard_takes_the_pods(
+def test_a_namespace_that_enforces_the_restricted_standard_accepts_the_pods(
     api_client: client.ApiClient, restricted: str
 ) -> None:
     jobs = Jobs(api_client, workload(restricted))
@@ -146,9 +146,7 @@ def test_a_namespace_that_enforces_the_restricted_standard_takes_the_pods(
     jobs.wait_for(2)
 
 
-def test_what_a_template_asks_for_is_judged_by_the_namespace(
-    api_client: client.ApiClient, restricted: str
-) -> None:
+def test_the_namespace_rejects_a_privileged_template(api_client: client.ApiClient, restricted: str) -> None:
     made = workload(restricted, securityContext={"privileged": True})
     template = indexed_job_manifest(made, 1, suspend=False, single_node=False)["spec"]["template"]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template["spec"]}
@@ -156,9 +154,7 @@ def test_what_a_template_asks_for_is_judged_by_the_namespace(
         ask(api_client, "POST", f"/api/v1/namespaces/{restricted}/pods", pod, dryRun="All")
 
 
-def test_a_job_grows_and_shrinks_and_the_pods_that_stay_are_the_same(
-    api_client: client.ApiClient, restricted: str
-) -> None:
+def test_pods_are_kept_when_a_job_grows_and_shrinks(api_client: client.ApiClient, restricted: str) -> None:
     jobs = Jobs(api_client, workload(restricted))
     jobs.create(1)
     first = jobs.wait_for(1)[0]

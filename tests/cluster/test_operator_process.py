@@ -123,7 +123,7 @@ def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("alone")
-def test_an_operator_that_is_killed_before_any_of_its_writes_leaves_what_another_one_goes_on_with(
+def test_another_operator_continues_after_one_is_killed_before_any_of_its_writes(
     place: Place,
 ) -> None:
     changes: list[tuple[Callable[[JobUnderTest], None], int]] = [
@@ -170,7 +170,7 @@ def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int
 
 
 @pytest.mark.slow
-def test_an_operator_takes_over_from_one_that_leaves_and_from_one_that_is_killed(place: Place) -> None:
+def test_an_operator_takes_over_from_a_stopped_and_from_a_killed_one(place: Place) -> None:
     def start(name: str) -> OperatorProcess:
         return place.operator("--lease-namespace", place.namespace, "--identity", name)
 
@@ -193,7 +193,7 @@ def test_an_operator_takes_over_from_one_that_leaves_and_from_one_that_is_killed
     assert third.stop() == 0
 
 
-def test_an_operator_with_nothing_to_do_writes_nothing_and_asks_nothing(place: Place) -> None:
+def test_an_idle_operator_makes_no_calls(place: Place) -> None:
     jobs = [place.submit(f"idle-{number}", suspend=True) for number in range(5)]
     operator = place.operator()
     wait_until(lambda: all(job.status().get("state") == "Suspended" for job in jobs), "all of them suspended")

@@ -65,7 +65,7 @@ def is_one_job(job: JobUnderTest, replicas: int) -> None:
     assert view["active"]["replicas"] == status["replicas"] == replicas
 
 
-def test_training_goes_on_while_the_operator_is_away_and_then_takes_up_what_was_asked_meanwhile(
+def test_training_continues_without_the_operator_and_later_edits_are_applied(
     system: System, workspace: Workspace
 ) -> None:
     job = workspace.submit(job_manifest(**LONG))
@@ -87,9 +87,7 @@ def test_training_goes_on_while_the_operator_is_away_and_then_takes_up_what_was_
     assert status["failures"] == 0
 
 
-def test_the_operator_is_killed_again_and_again_while_a_job_grows(
-    system: System, workspace: Workspace
-) -> None:
+def test_a_job_grows_while_the_operator_is_killed_repeatedly(system: System, workspace: Workspace) -> None:
     job = workspace.submit(job_manifest())
     desired = 0
     while desired < 4:
@@ -109,9 +107,7 @@ def wants_more_than(job: JobUnderTest, replicas: int) -> bool:
     return bool(job.status().get("desiredReplicas", 0) > replicas)
 
 
-def test_the_metrics_service_is_killed_and_knows_what_it_had_answered(
-    system: System, workspace: Workspace
-) -> None:
+def test_a_killed_metrics_service_keeps_what_it_has_answered(system: System, workspace: Workspace) -> None:
     job = workspace.submit(job_manifest(**LONG))
     job.wait_until_training(2)
     goes_on(job)
@@ -153,7 +149,7 @@ def stopped(run: Callable[..., None], *names: str) -> Iterator[None]:
         run(*names, "start")
 
 
-def test_the_api_server_is_gone_for_half_a_minute(system: System, workspace: Workspace) -> None:
+def test_training_continues_during_an_outage_of_the_api_server(system: System, workspace: Workspace) -> None:
     run = command("ADASCALE_TEST_APISERVER", "the API server")
     job = workspace.submit(job_manifest(**LONG))
     job.wait_until_training(2)
@@ -180,7 +176,7 @@ def is_reachable(job: JobUnderTest) -> bool:
     return True
 
 
-def test_a_lost_node_is_done_without_and_used_again_when_it_is_back(
+def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     system: System, workspace: Workspace
 ) -> None:
     run = command("ADASCALE_TEST_NODE", "a node")

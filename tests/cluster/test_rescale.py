@@ -9,9 +9,7 @@ from cluster.system import System, Workspace, job_manifest, wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def test_a_job_grows_by_its_gain_and_the_pods_that_stay_are_the_same(
-    system: System, workspace: Workspace
-) -> None:
+def test_a_job_grows_by_its_gain_and_keeps_its_pods(system: System, workspace: Workspace) -> None:
     """1 -> 2 -> 4, then as many as `kubectl scale` lets it, to its end."""
     job = workspace.submit(job_manifest(scaleInvariantSteps=4000))
     job.wait_until_training(1)

@@ -90,7 +90,7 @@ def jobs(service: ServiceProcess) -> Any:
         return one.get("/jobs")
 
 
-def test_the_operator_may_do_everything_and_a_worker_what_its_job_needs(
+def test_the_operators_token_may_write_everything_and_a_workers_its_job(
     service: ServiceProcess, namespace: str, token_of: TokenOf
 ) -> None:
     job = f"{namespace}.digits"
@@ -106,7 +106,7 @@ def test_the_operator_may_do_everything_and_a_worker_what_its_job_needs(
     assert jobs(service)["jobs"] == []
 
 
-def test_what_a_token_is_not_good_for_is_refused_and_changes_nothing(
+def test_a_write_that_a_token_does_not_allow_changes_nothing(
     service: ServiceProcess,
     namespace: str,
     other_namespace: str,
@@ -161,7 +161,7 @@ def token_is_not_told(service: ServiceProcess, tokens: list[str]) -> bool:
     return not any(token in service.log() for token in tokens if len(token) > 100)
 
 
-def test_a_token_for_several_jobs_is_good_for_each_of_them(
+def test_a_token_with_several_audiences_is_valid_for_each_job(
     service: ServiceProcess, namespace: str, token_of: TokenOf
 ) -> None:
     ids = [f"{namespace}.a", f"{namespace}.b"]
@@ -170,7 +170,7 @@ def test_a_token_for_several_jobs_is_good_for_each_of_them(
     assert call(service, token, f"{namespace}.c", "report").status == 403
 
 
-def test_reads_that_are_protected_need_the_jobs_token_or_the_operators(
+def test_protected_reads_require_the_jobs_or_the_operators_token(
     tmp_path: Path, kubeconfig: str, namespace: str, token_of: TokenOf
 ) -> None:
     job = f"{namespace}.digits"
@@ -192,7 +192,7 @@ def test_reads_that_are_protected_need_the_jobs_token_or_the_operators(
                     assert (one.call("GET", path).status, path) == (status, path)
 
 
-def test_a_service_that_may_not_review_says_which_right_it_needs(
+def test_a_metrics_service_that_may_not_review_tokens_names_the_permission(
     tmp_path: Path, kubeconfig: str, namespace: str, token_of: TokenOf, api_client: client.ApiClient
 ) -> None:
     job = f"{namespace}.digits"

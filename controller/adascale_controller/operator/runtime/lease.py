@@ -221,7 +221,7 @@ class Election:
             await self._write(None, spec)
         elif not self._is_own(lease, own):
             self._own = None
-            raise LeaseLostError(f"the lease is held by {lease.holder or 'nobody'}")
+            raise LeaseLostError(f"the lease is held by {lease.holder or 'no operator'}")
         else:
             await self._write(lease, spec)
 
