@@ -301,7 +301,9 @@ def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output
     assert "ValueError: no" in condition(actions, ConditionType.FAILED).message
     assert writes(actions) == {"resize": 0}
     assert actions.status["failures"] == 2
-    assert actions_for(replace(observed_job, job=job((5, 1), backoff_limit=2)), 1).status["failures"] == 2
+    assert (
+        actions_for(replace(observed_job, resource=job((5, 1), backoff_limit=2)), 1).status["failures"] == 2
+    )
 
 
 def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
@@ -316,8 +318,8 @@ def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
 def test_an_ended_job_is_deleted_after_its_ttl(ttl: int | None, age: int, removed: bool) -> None:
     observed_job = replace(training_job(), indexed_job=indexed_job(2, complete=True))
     ended = with_status(observed_job, actions_for(observed_job))
-    spec = replace(ended.job.valid_job, ttl_seconds_after_finished=ttl)
-    later = replace(ended, job=replace(ended.job, job=spec), now=NOW + age)
+    spec = replace(ended.resource.valid_job, ttl_seconds_after_finished=ttl)
+    later = replace(ended, resource=replace(ended.resource, job=spec), now=NOW + age)
     assert actions_for(later).delete_job == removed
 
 
@@ -364,23 +366,23 @@ def test_the_status_has_changed_only_if_more_than_telemetry_has() -> None:
     observed_job = training_job((3, 2))
     actions = actions_for(observed_job, 2)
     after = with_status(observed_job, actions)
-    assert has_changed(observed_job.job.status, actions.status)
+    assert has_changed(observed_job.resource.status, actions.status)
     later = replace(after, now=NOW + 500)
-    assert not has_changed(after.job.status, actions_for(later, 2).status)
+    assert not has_changed(after.resource.status, actions_for(later, 2).status)
     assert events(actions_for(later, 2)) == []
     grown = replace(later, service=replace(view((3, 2), (3, 2)), latest=report(3, 2, 600.0)))
-    assert not has_changed(after.job.status, actions_for(grown, 2).status), "numbers wait for their time"
-    assert actions_for(grown, 2).status != after.job.status
-    assert has_changed(after.job.status, actions_for(later, 4).status)
+    assert not has_changed(after.resource.status, actions_for(grown, 2).status), "numbers wait for their time"
+    assert actions_for(grown, 2).status != after.resource.status
+    assert has_changed(after.resource.status, actions_for(later, 4).status)
 
 
 def test_fields_and_conditions_of_others_do_not_change_the_status() -> None:
     observed_job = training_job((3, 2))
     after = with_status(observed_job, actions_for(observed_job, 2))
     foreign = {"type": "example.com/Admitted", "status": "True", "reason": "Yes", "lastTransitionTime": "t"}
-    conditions = [foreign, *reversed(after.job.status["conditions"])]
-    status = {**after.job.status, "conditions": conditions, "theirs": 1}
-    other = replace(after, job=replace(after.job, status=status))
+    conditions = [foreign, *reversed(after.resource.status["conditions"])]
+    status = {**after.resource.status, "conditions": conditions, "theirs": 1}
+    other = replace(after, resource=replace(after.resource, status=status))
     assert not has_changed(status, actions_for(other, 2).status)
 
 
@@ -394,7 +396,9 @@ def test_disruptions_are_added_up_when_the_metrics_service_counts_from_zero() ->
     again = replace(with_status(lost, second), service=view((3, 2), (3, 2), disruptions=1))
     assert actions_for(again, 2).status["disruptions"] == 3
     assert (
-        actions_for(replace(observed_job, job=with_status(observed_job, first).job), 2).status["disruptions"]
+        actions_for(replace(observed_job, resource=with_status(observed_job, first).resource), 2).status[
+            "disruptions"
+        ]
         == 2
     )
 

@@ -131,7 +131,7 @@ def observed(
     """Return an observed job. The pods of the Indexed Job run by default."""
     count = indexed_job_.parallelism if indexed_job_ is not None and not indexed_job_.suspended else 0
     built = ObservedJob(
-        job=job_ or job(),
+        resource=job_ or job(),
         service=service,
         indexed_job=indexed_job_,
         pods=tuple(pod(rank) for rank in range(count)) if pods is None else pods,
@@ -167,7 +167,7 @@ def actions_for(
 
 def with_status(observed_job: ObservedJob, actions: Actions) -> ObservedJob:
     """Return the job with the status of the actions written."""
-    return replace(observed_job, job=replace(observed_job.job, status=actions.status))
+    return replace(observed_job, resource=replace(observed_job.resource, status=actions.status))
 
 
 def condition(actions: Actions, kind: ConditionType) -> Condition:

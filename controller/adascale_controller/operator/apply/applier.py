@@ -76,7 +76,7 @@ class Applier:
             ClusterError: the API server does not answer, or rejects a write.
             ServiceError: the same for the metrics service.
         """
-        job, applied = observed.job, Applied()
+        job, applied = observed.resource, Applied()
         await self._write_status(observed, actions)
         if actions.deregister:
             await asyncio.to_thread(self._service.delete_job, job.id)
@@ -114,14 +114,14 @@ class Applier:
         return view.active is None or view.broken or view.active.replicas <= allocation.replicas
 
     async def _record_event(self, observed: ObservedJob, event: Event) -> None:
-        job = observed.job
+        job = observed.resource
         logger.info("%s: %s: %s", job.id, event.reason, event.message)
         await self._cluster.record_event(
             job.namespace, job.name, job.uid, event, observed.now, self._identity
         )
 
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
-        job, now = observed.job, observed.now
+        job, now = observed.resource, observed.now
         due = now - self._status_written_at.get(job.uid, float("-inf")) >= TELEMETRY_INTERVAL
         if actions.status_changed or (actions.telemetry_changed and due):
             written = await self._cluster.apply_status(job.namespace, job.name, job.uid, actions.status)
@@ -129,7 +129,7 @@ class Applier:
             self._status_written_at[job.uid] = now
 
     async def _write_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
-        job, indexed_job = observed.job, observed.own_indexed_job
+        job, indexed_job = observed.resource, observed.own_indexed_job
         if actions.create_indexed_job is not None:
             await self._create_indexed_job(observed, actions, applied)
         elif actions.delete_indexed_job and indexed_job is not None:

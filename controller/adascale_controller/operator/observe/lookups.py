@@ -66,7 +66,7 @@ class LookupResults:
 
 def needed_lookups(cached: CachedJob, now: float) -> Lookups:
     """Return the lookups that a job needs at `now`, in seconds since 1970."""
-    job, workload, indexed_job = cached.job, cached.workload, cached.own_indexed_job
+    job, workload, indexed_job = cached.resource, cached.workload, cached.own_indexed_job
     live = live_pods(cached.pods)
     short = (
         indexed_job is not None

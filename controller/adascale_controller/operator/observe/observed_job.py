@@ -93,14 +93,14 @@ class CachedJob:
     """An AdaScaleJob with its Indexed Job and pods, as the caches hold them.
 
     Args:
-        job: the AdaScaleJob.
+        resource: the AdaScaleJob.
         workload: what its objects are made from. None if the spec is invalid.
         indexed_job: the Job of the same name.
         pods: the pods of the same name.
         lost_nodes: names of nodes that are not ready.
     """
 
-    job: AdaScaleJob
+    resource: AdaScaleJob
     workload: Workload | None
     indexed_job: IndexedJob | None
     pods: Sequence[Pod]
@@ -109,7 +109,7 @@ class CachedJob:
     @property
     def own_indexed_job(self) -> IndexedJob | None:
         """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
-        return own_indexed_job(self.job, self.indexed_job)
+        return own_indexed_job(self.resource, self.indexed_job)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ObservedJob:
     """The observed state of one AdaScaleJob at one moment.
 
     Args:
-        job: the AdaScaleJob.
+        resource: the AdaScaleJob.
         service: its view in the metrics service. None if the metrics service does not answer.
         indexed_job: the Job of the same name.
         pods: the pods of the same name.
@@ -129,7 +129,7 @@ class ObservedJob:
         workload: what its objects are made from. None if the spec is invalid.
     """
 
-    job: AdaScaleJob
+    resource: AdaScaleJob
     service: JobView | None
     indexed_job: IndexedJob | None
     pods: Sequence[Pod]
@@ -146,7 +146,7 @@ class ObservedJob:
 
         With equal generations the metrics service's allocation holds, since agents follow it.
         """
-        recorded = self.job.recorded_allocation
+        recorded = self.resource.recorded_allocation
         desired = self.service.desired if self.service is not None else None
         if recorded is None or desired is None:
             return recorded
@@ -155,12 +155,12 @@ class ObservedJob:
     @property
     def own_indexed_job(self) -> IndexedJob | None:
         """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
-        return own_indexed_job(self.job, self.indexed_job)
+        return own_indexed_job(self.resource, self.indexed_job)
 
     @property
     def own_pods(self) -> Sequence[Pod]:
         """The pods, if they belong to this AdaScaleJob and not to an earlier one of its name."""
-        owned = self.indexed_job is not None and self.indexed_job.owner == self.job.uid
+        owned = self.indexed_job is not None and self.indexed_job.owner == self.resource.uid
         return self.pods if owned else ()
 
     @property

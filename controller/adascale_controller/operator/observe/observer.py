@@ -83,7 +83,7 @@ class Observer:
         indexed_job = IndexedJob.read(raw_indexed_job) if raw_indexed_job is not None else None
         own = indexed_job.uid if indexed_job is not None and indexed_job.owner == job.uid else None
         return CachedJob(
-            job=job,
+            resource=job,
             workload=self._workload(job),
             indexed_job=indexed_job,
             pods=[self._read_pod(pod) for pod in pods if own in (None, _controller_uid(pod))],
@@ -133,9 +133,9 @@ def observe(
         views: the jobs of the metrics service by job id. None if the metrics service does not answer.
         now: seconds since 1970.
     """
-    job = cached.job
+    job = cached.resource
     return ObservedJob(
-        job=job,
+        resource=job,
         service=None if views is None else views.get(job.id, JobView.empty(job.id)),
         indexed_job=cached.indexed_job,
         pods=with_start_problems(cached.pods, lookups, now),

@@ -19,13 +19,13 @@ MAX_MESSAGE = 1000
 
 def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) -> Iterator[Event]:
     """Yield the Events for the changes from a job's current status to a new one."""
-    current, allocation = observed.job.status, scheduled.allocation
-    recorded, training = observed.job.recorded_allocation, status["replicas"]
+    current, allocation = observed.resource.status, scheduled.allocation
+    recorded, training = observed.resource.recorded_allocation, status["replicas"]
     if allocation is not None and recorded is not None and allocation.generation > recorded.generation:
         yield from _rescheduled(observed, scheduled, recorded, allocation)
     elif allocation is not None and recorded is None:
         yield Event("Started", f"Started on {plural(allocation.replicas, 'replica')}")
-        if observed.single_node and observed.job.valid_job.spec.max_replicas > 1 and observed.claim:
+        if observed.single_node and observed.resource.valid_job.spec.max_replicas > 1 and observed.claim:
             yield Event(
                 "SingleNode",
                 f"PersistentVolumeClaim {observed.claim.name} is not ReadWriteMany, so all replicas run on "
@@ -41,7 +41,7 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         yield Event("ReplicaLost", "A replica was lost; re-entering from the last checkpoint", warning=True)
     failures = scheduled.assessment.failures.count
     if failures > current.get("failures", 0) and not scheduled.assessment.ended:
-        limit = observed.job.valid_job.backoff_limit if observed.job.job is not None else 0
+        limit = observed.resource.valid_job.backoff_limit if observed.resource.job is not None else 0
         message = f"Failure {failures} of the program (backoffLimit {limit}). {last_failure(observed)}"
         yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
     yield from _changed_conditions(current, status)
@@ -49,7 +49,7 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
 
 def has_new_bounds(observed: ObservedJob) -> bool:
     """Whether the spec differs from the one declared at the metrics service."""
-    job = observed.job.job
+    job = observed.resource.job
     declared = observed.service.spec if observed.service is not None else None
     return job is not None and declared is not None and declared != job.spec
 

@@ -33,7 +33,7 @@ def count_failures(observed: ObservedJob) -> FailureCount:
 
     Pods that fail after the program has finished on rank 0 do not count.
     """
-    recorded = read_failures(observed.job.status)
+    recorded = read_failures(observed.resource.status)
     return recorded if observed.program_finished else with_pods(recorded, observed.own_pods)
 
 

@@ -64,7 +64,7 @@ def assess(observed: ObservedJob) -> Assessment:
 
 
 def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
-    job, indexed_job = observed.job, observed.own_indexed_job
+    job, indexed_job = observed.resource, observed.own_indexed_job
     for condition_type, phase, default in _END_CONDITIONS:
         condition = condition_of(job.status, condition_type)
         # A job with an invalid spec may be corrected. Any other end is final.
@@ -117,7 +117,7 @@ def last_failure(observed: ObservedJob) -> str:
 
 
 def _blocked(observed: ObservedJob) -> _Finding | None:
-    job, indexed_job = observed.job, observed.indexed_job
+    job, indexed_job = observed.resource, observed.indexed_job
     if indexed_job is not None and indexed_job.owner != job.uid:
         if indexed_job.owner is None and not indexed_job.deleting:
             return (
@@ -149,10 +149,10 @@ def _blocked(observed: ObservedJob) -> _Finding | None:
 
 
 def _stopped(observed: ObservedJob) -> _Finding | None:
-    job = observed.job.job
+    job = observed.resource.job
     if job is None:
         # It continues with the spec that it had.
-        return JobPhase.BLOCKED, Reason.INVALID_SPEC, observed.job.invalid or ""
+        return JobPhase.BLOCKED, Reason.INVALID_SPEC, observed.resource.invalid or ""
     if job.suspend:
         return JobPhase.STOPPING, Reason.SUSPENDED, "spec.suspend is true"
     if job.replicas == 0:
@@ -169,7 +169,7 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
         return (
             JobPhase.STOPPING if indexed_job is None else JobPhase.BLOCKED,
             Reason.VOLUME_NOT_FOUND,
-            f"PersistentVolumeClaim {claim.name} not found in namespace {observed.job.namespace}: create it, "
-            "or remove spec.checkpoint.claimName to have the operator create one",
+            f"PersistentVolumeClaim {claim.name} not found in namespace {observed.resource.namespace}: "
+            "create it, or remove spec.checkpoint.claimName to have the operator create one",
         )
     return None

@@ -43,7 +43,7 @@ def reconcile(
         assessment,
         allocation,
         reason=decision.reason if decision is not None else "",
-        changed=allocation != observed.job.recorded_allocation,
+        changed=allocation != observed.resource.recorded_allocation,
         failed_placement=failed_placement,
     )
     status = status_of(observed, scheduled)
@@ -56,8 +56,8 @@ def reconcile(
     resizes = indexed_job is not None and not replaces_template and _differs(observed, parallelism, deadline)
     return Actions(
         status=status,
-        status_changed=has_changed(observed.job.status, status),
-        telemetry_changed=own_fields(observed.job.status) != status,
+        status_changed=has_changed(observed.resource.status, status),
+        telemetry_changed=own_fields(observed.resource.status) != status,
         declare=_declaration(observed, assessment),
         allocate=allocation if _is_new_to_service(observed, allocation) else None,
         create_claim=creates and claim is not None and claim.own and not claim.exists,
@@ -78,7 +78,7 @@ def belongs_to_predecessor(observed: ObservedJob) -> bool:
     """Whether the job in the metrics service is that of an earlier AdaScaleJob of the same name."""
     view = observed.service
     return (
-        observed.job.recorded_allocation is None
+        observed.resource.recorded_allocation is None
         and view is not None
         and (view.desired is not None or view.complete)
     )
@@ -96,8 +96,8 @@ def _deregister_predecessor(observed: ObservedJob, assessment: Assessment) -> Ac
     all_ended = all(pod.exit is not None for pod in observed.pods)
     return Actions(
         status,
-        status_changed=has_changed(observed.job.status, status),
-        telemetry_changed=own_fields(observed.job.status) != status,
+        status_changed=has_changed(observed.resource.status, status),
+        telemetry_changed=own_fields(observed.resource.status) != status,
         deregister=all_ended,
     )
 
@@ -132,7 +132,7 @@ def _is_new_to_service(observed: ObservedJob, allocation: Allocation | None) -> 
 
 
 def _declaration(observed: ObservedJob, assessment: Assessment) -> JobSpec | None:
-    job, view = observed.job.job, observed.service
+    job, view = observed.resource.job, observed.service
     runnable = assessment.phase is JobPhase.RUNNABLE
     if job is None or view is None or not runnable or view.spec == job.spec:
         return None
@@ -157,8 +157,8 @@ def _parallelism(observed: ObservedJob, assessment: Assessment, allocation: Allo
 
 def _active_deadline(observed: ObservedJob) -> int | None:
     """Return `activeDeadlineSeconds` of the spec, or the current one if the spec is invalid."""
-    if observed.job.job is not None:
-        return observed.job.job.active_deadline_seconds
+    if observed.resource.job is not None:
+        return observed.resource.job.active_deadline_seconds
     indexed_job = observed.own_indexed_job
     return indexed_job.active_deadline_seconds if indexed_job is not None else None
 
@@ -232,7 +232,7 @@ def _lost_pods(observed: ObservedJob) -> Iterator[str]:
 
 def _is_expired(observed: ObservedJob, assessment: Assessment, status: Status) -> bool:
     """Whether `ttlSecondsAfterFinished` is over."""
-    job = observed.job.job
+    job = observed.resource.job
     ttl = job.ttl_seconds_after_finished if job is not None else None
     ended_at = seconds(status.get("completionTime"))
     return assessment.ended and ttl is not None and ended_at is not None and observed.now >= ended_at + ttl

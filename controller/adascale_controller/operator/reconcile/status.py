@@ -80,7 +80,7 @@ class ScheduledJob:
 
 def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     """Return the new status of a job."""
-    current = observed.job.status
+    current = observed.resource.status
     allocation, ended = scheduled.allocation, scheduled.assessment.ended
     counts = _counts(observed, scheduled)
     # While the metrics service does not answer, the current status is the best information.
@@ -89,15 +89,15 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         training = 0
     conditions = _conditions(observed, scheduled, training, counts)
     status: Status = {
-        "observedGeneration": observed.job.generation,
+        "observedGeneration": observed.resource.generation,
         "state": _state(conditions, scheduled),
         "replicas": training,
         "desiredReplicas": allocation.replicas if allocation and not ended else 0,
-        "selector": f"{names.LABEL_JOB}={observed.job.name}",
+        "selector": f"{names.LABEL_JOB}={observed.resource.name}",
         **counts,
         **_telemetry(observed),
         "conditions": merged(
-            current.get("conditions") or (), conditions, observed.job.generation, observed.now
+            current.get("conditions") or (), conditions, observed.resource.generation, observed.now
         ),
     }
     if allocation is not None:
@@ -130,7 +130,7 @@ def _without_telemetry(status: Mapping[str, Any]) -> Status:
 
 def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     """Return the counters: rescales, disruptions, failures, and what they already include."""
-    current = observed.job.status
+    current = observed.resource.status
     attempts = current.get("attempts") or {}
     counted = attempts.get("reportedDisruptions", 0)
     disruptions = current.get("disruptions", 0)
@@ -166,7 +166,7 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
 def _telemetry(observed: ObservedJob) -> Status:
     report = observed.service.latest if observed.service is not None else None
     if report is None:
-        return {name: value for name, value in observed.job.status.items() if name in TELEMETRY}
+        return {name: value for name, value in observed.resource.status.items() if name in TELEMETRY}
     return {
         "batchSize": report.replicas * report.local_bsz * report.accumulation,
         "localBatchSize": report.local_bsz,
@@ -183,7 +183,7 @@ def _rounded(value: float) -> float:
 
 
 def _progress(observed: ObservedJob, report: GainReport) -> str:
-    job = observed.job.job
+    job = observed.resource.job
     steps = job.spec.scale_invariant_steps if job is not None else None
     if steps is None:
         return f"{int(report.progress)} steps"
@@ -230,7 +230,7 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         return condition(False, problem.reason, problem.message)
     failures = assessment.failures.count
     if failures:
-        limit = observed.job.valid_job.backoff_limit
+        limit = observed.resource.valid_job.backoff_limit
         message = f"Restarting after failure {failures} of the program (backoffLimit {limit})"
         return condition(False, Reason.PROGRAM_FAILED, message)
     replicas = plural(allocation.replicas, "replica")
@@ -249,7 +249,7 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
         if problem is not None:
             continues = f"training continues on {plural(training, 'replica')}"
             return Condition(kind, True, problem.reason, f"{change}: {problem.message}; {continues}")
-        current = condition_of(observed.job.status, kind)
+        current = condition_of(observed.resource.status, kind)
         if not scheduled.changed and current is not None and current.message.startswith(f"{change}:"):
             return Condition(kind, True, Reason.PREPARING_REPLICAS, current.message)
         message = f"{change}: {scheduled.reason or 'preparing replicas'}"
@@ -273,7 +273,7 @@ def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> 
         return Condition(kind, True, assessment.reason, assessment.message)
     if requested:
         return Condition(kind, False, assessment.reason, "Saving state")
-    current = condition_of(observed.job.status, kind)
+    current = condition_of(observed.resource.status, kind)
     resumed = current is not None and (current.status or current.reason == Reason.RESUMED)
     return Condition(kind, False, Reason.RESUMED if resumed else Reason.STABLE)
 

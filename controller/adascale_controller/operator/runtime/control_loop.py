@@ -112,33 +112,33 @@ class ControlLoop:
         jobs = await self._observe(snapshot, views)
         assessments = {}
         for job in jobs:
-            with self._errors.isolate(job.job.id):
-                assessments[job.job.id] = assess(job)
+            with self._errors.isolate(job.resource.id):
+                assessments[job.resource.id] = assess(job)
         runnable = [
             job
             for job in jobs
-            if job.job.id in assessments and assessments[job.job.id].phase is JobPhase.RUNNABLE
+            if job.resource.id in assessments and assessments[job.resource.id].phase is JobPhase.RUNNABLE
         ]
         decisions = self._scheduler.schedule(runnable, snapshot.nodes, snapshot.pods, self._errors.isolate)
         limit = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def reconcile_and_apply(job: ObservedJob, decision: Decision | None) -> None:
-            assessment = assessments.get(job.job.id)
+            assessment = assessments.get(job.resource.id)
             if assessment is None or (decision is None and assessment.phase is JobPhase.RUNNABLE):
                 return  # An error kept the job from being scheduled: it stays as it is.
             async with limit:
-                with self._errors.isolate(job.job.id):
+                with self._errors.isolate(job.resource.id):
                     failed_placement = self._scheduler.failed_placement(job)
                     actions = reconcile(job, assessment, decision, failed_placement)
                     applied = await self._applier.apply(job, actions)
                     if applied.claim_created:
-                        self._fetcher.expire_claim(job.job.uid)
+                        self._fetcher.expire_claim(job.resource.uid)
                     if applied.template_rejection is not None:
-                        self._observer.reject(job.job, f"spec.template: {applied.template_rejection}")
+                        self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
                         self._cache.changed.set()
-                    self._errors.clear(job.job.id)
+                    self._errors.clear(job.resource.id)
 
-        await asyncio.gather(*(reconcile_and_apply(job, decisions.get(job.job.id)) for job in jobs))
+        await asyncio.gather(*(reconcile_and_apply(job, decisions.get(job.resource.id)) for job in jobs))
         if views is not None:
             present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
             await self._service_jobs.deregister_deleted(
@@ -150,7 +150,7 @@ class ControlLoop:
         await self._fetcher.fetch(cached, self._clock())
         jobs = []
         for job in cached:
-            with self._errors.isolate(job.job.id):
+            with self._errors.isolate(job.resource.id):
                 lookups = self._fetcher.results(job)
                 if lookups is not None:
                     jobs.append(observe(job, lookups, views, self._clock()))

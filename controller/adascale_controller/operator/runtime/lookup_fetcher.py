@@ -101,7 +101,7 @@ class LookupFetcher:
         limit = asyncio.Semaphore(max(MAX_CONCURRENT - len(self._tasks), 1))
         started = []
         for job in jobs:
-            lookups = self._jobs.setdefault(job.job.uid, _JobLookups())
+            lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
             for name, call in self._due(job, lookups, now):
                 lookups.running.add(name)
                 task = asyncio.create_task(self._run(lookups, name, call, limit))
@@ -119,7 +119,7 @@ class LookupFetcher:
         Raises:
             ClusterError: the claim is unknown because it could not be read.
         """
-        lookups = self._jobs.get(job.job.uid, _JobLookups())
+        lookups = self._jobs.get(job.resource.uid, _JobLookups())
         claim = job.workload.claim_name if job.workload is not None else None
         if claim is None:
             return replace(lookups.results, claim=None)
@@ -202,9 +202,9 @@ class LookupFetcher:
     ) -> None:
         try:
             async with _deadline():
-                events = await self._cluster.list_events(job.job.namespace, indexed_job, "FailedCreate")
+                events = await self._cluster.list_events(job.resource.namespace, indexed_job, "FailedCreate")
         except ClusterError as error:
-            logger.warning("%s: %s", job.job.id, error)
+            logger.warning("%s: %s", job.resource.id, error)
             return
         if lookups.short_of_pods_since is not None:
             failure = pod_creation_failure(events, since)
@@ -213,9 +213,9 @@ class LookupFetcher:
     async def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups) -> None:
         try:
             async with _deadline():
-                events = await self._cluster.list_events(job.job.namespace, pod_uid)
+                events = await self._cluster.list_events(job.resource.namespace, pod_uid)
         except ClusterError as error:
-            logger.warning("%s: %s", job.job.id, error)
+            logger.warning("%s: %s", job.resource.id, error)
             return
         lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=tuple(events))
 

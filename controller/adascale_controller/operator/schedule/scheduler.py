@@ -40,7 +40,7 @@ class Scheduler:
 
     def failed_placement(self, job: ObservedJob) -> FailedPlacement | None:
         """Return the count of a job that could not be placed and may not be scheduled yet."""
-        memory = self._memories.get(job.job.uid)
+        memory = self._memories.get(job.resource.uid)
         return memory.backoff.failed_placement(job.now) if memory is not None else None
 
     def schedule(
@@ -58,14 +58,14 @@ class Scheduler:
             pods: all pods of the cluster.
             isolation: handles the errors of a single job.
         """
-        jobs_by_id = {job.job.id: job for job in jobs}
+        jobs_by_id = {job.resource.id: job for job in jobs}
         demands = {}
         for job_id, job in jobs_by_id.items():
             with isolation(job_id):
                 demands[job_id] = _demand(job, nodes or ())
         capacity: Capacity
         if nodes is None:
-            max_replicas = (job.job.valid_job.spec.max_replicas for job in jobs_by_id.values())
+            max_replicas = (job.resource.valid_job.spec.max_replicas for job in jobs_by_id.values())
             capacity = ReplicaCapacity(sum(max_replicas))
         else:
             capacity = NodeCapacity(free_nodes(nodes, pods, demands), demands)
@@ -76,15 +76,15 @@ class Scheduler:
         # Durations are measured on the monotonic clock, so the decision gets its time from it too.
         decisions = decide(states, capacity, time.monotonic())
         for state in states:
-            cap, decision = jobs_by_id[state.id].job.valid_job.replicas, decisions[state.id]
+            cap, decision = jobs_by_id[state.id].resource.valid_job.replicas, decisions[state.id]
             if cap is not None and state.limit == cap and decision.replicas < state.replicas:
                 decisions[state.id] = replace(decision, reason=f"spec.replicas is {cap}")
         return decisions
 
     def _state(self, observed: ObservedJob, capacity: Capacity) -> JobState:
         """Return a job's state for the decision."""
-        job, view = observed.job.valid_job, observed.service or JobView.empty()
-        memory = self._memories.setdefault(observed.job.uid, _JobMemory())
+        job, view = observed.resource.valid_job, observed.service or JobView.empty()
+        memory = self._memories.setdefault(observed.resource.uid, _JobMemory())
         memory.measurements.update(view, time.monotonic())
         state = memory.measurements.job_state(job, view, job.spec.scale_invariant_steps)
         current = observed.current_allocation
@@ -94,7 +94,7 @@ class Scheduler:
         limits = [job.replicas, memory.backoff.limit(most, observed.now)]
         return replace(
             state,
-            arrival=float(observed.job.created_at),
+            arrival=float(observed.resource.created_at),
             replicas=current.replicas if current is not None else 0,
             stable_since=state.stable_since if trains_current else None,
             limit=min((limit for limit in limits if limit is not None), default=None),
@@ -103,7 +103,7 @@ class Scheduler:
 
 def _demand(observed: ObservedJob, nodes: Sequence[ApiObject]) -> Demand:
     """Return what a job requests of the nodes."""
-    pod_spec = observed.job.template["spec"]
+    pod_spec = observed.resource.template["spec"]
     return Demand(
         request=pod_request(pod_spec),
         nodes=eligible_nodes(pod_spec, nodes),
@@ -121,7 +121,7 @@ def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: 
     placed = 0
     while placed in live and live[placed].is_placed:
         placed += 1
-    spec = observed.job.valid_job.spec
+    spec = observed.resource.valid_job.spec
     backoff.update(
         generation=current.generation,
         count=current.replicas,
