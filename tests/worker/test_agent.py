@@ -259,7 +259,7 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
     )
     assert run.returncode == 69
     assert "does not answer" in run.stderr
-    assert "is the address right" in run.stderr
+    assert "check ADASCALE_API_URL, and that the service runs" in run.stderr
     assert time.monotonic() - began > 1
     first, said = log.read_text().split("\n")
     assert first == "before any generation: exit code 69"
@@ -304,7 +304,7 @@ def test_a_termination_log_that_cannot_be_written_is_told_and_changes_nothing_el
     job.service.allocate(1, 1)
     run = run_agent(job, "sh", "-c", "exit 3", ADASCALE_TERMINATION_LOG="/no/such/folder")
     assert run.returncode == 3
-    assert "/no/such/folder cannot be written" in run.stderr
+    assert "cannot write the termination message to /no/such/folder" in run.stderr
     assert "Traceback" not in run.stderr
 
 

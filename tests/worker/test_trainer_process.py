@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from adascale_worker.agent.trainer_process import LAST_OUTPUT, TrainerProcess
+from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from support.launch import wait_until
 
 
@@ -52,7 +52,7 @@ def test_a_process_that_holds_its_output_open_does_not_hide_its_end() -> None:
     trainer, exit_code = shell(f"setsid sleep 1000 & while [ {group} != $! ]; do :; done; echo $!; exit 3")
     try:
         assert exit_code() == 3
-        assert time.monotonic() - began >= LAST_OUTPUT, "what may still come is waited for"
+        assert time.monotonic() - began >= OUTPUT_TIMEOUT, "what may still come is waited for"
         assert not is_gone(int(trainer.log)), "in a group of its own it lives on"
     finally:
         os.kill(int(trainer.log), signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_a_terminals_ctrl_c_does_not_reach_it() -> None:
     trainer, exit_code = shell("echo $$; exec sleep 1000")
     wait_until(lambda: trainer.log, "its start")
     assert os.getpgid(int(trainer.log)) != os.getpgid(0)
-    trainer.end()
+    trainer.kill()
     assert exit_code() == -signal.SIGKILL
-    trainer.place({})
-    trainer.send(signal.SIGTERM)
+    trainer.assign({})
+    trainer.send_signal(signal.SIGTERM)

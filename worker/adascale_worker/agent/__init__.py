@@ -1,5 +1,11 @@
-"""The agent: one per replica, it starts the trainer of each generation and ends with it.
+"""The agent: the process of a replica that starts its trainer in each generation.
 
-It never imports torch, so that it starts in a fraction of a second and holds little memory. It decides
-nothing: the controller says how many replicas there are, the metrics service when a generation begins.
+It never imports torch, so that it starts in a fraction of a second and uses little memory. It makes no
+decisions: the controller decides on the number of replicas, the metrics service when a generation becomes
+active.
+
+Modules: `agent` is the state loop. `standby` prepares the next trainer, `trainer_process` is a trainer as a
+process, `kill_deadline` decides when a trainer is killed, `rendezvous_socket` keeps the port of rank 0,
+`heartbeat` exchanges state with the metrics service, `termination_log` writes the termination message,
+`events` waits for any of these.
 """

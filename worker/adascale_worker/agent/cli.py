@@ -18,28 +18,28 @@ _DESCRIPTION = f"""\
 Run a training program as one replica of an elastic job.
 
 The agent is the entry point of a worker. It registers with the metrics service, starts PROGRAM in each
-generation that has a place for this replica, and starts it again after a change of replicas. It leaves
-with 0 when the program has finished, {EXIT_REENTRY} when it was asked to leave (SIGTERM) with the
-state saved, and with the program's own exit code when that failed.
+generation that includes this replica, and starts it again after a change of replicas. Its exit code is 0
+when the program has finished, {EXIT_REENTRY} after SIGTERM, when the program has saved its state, and that
+of the program when the program has failed.
 
 environment:
   {names.ENV_API_URL}   base URL of the metrics service
   {names.ENV_JOB_ID}    the job, <namespace>.<name>
   {names.ENV_REPLICA}   index of this replica, from 0
-  {names.ENV_ADDRESS}   where other replicas reach it (default: 127.0.0.1)
-  {names.ENV_SERVICE_TIMEOUT}   seconds to wait for the service's first answer
-  {names.ENV_TERMINATION_GRACE}   seconds that a trainer has to save when the agent is asked to leave
-  {names.ENV_TERMINATION_LOG}   a file in which to say why the program has failed
-  {names.ENV_TOKEN}, {names.ENV_TOKEN_FILE}   the bearer token, or a file with it
+  {names.ENV_ADDRESS}   address at which other replicas reach it (default: 127.0.0.1)
+  {names.ENV_SERVICE_TIMEOUT}   seconds to wait for the first answer of the service
+  {names.ENV_TERMINATION_GRACE}   seconds that a trainer has to save its state after SIGTERM
+  {names.ENV_TERMINATION_LOG}   file for the termination message
+  {names.ENV_TOKEN}, {names.ENV_TOKEN_FILE}   the bearer token, or a file with the token
 """
 
 
 def main() -> NoReturn:
-    """Run the agent and leave with its exit code."""
-    # First of all: a signal that nobody listens for does not reach the first process of a container. Until
-    # the agent listens itself there is nothing to save and nothing to tell.
+    """Run the agent, and exit with its exit code."""
+    # Before anything else: the first process of a container does not get signals without a handler. Until
+    # the agent has its own handlers, there is no state to save.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit)
     parser = argparse.ArgumentParser(
         "adascale-agent", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,17 +47,17 @@ def main() -> NoReturn:
         "command", nargs="+", metavar="PROGRAM", help="the training program and its arguments"
     )
     code = _run(parser.parse_args().command)
-    # The threads that talk with the service wait on it; nothing is left that they could be needed for.
+    # Without waiting for the threads of the heartbeat, which may wait for the service.
     sys.stdout.flush()
     os._exit(code)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_REENTRY)
 
 
 def _run(command: list[str]) -> int:
-    # What takes time to import waits until signals are listened for.
+    # Imported here, since signals must be handled before imports that take time.
     from adascale_client import MetricsServiceClient
     from adascale_worker import environment
     from adascale_worker.agent.agent import Agent
@@ -79,12 +79,12 @@ def _run(command: list[str]) -> int:
             environ,
             rank=environment.read_replica(environ),
             address=environ.get(names.ENV_ADDRESS, "127.0.0.1"),
-            patience=environment.read_service_timeout(environ),
+            service_timeout=environment.read_service_timeout(environ),
             termination_grace=environment.read_termination_grace(environ),
             termination_log=termination_log,
         )
         return agent.run()
     except AdaScaleError as error:
-        termination_log.say(TerminationMessage(0, error.exit_code, str(error)))
+        termination_log.write(TerminationMessage(0, error.exit_code, str(error)))
         print(f"adascale-agent: {error}", file=sys.stderr, flush=True)
         return error.exit_code

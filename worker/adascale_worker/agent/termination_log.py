@@ -1,4 +1,4 @@
-"""Where an agent says why it leaves: the file that Kubernetes makes a pod's termination message from."""
+"""The file from which Kubernetes reads the termination message of a container."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ class TerminationLog:
     """The termination log of a container.
 
     Args:
-        path: the file; none: nobody wants to know.
+        path: the file; None if there is no container.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._said = False
+        self._written = False
 
-    def say(self, words: TerminationMessage) -> None:
-        """Write why the agent leaves. The first words count: what is said later only follows from it."""
-        if self._path is None or self._said:
+    def write(self, message: TerminationMessage) -> None:
+        """Write why the agent exits. Only the first message is kept: later errors are its consequences."""
+        if self._path is None or self._written:
             return
-        self._said = True
+        self._written = True
         try:
-            # In place: it is a mount, which nothing can be renamed over.
-            self._path.write_bytes(words.to_text().encode())
+            # In place: the file is a mount point, onto which no file can be renamed.
+            self._path.write_bytes(message.to_text().encode())
         except OSError as error:
             print(
-                f"adascale-agent: {self._path} cannot be written, so the pod's status won't say why this "
-                f"agent leaves: {error.strerror}",
+                f"adascale-agent: cannot write the termination message to {self._path}: {error.strerror}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,8 +1,7 @@
-"""A trainer as a process: it dies with its agent, which passes on its output and keeps the end of it.
+"""A trainer as a child process of its agent.
 
-A trainer is started before its generation begins: it imports what it needs while the generation before it
-still trains, says that it is ready, and waits to be told its place. That takes the slowest part of a
-re-entry, the import of torch, out of the time that training stands still.
+It dies with its agent, which forwards its output and keeps the last lines. It is started before its
+generation is active (see `standby`): it reports that it is ready, and then waits for its rank assignment.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from collections.abc import Callable, Mapping, Sequence
 from adascale_core.names import ENV_AGENT_FD, ENV_LISTEN_FD
 
 LOG_LINES = 40
-"""Last lines of output kept for the case that the program fails."""
-LINE_LENGTH = 500
-LAST_OUTPUT = 2.0
-"""Seconds after the end of a trainer within which the rest of its output is read."""
+"""Last lines of output that are kept for the report of a failure."""
+MAX_LINE_LENGTH = 500
+OUTPUT_TIMEOUT = 2.0
+"""Seconds after the exit of a trainer within which the rest of its output is read."""
 PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
-_own: set[int] = set()
-"""Process ids of trainers that are not reaped yet, which nobody else may do."""
+_unreaped: set[int] = set()
+"""Process ids of trainers that are not reaped yet. Only their own thread may reap them."""
 
 
 class TrainerProcess:
-    """A trainer, waiting for its place or running in it.
+    """A trainer that waits for its rank assignment, or runs.
 
     Args:
         command: the user's program and its arguments.
         environ: its environment.
-        listen_fd: the listening socket for the rendezvous, on rank 0.
-        on_change: called, from a thread of this object's, when it is ready and when it has ended.
+        listen_fd: descriptor of the listening socket for the rendezvous on rank 0, else None.
+        on_change: called in another thread when it is ready, and when it has exited.
 
     Raises:
         OSError: the program cannot be started.
@@ -54,22 +54,22 @@ class TrainerProcess:
     ) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._on_change = on_change
-        self._channel, theirs = socket.socketpair()
-        inherited = [theirs.fileno()]
-        told = {"PYTHONUNBUFFERED": "1", ENV_AGENT_FD: str(theirs.fileno())}
+        self._channel, trainer_end = socket.socketpair()
+        inherited = [trainer_end.fileno()]
+        additions = {"PYTHONUNBUFFERED": "1", ENV_AGENT_FD: str(trainer_end.fileno())}
         if listen_fd is not None:
             inherited.append(listen_fd)
-            told[ENV_LISTEN_FD] = str(listen_fd)
+            additions[ENV_LISTEN_FD] = str(listen_fd)
         try:
-            with theirs:
+            with trainer_end:
                 self._process = subprocess.Popen(
                     command,
-                    env={**environ, **told},
+                    env={**environ, **additions},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=inherited,
-                    # A terminal's Ctrl-C is for the agent, which ends the trainer in its own way.
+                    # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
                     process_group=0,
                     preexec_fn=_die_with_parent(os.getpid()),
                     text=True,
@@ -78,98 +78,100 @@ class TrainerProcess:
         except OSError:
             self._channel.close()
             raise
-        _own.add(self._process.pid)
+        _unreaped.add(self._process.pid)
         self.ready = False
-        """Whether it waits for its place."""
-        self._ended = False
-        output = threading.Thread(target=self._pass_on, name="adascale-output", daemon=True)
+        """Whether it waits for its rank assignment."""
+        self._exited = False
+        output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
         output.start()
-        threading.Thread(target=self._await_ready, name="adascale-ready", daemon=True).start()
-        threading.Thread(target=self._await_end, args=[output], name="adascale-end", daemon=True).start()
+        threading.Thread(target=self._wait_until_ready, name="adascale-ready", daemon=True).start()
+        threading.Thread(target=self._wait_for_exit, args=[output], name="adascale-exit", daemon=True).start()
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal, once it has ended and what it wrote is read."""
-        return self._process.poll() if self._ended else None
+        """Its exit code, -n for signal n; None until it has exited and its output is read."""
+        return self._process.poll() if self._exited else None
 
     @property
     def log(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         return "\n".join(self._lines)
 
-    def place(self, environ: Mapping[str, str | None]) -> None:
-        """Tell it its place, as environment variables, and so let it go on; those that are none go."""
+    def assign(self, environ: Mapping[str, str | None]) -> None:
+        """Send it the environment variables of its rank assignment (None: to be unset). Then it continues."""
         try:
             self._channel.sendall(json.dumps(dict(environ)).encode() + b"\n")
         except OSError:
-            # It has ended, and its exit code will tell.
+            # It has exited; `exit_code` shows it.
             return
 
-    def send(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has exited."""
         self._process.send_signal(number)
 
-    def end(self) -> None:
-        """End it without ceremony; it has nothing to lose before it is told its place."""
+    def kill(self) -> None:
+        """Kill it, and wait for its exit. Before it has a rank assignment it has no state to save."""
         if self._process.poll() is None:
             self._kill_group()
         self._process.wait()
 
-    def _await_end(self, output: threading.Thread) -> None:
-        """Wait for its end, and end what it has left running: loaders of data, which hold its connections
-        and its output open."""
+    def _wait_for_exit(self, output: threading.Thread) -> None:
+        """Wait for its exit, and kill what is left of its process group.
+
+        Processes of data loaders would keep its connections and its output open.
+        """
         with contextlib.suppress(ChildProcessError):
-            # Not reaped yet, its number cannot be another's.
+            # Until it is reaped, its process id cannot be reused.
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             self._kill_group()
         self._process.wait()
-        _own.discard(self._process.pid)
-        # What has moved to another group lives on, and may hold the output open for good.
-        output.join(LAST_OUTPUT)
+        _unreaped.discard(self._process.pid)
+        # A process that has moved to another group is not killed, and may keep the output open.
+        output.join(OUTPUT_TIMEOUT)
         self._channel.close()
-        self._ended = True
+        self._exited = True
         self._on_change()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _await_ready(self) -> None:
+    def _wait_until_ready(self) -> None:
         with contextlib.suppress(OSError):
             if self._channel.recv(1):
                 self.ready = True
                 self._on_change()
 
-    def _pass_on(self) -> None:
+    def _forward_output(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self._lines.append(line.rstrip("\n")[:LINE_LENGTH])
+                self._lines.append(line.rstrip("\n")[:MAX_LINE_LENGTH])
                 try:
                     sys.stdout.write(line)
                     sys.stdout.flush()
                 except OSError:
-                    # Nobody reads us any more; the program goes on all the same.
+                    # The reader of the agent's output has closed it. Training continues.
                     continue
 
 
 def reap_orphans() -> None:
-    """Let go of processes that trainers have left behind and that have ended.
+    """Reap exited processes that trainers have left behind.
 
-    To be called now and then by an agent that is the first process of a container, from the thread that
-    starts trainers: what loses its parent there is handed to it, and would stay as a zombie.
+    For an agent with process id 1, from time to time, in the thread that starts trainers: the kernel makes
+    it the parent of orphans, which would stay as zombies.
     """
     with contextlib.suppress(ChildProcessError):
         while True:
-            # Looked at first: a trainer's exit code is for the thread that waits for it.
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None or ended.si_pid in _own:
+            # Without reaping: the exit code of a trainer is for its own thread.
+            exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if exited is None or exited.si_pid in _unreaped:
                 return
-            os.waitpid(ended.si_pid, os.WNOHANG)
+            os.waitpid(exited.si_pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What a child runs before the program, so that the kernel kills it when its agent dies."""
+    """Return the function that a child runs before the program, so that it dies with its agent."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
@@ -177,7 +179,7 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            # The agent died in between.
+            # The agent died before the call of prctl.
             os._exit(1)
 
     return prepare
