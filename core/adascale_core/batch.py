@@ -1,8 +1,8 @@
 """Which batch sizes a job may use, and which replica counts are valid.
 
-With K replicas, local batch size b and a accumulation steps, a step's global batch is K*b*a. The user
-tuned the learning rate for `batch_size`; `max_batch_size` bounds the product from above and
-`local_bsz_bounds` bounds b on both sides. Rounding is always down, and b is the same on all replicas.
+With K replicas, local batch size b and a accumulation steps, the global batch of a step has K*b*a samples.
+The learning rate was tuned for `batch_size`; `max_batch_size` is an upper bound of the global batch, and
+`local_bsz_bounds` are bounds of b. Sizes are always rounded down, and b is the same on all replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 
 class InvalidBoundsError(InvalidJobError):
-    """Bounds that contradict themselves."""
+    """Bounds that contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class BatchBounds:
     """The batch sizes that a job allows.
 
     Args:
-        batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
-        max_batch_size: upper bound of the global batch size, in samples; none: not bounded.
-        local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples; none: not bounded.
+        batch_size: the global batch size for which the learning rate was tuned (B0), in samples.
+        max_batch_size: upper bound of the global batch size, in samples; None if unbounded.
+        local_bsz_bounds: (lower, upper) bounds of the local batch size, in samples; None if unbounded.
 
-    A job with neither bound is not elastic in its batch: every step has `batch_size` samples.
+    Without either bound, the batch is not elastic: every step has `batch_size` samples.
 
     Raises:
-        InvalidBoundsError: a size is not a positive integer, lower is over upper, or
+        InvalidBoundsError: a size is not a positive integer, lower is greater than upper, or
             `max_batch_size` is below `batch_size`.
     """
 
@@ -72,7 +72,7 @@ class BatchBounds:
 
     @property
     def upper(self) -> int | None:
-        """The largest local batch size allowed, if bounded."""
+        """The largest local batch size allowed; None if unbounded."""
         return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
 
 
@@ -88,12 +88,12 @@ def _require_positive_integer(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one step consists of.
+    """The samples of one step.
 
     Args:
         replicas: number of replicas (K).
         local_bsz: samples in one micro-batch of one replica (b).
-        accumulation: micro-batches that a replica adds up before it steps (a).
+        accumulation: micro-batches whose gradients a replica accumulates in one step (a).
     """
 
     replicas: int
@@ -110,38 +110,40 @@ class BatchPlan:
         return self.global_bsz / bounds.batch_size
 
 
-_ROUNDING = 1e-9
+_TOLERANCE = 1e-9
+"""Relative rounding error of an efficiency."""
 
 Throughput = Callable[[BatchPlan], float]
 """Predicted optimizer steps per second of a plan."""
 
 
 def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
-    """The local batch sizes that `replicas` replicas may use; empty if there are none.
+    """Return the local batch sizes that `replicas` replicas may use; empty if none is valid.
 
-    One replica keeps the global batch at `batch_size`, by accumulation where it is over the upper bound,
-    so its range holds at most one size. The same goes for a job without bounds, whose batch is shared out.
+    A single replica keeps the global batch at `batch_size`, with accumulation if that exceeds the upper
+    bound, so its range has at most one size. So has that of a job without bounds, whose batch is divided by
+    the replicas.
     """
-    nothing = range(0)
+    none = range(0)
     if replicas < 1:
-        return nothing
+        return none
     if not bounds.elastic:
-        whole, rest = divmod(bounds.batch_size, replicas)
-        return range(whole, whole + 1) if whole and not rest else nothing
+        share, remainder = divmod(bounds.batch_size, replicas)
+        return range(share, share + 1) if share and not remainder else none
     if replicas == 1:
         local_bsz = _default_local_bsz(bounds)
-        return range(local_bsz, local_bsz + 1) if local_bsz else nothing
+        return range(local_bsz, local_bsz + 1) if local_bsz else none
     limits = []
     if bounds.upper is not None:
         limits.append(bounds.upper)
     if bounds.max_batch_size is not None:
         limits.append(bounds.max_batch_size // replicas)
     largest = min(limits)
-    return range(bounds.lower, largest + 1) if largest >= bounds.lower else nothing
+    return range(bounds.lower, largest + 1) if largest >= bounds.lower else none
 
 
 def _default_local_bsz(bounds: BatchBounds) -> int | None:
-    """The local batch size at which one replica makes `batch_size`, in as few micro-batches as may be."""
+    """Return the local batch size of a single replica, for the fewest micro-batches of `batch_size`."""
     if bounds.upper is None:
         return bounds.batch_size
     fitting = [size for size in _divisors(bounds.batch_size) if bounds.lower <= size <= bounds.upper]
@@ -159,26 +161,26 @@ def is_valid_replicas(bounds: BatchBounds, replicas: int) -> bool:
 
 
 def valid_replicas(bounds: BatchBounds, limit: int) -> list[int]:
-    """All valid replica counts from 1 to `limit`, ascending."""
+    """Return the valid replica counts from 1 to `limit`, ascending."""
     if not bounds.elastic:
         return [count for count in _divisors(bounds.batch_size) if count <= limit]
-    most = _most_replicas(bounds)
-    limit = limit if most is None else min(limit, most)
+    largest = _max_replicas(bounds)
+    limit = limit if largest is None else min(limit, largest)
     return [count for count in range(1, limit + 1) if is_valid_replicas(bounds, count)]
 
 
-def _most_replicas(bounds: BatchBounds) -> int | None:
-    """A count beyond which none is valid; none if there is no such count."""
+def _max_replicas(bounds: BatchBounds) -> int | None:
+    """Return a count above which no count is valid; None if counts are unbounded."""
     if not bounds.elastic:
         return bounds.batch_size
     return None if bounds.max_batch_size is None else bounds.max_batch_size // bounds.lower
 
 
 def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> list[int]:
-    """The valid replica counts from `minimum` to `maximum`, ascending.
+    """Return the valid replica counts from `minimum` to `maximum`, ascending.
 
     Raises:
-        InvalidJobError: there are none; the message names the bounds, and the counts that are valid.
+        InvalidJobError: no count is valid; the message names the bounds and the valid counts.
     """
     if minimum > maximum:
         raise InvalidJobError(
@@ -207,7 +209,7 @@ def _describe_valid(bounds: BatchBounds) -> str:
         counts = _divisors(bounds.batch_size)
         listed = ", ".join(str(count) for count in counts[:8])
         return f"valid are the divisors of batch_size, {listed}{', ...' if len(counts) > 8 else ''}"
-    first, last = 1 if is_valid_replicas(bounds, 1) else 2, _most_replicas(bounds)
+    first, last = 1 if is_valid_replicas(bounds, 1) else 2, _max_replicas(bounds)
     if last is None:
         return f"valid are {first} and more"
     if last < first:
@@ -217,12 +219,12 @@ def _describe_valid(bounds: BatchBounds) -> str:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The local batch sizes that a replica count leaves to choose from, with their accumulation.
+    """The batch plans that a replica count allows.
 
     Args:
         replicas: number of replicas (K).
         local_bsz: the local batch sizes, ascending; empty if the replica count is not valid.
-        accumulation: micro-batches per step, the same for all of them (a).
+        accumulation: micro-batches per step, the same for all local batch sizes (a).
     """
 
     replicas: int
@@ -235,23 +237,23 @@ class BatchChoice:
     def __getitem__(self, index: int) -> BatchPlan:
         return BatchPlan(self.replicas, self.local_bsz[index], self.accumulation)
 
-    def spread(self, most: int = 64) -> list[BatchPlan]:
-        """At most `most` of the plans (two at least): both ends, and evenly by ratio between them."""
+    def spread(self, max_plans: int = 64) -> list[BatchPlan]:
+        """Return at most `max_plans` (at least 2) plans: both ends, and a geometric series between them."""
         last = len(self) - 1
-        if last < most:
+        if last < max_plans:
             return [self[index] for index in range(len(self))]
         first_bsz, last_bsz = self.local_bsz[0], self.local_bsz[last]
-        ratio = (last_bsz / first_bsz) ** (1 / (most - 1))
-        sizes = {first_bsz, *(round(first_bsz * ratio**i) for i in range(1, most - 1)), last_bsz}
+        ratio = (last_bsz / first_bsz) ** (1 / (max_plans - 1))
+        sizes = {first_bsz, *(round(first_bsz * ratio**i) for i in range(1, max_plans - 1)), last_bsz}
         return [BatchPlan(self.replicas, size, self.accumulation) for size in sorted(sizes)]
 
 
 def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
-    """Every plan worth considering for `replicas` replicas, by ascending global batch.
+    """Return the plans that are considered for `replicas` replicas, by ascending global batch.
 
-    The global batch is at least `batch_size` wherever the bounds let it. Two or more replicas accumulate
-    only where even the largest local batch leaves it below that, as few micro-batches as make it up, and
-    never beyond `max_batch_size`.
+    The global batch is at least `batch_size` if the bounds allow it. Several replicas accumulate only if the
+    largest local batch size is not enough for that. They use the fewest micro-batches that are enough,
+    within `max_batch_size`.
     """
     local = local_bsz_range(bounds, replicas)
     if not local:
@@ -259,28 +261,28 @@ def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
     if replicas == 1:
         return BatchChoice(1, local, bounds.batch_size // local[0])
     smallest, largest = local[0], local[-1]
-    # What a replica adds up, b*a samples, has to be from `least` to `most`.
-    least = -(-bounds.batch_size // replicas)
-    most = None if bounds.max_batch_size is None else bounds.max_batch_size // replicas
-    accumulation = _fewest_micro_batches(smallest, largest, least, most)
+    # The samples of one replica in a step, b*a, must be from `lower` to `upper`.
+    lower = -(-bounds.batch_size // replicas)
+    upper = None if bounds.max_batch_size is None else bounds.max_batch_size // replicas
+    accumulation = _fewest_micro_batches(smallest, largest, lower, upper)
     if accumulation is None:
         return BatchChoice(replicas, range(largest, largest + 1))
-    first = max(smallest, -(-least // accumulation))
-    last = largest if most is None else min(largest, most // accumulation)
+    first = max(smallest, -(-lower // accumulation))
+    last = largest if upper is None else min(largest, upper // accumulation)
     return BatchChoice(replicas, range(first, last + 1), accumulation)
 
 
-def _fewest_micro_batches(smallest: int, largest: int, least: int, most: int | None) -> int | None:
-    """The smallest a for which some b from `smallest` to `largest` has b*a from `least` to `most`."""
-    accumulation = -(-least // largest)
-    if most is None:
+def _fewest_micro_batches(smallest: int, largest: int, lower: int, upper: int | None) -> int | None:
+    """Return the smallest a with lower <= b*a <= upper for a b from `smallest` to `largest`, or None."""
+    accumulation = -(-lower // largest)
+    if upper is None:
         return accumulation
-    while accumulation * smallest <= most:
-        local_bsz = min(largest, most // accumulation)
-        if local_bsz * accumulation >= least:
+    while accumulation * smallest <= upper:
+        local_bsz = min(largest, upper // accumulation)
+        if local_bsz * accumulation >= lower:
             return accumulation
-        # More micro-batches leave room for no larger b, so they must be enough for this one.
-        accumulation = -(-least // local_bsz)
+        # A larger a allows no larger b, so the next candidate is the smallest a that is enough for this b.
+        accumulation = -(-lower // local_bsz)
     return None
 
 
@@ -292,18 +294,19 @@ def plan_batch(
     throughput: Throughput | None = None,
     efficiency_target: float = DEFAULT_EFFICIENCY_TARGET,
 ) -> BatchPlan:
-    """The local batch size and accumulation for `replicas` replicas.
+    """Return the batch plan for `replicas` replicas.
 
-    Before the gain is known: the smallest allowed batch that is at least `batch_size`. Then the plan of
-    the highest goodput, steps per second times gain, which is samples per second times efficiency.
-    While throughput is not known yet: the largest whose predicted efficiency is at least the target.
+    Without an estimate it is the smallest allowed batch of at least `batch_size`. With an estimate but
+    without throughput it is the largest batch whose predicted efficiency is at least `efficiency_target`.
+    With both it is the plan of the highest goodput: steps per second times gain (Qiao et al. 2021, Pollux,
+    section 3).
 
     Args:
         bounds: what the job allows.
         replicas: number of replicas (K).
-        estimate: the gradient's squared norm and variance, if known.
-        throughput: optimizer steps per second of a plan, if known.
-        efficiency_target: gain per scale that a batch must be worth, between 0 and 1.
+        estimate: squared norm and variance of the gradient; None if not measured.
+        throughput: predicted optimizer steps per second of a plan; None if not measured.
+        efficiency_target: lower bound of gain / scale, 0 to 1.
 
     Raises:
         InvalidJobError: `replicas` is not valid with these bounds.
@@ -316,12 +319,12 @@ def plan_batch(
     if estimate is None:
         return choice[0]
     if throughput is None:
-        # A rounded efficiency is not quite monotonous, and 1 may come out a little lower.
-        least = efficiency_target * (1 - _ROUNDING)
+        # Rounding makes the efficiency slightly non-monotonic, and may make 1 slightly less.
+        target = efficiency_target * (1 - _TOLERANCE)
         efficient = bisect_left(
             range(len(choice)),
             True,
-            key=lambda index: estimate.efficiency(choice[index].scale(bounds)) < least,
+            key=lambda index: estimate.efficiency(choice[index].scale(bounds)) < target,
         )
         return choice[max(efficient - 1, 0)]
     return max(

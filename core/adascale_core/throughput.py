@@ -1,10 +1,11 @@
-"""How long a step takes, fitted to what was measured.
+"""A model of the step time, fitted to measurements.
 
     t(K, b, a) = a * (fixed + per_sample * b) + [K > 1] * (sync + sync_per_replica * (K - 2))
 
-the shape that Pollux uses (Qiao et al., 2021, section 3.2), with compute and communication added up.
-What the measurements leave open stays at a guess: half of a step's time is fixed and half grows with the
-batch, and communication is free. The guess is optimistic, so that a job tries a count it has not seen.
+This is the form of Qiao et al. 2021 (Pollux, section 3.2), with computation and communication not
+overlapped. A parameter that the measurements do not determine keeps its prior: half of the time of a
+micro-batch is fixed, half is proportional to its size, and communication takes no time. The prior is
+optimistic, so that a job tries replica counts on which it was not measured.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from typing import Self
 from adascale_core.batch import BatchPlan
 from adascale_core.messages import StepTime
 
-SHORTEST, LONGEST = 1e-9, 1e9
-"""Seconds between which a measured step time is taken for one."""
+MIN_STEP_TIME, MAX_STEP_TIME = 1e-9, 1e9
+"""Seconds; measurements outside of these bounds are ignored."""
 MIN_COMPUTE = 1e-3
-"""A micro-batch takes at least this share of the time of the smallest one measured."""
+"""The least time of a micro-batch, as a share of that of the smallest measured batch."""
 
 _RIDGE = (1e-6, 1e-6, 1e-4, 1e-4)
-"""How firmly each guess is held; that communication is free more firmly than what compute consists of, so
-that measurements of a single count do not make fewer replicas look faster."""
+"""The weights of the priors. Those of communication are larger than those of computation, so that
+measurements on a single replica count are not attributed to communication."""
 _SINGULAR = 1e-12
+"""A pivot below this share of its diagonal element is zero."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class StepTimeModel:
     """Seconds per optimizer step of any batch plan.
 
     Args:
-        fixed: seconds per micro-batch, whatever its size.
+        fixed: seconds per micro-batch, independent of its size.
         per_sample: seconds per sample of a micro-batch.
         sync: seconds per step to communicate between two replicas.
         sync_per_replica: seconds per step that each replica beyond the second adds.
@@ -59,35 +61,44 @@ class StepTimeModel:
         return 1 / self.step_time(plan)
 
     @classmethod
-    def fit(cls, measured: Sequence[StepTime]) -> Self | None:
-        """The model of least relative error, all its terms non-negative; none without a measurement.
+    def fit(cls, measurements: Sequence[StepTime]) -> Self | None:
+        """Return the non-negative model of the least relative squared error; None without measurements.
 
-        Ridge regression towards the guess: four unknowns, few measurements.
+        It is a ridge regression towards the prior, since there are often fewer measurements than parameters.
         """
-        usable = [one for one in measured if SHORTEST <= one.step_time <= LONGEST]
+        usable = [
+            measured for measured in measurements if MIN_STEP_TIME <= measured.step_time <= MAX_STEP_TIME
+        ]
         if not usable:
             return None
         reference = min(
-            usable, key=lambda one: (one.replicas, one.local_bsz, one.accumulation, one.step_time)
+            usable,
+            key=lambda measured: (
+                measured.replicas,
+                measured.local_bsz,
+                measured.accumulation,
+                measured.step_time,
+            ),
         )
         micro_batch = reference.step_time / reference.accumulation
-        longest = max(one.step_time for one in usable)
-        # In these units all four unknowns are of the order of one.
+        longest = max(measured.step_time for measured in usable)
+        # In these units all four parameters are of the order of 1.
         unit = (micro_batch, micro_batch / reference.local_bsz, longest, longest)
-        guess = (0.5, 0.5, 0.0, 0.0)
+        prior = (0.5, 0.5, 0.0, 0.0)
         rows = [
-            [value * u / one.step_time for value, u in zip(_row(one.plan), unit, strict=True)]
-            for one in usable
+            [value * u / measured.step_time for value, u in zip(_row(measured.plan), unit, strict=True)]
+            for measured in usable
         ]
-        solution = _ridge(rows, guess)
+        solution = _ridge(rows, prior)
         fixed, per_sample, sync, sync_per_replica = (x * u for x, u in zip(solution, unit, strict=True))
         if fixed + per_sample * reference.local_bsz < MIN_COMPUTE * micro_batch:
             fixed = MIN_COMPUTE * micro_batch
-        separates = len({one.local_bsz for one in usable}) > 1
+        separates = len({measured.local_bsz for measured in usable}) > 1
         return cls(fixed, per_sample, sync, sync_per_replica, separates)
 
 
 def _row(plan: BatchPlan) -> tuple[float, float, float, float]:
+    """Return the factors of (fixed, per_sample, sync, sync_per_replica) in the step time of `plan`."""
     several = plan.replicas > 1
     return (
         plan.accumulation,
@@ -97,25 +108,25 @@ def _row(plan: BatchPlan) -> tuple[float, float, float, float]:
     )
 
 
-def _ridge(rows: Sequence[Sequence[float]], guess: Sequence[float]) -> list[float]:
-    """Non-negative x that minimises sum((row . x - 1)^2) + sum(ridge * (x - guess)^2).
+def _ridge(rows: Sequence[Sequence[float]], prior: Sequence[float]) -> list[float]:
+    """Return the non-negative x that minimizes sum((row . x - 1)^2) + sum(ridge * (x - prior)^2).
 
-    The minimum is the one without bounds over those unknowns that are not zero. There are so few that
-    each choice of them can be tried.
+    The solution is the unconstrained minimum over its non-zero elements (the optimality conditions of
+    non-negative least squares). There are 4 elements at most, so all subsets are tried.
     """
-    size = len(guess)
+    size = len(prior)
     gram = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
     column = [sum(row[i] for row in rows) for i in range(size)]
 
     def error(x: Sequence[float]) -> float:
         misses = sum((sum(a * b for a, b in zip(row, x, strict=True)) - 1) ** 2 for row in rows)
-        return misses + sum(w * (a - b) ** 2 for w, a, b in zip(_RIDGE, x, guess, strict=True))
+        return misses + sum(w * (a - b) ** 2 for w, a, b in zip(_RIDGE, x, prior, strict=True))
 
     candidates = []
     for free in (free for count in range(1, size + 1) for free in combinations(range(size), count)):
         solved = _solve(
             [[gram[i][j] + _RIDGE[i] * (i == j) for j in free] for i in free],
-            [column[i] + _RIDGE[i] * guess[i] for i in free],
+            [column[i] + _RIDGE[i] * prior[i] for i in free],
         )
         if solved is not None and min(solved) >= 0:
             x = dict(zip(free, solved, strict=True))
@@ -124,7 +135,7 @@ def _ridge(rows: Sequence[Sequence[float]], guess: Sequence[float]) -> list[floa
 
 
 def _solve(matrix: list[list[float]], column: list[float]) -> list[float] | None:
-    """x with matrix x = column, for a positive definite matrix; none if it is as good as singular."""
+    """Return x with `matrix` x = `column`, for a positive definite matrix; None if it is singular."""
     rows = [[*row, value] for row, value in zip(matrix, column, strict=True)]
     size = len(rows)
     for i in range(size):

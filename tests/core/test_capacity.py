@@ -30,7 +30,7 @@ def on(request: int, *names: str, one_node: bool = False, nodes: frozenset[str] 
 
 
 @pytest.mark.parametrize(("total", "fits"), [(5, True), (4, False), (0, False), (-1, False)])
-def test_a_number_of_replicas_holds_any_that_sum_to_no_more(total: int, fits: bool) -> None:
+def test_a_replica_capacity_holds_counts_up_to_its_total(total: int, fits: bool) -> None:
     capacity = ReplicaCapacity(total)
     assert capacity.fits({"a": 2, "b": 3}) is fits
     assert capacity.fits({})
@@ -119,7 +119,7 @@ def test_a_number_of_replicas_holds_any_that_sum_to_no_more(total: int, fits: bo
         ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "n", "m", "n", one_node=True)}, {"a": 6}, False),
     ],
 )
-def test_what_fits_onto_nodes(
+def test_counts_fit_onto_nodes_or_not(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], fits: bool
 ) -> None:
     assert NodeCapacity(nodes, demands).fits(counts) is fits
@@ -145,14 +145,14 @@ def test_what_fits_onto_nodes(
         ({"a": on(1, "gone"), "b": ONE}, 6),
     ],
 )
-def test_a_number_says_it_all_where_replicas_are_alike(
+def test_the_capacity_for_equal_replicas_is_a_number(
     demands: Mapping[str, Demand], number: int | None
 ) -> None:
     capacity = NodeCapacity([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
     assert capacity.simplified_for(demands) == (capacity if number is None else number)
 
 
-def test_changes_to_a_packing_that_find_no_place_leave_it_as_it_is() -> None:
+def test_a_resize_that_does_not_fit_changes_nothing() -> None:
     packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).empty_packing()
     assert packing.resize("a", 1)
     assert not packing.resize("b", 2)
@@ -162,7 +162,7 @@ def test_changes_to_a_packing_that_find_no_place_leave_it_as_it_is() -> None:
     assert packing.placements == {"b": {0: "m", 1: "m"}}
 
 
-def test_a_packing_is_arranged_anew_where_that_makes_room() -> None:
+def test_a_resize_packs_everything_again_if_that_helps() -> None:
     packing = NodeCapacity(
         [gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}
     ).empty_packing()
@@ -280,7 +280,7 @@ def possible(nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mappi
 
 
 @given(some_nodes, several_demands, some_counts)
-def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
+def test_a_packing_takes_no_more_of_a_node_than_is_free(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
     counts = only_of(demands, counts)
@@ -292,7 +292,7 @@ def test_what_fits_is_packed_without_taking_more_of_a_node_than_it_has(
 @given(
     some_nodes, several_demands, st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=8)
 )
-def test_a_packing_is_right_after_every_change(
+def test_a_packing_is_valid_after_every_resize(
     nodes: Sequence[Node], demands: Mapping[str, Demand], changes: Sequence[tuple[str, int]]
 ) -> None:
     packing = NodeCapacity(nodes, demands).empty_packing()
@@ -309,7 +309,7 @@ def test_a_packing_is_right_after_every_change(
 
 
 @given(some_nodes, st.builds(dict, a=demands_of_any), st.integers(0, 4))
-def test_one_job_alone_fits_wherever_there_is_a_packing(
+def test_a_single_job_fits_if_any_packing_exists(
     nodes: Sequence[Node], demands: Mapping[str, Demand], count: int
 ) -> None:
     capacity = NodeCapacity(nodes, demands)
@@ -329,7 +329,7 @@ def alike(draw: st.DrawFn) -> dict[str, Demand]:
 
 @given(some_nodes, alike(), some_counts)
 @settings(max_examples=200)
-def test_replicas_that_are_alike_fit_wherever_there_is_a_packing(
+def test_equal_replicas_fit_if_any_packing_exists(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
     nodes = [Node(node.name, {GPU: node.free[GPU], "pods": 100}) for node in nodes]
@@ -342,7 +342,7 @@ def test_replicas_that_are_alike_fit_wherever_there_is_a_packing(
 
 
 @given(some_nodes, alike(), some_counts, st.data())
-def test_where_replicas_are_alike_fewer_fit_if_more_do(
+def test_of_equal_replicas_fewer_fit_if_more_do(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], data: st.DataObject
 ) -> None:
     counts = only_of(demands, counts)
@@ -352,7 +352,7 @@ def test_where_replicas_are_alike_fewer_fit_if_more_do(
 
 
 @given(some_nodes, several_demands)
-def test_what_stands_fits(nodes: Sequence[Node], demands: Mapping[str, Demand]) -> None:
+def test_placed_replicas_fit(nodes: Sequence[Node], demands: Mapping[str, Demand]) -> None:
     counts = {}
     for job, demand in demands.items():
         there = standing(nodes, demand)
@@ -361,7 +361,7 @@ def test_what_stands_fits(nodes: Sequence[Node], demands: Mapping[str, Demand]) 
 
 
 @given(some_nodes, several_demands, some_counts)
-def test_the_order_of_nodes_and_jobs_makes_no_difference(
+def test_the_packing_does_not_depend_on_the_order_of_nodes_and_jobs(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
     counts = only_of(demands, counts)

@@ -148,11 +148,11 @@ def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW)
         (replace(unmeasured("a", at_least=3), bounds=EVEN_SPLIT, max_replicas=3), 8, 0),
     ],
 )
-def test_a_job_alone_gets(state: JobState, capacity: int, decided: int) -> None:
+def test_a_single_job_gets(state: JobState, capacity: int, decided: int) -> None:
     assert counts([state], capacity) == {"a": decided}
 
 
-def test_a_job_grows_step_by_step_as_far_as_its_gain_carries_it() -> None:
+def test_a_job_grows_step_by_step_while_its_gain_grows() -> None:
     replicas, seen = 1, [1]
     for _ in range(6):
         replicas = counts([job("a", replicas, measured=seen, at_most=64)], 64)["a"]
@@ -182,7 +182,7 @@ def test_a_change_must_pay_for_its_restart(remaining: float | None, restart: flo
 
 
 @pytest.mark.parametrize(("prepare", "moves"), [(0.0, True), (100.0, True), (250.0, False), (1e6, False)])
-def test_only_what_is_left_after_its_preparation_counts_for_a_change(prepare: float, moves: bool) -> None:
+def test_a_change_must_pay_off_in_the_time_after_its_preparation(prepare: float, moves: bool) -> None:
     """330 s are left; the restart stops it for 50 s."""
     state = job("a", 1, remaining=1000.0, restart=50.0, settled_for=inf)
     assert counts([replace(state, prepare_seconds=prepare)], 8)["a"] == (2 if moves else 1)
@@ -206,7 +206,7 @@ def test_a_change_follows_another_only_once_the_job_has_trained_for_a_while(
     assert counts([state], 8)["a"] == (2 if moves else 1)
 
 
-def test_a_job_that_has_just_moved_still_gives_way_where_there_is_no_room() -> None:
+def test_a_recently_changed_job_shrinks_if_capacity_is_insufficient() -> None:
     assert counts([job("a", 4, settled_for=None)], 3) == {"a": 3}
     moved, settled = job("a", 4, settled_for=None), job("b", 4, arrival=1.0)
     assert counts([moved, settled], 7) == {"a": 4, "b": 3}
@@ -262,11 +262,11 @@ def test_a_job_that_has_just_moved_still_gives_way_where_there_is_no_room() -> N
         ([], 8, []),
     ],
 )
-def test_jobs_together_get(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
+def test_several_jobs_get(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
     assert counts(jobs, capacity) == dict(zip([state.id for state in jobs], decided, strict=True))
 
 
-def test_equal_jobs_share_fairly_in_the_end_however_they_began() -> None:
+def test_equal_jobs_converge_to_equal_shares() -> None:
     replicas = {"a": 8, "b": 0, "c": 0}
     seen: dict[str, list[int]] = {"a": [8], "b": [], "c": []}
     for _ in range(8):
@@ -282,7 +282,7 @@ def test_equal_jobs_share_fairly_in_the_end_however_they_began() -> None:
     assert replicas == {"a": 3, "b": 3, "c": 3}
 
 
-def test_two_jobs_do_not_trade_replicas_for_less_than_both_restarts_cost() -> None:
+def test_two_jobs_exchange_replicas_only_if_both_restarts_pay_off() -> None:
     """5 and 3 are worth 15, 4 and 4 are worth 16: less than the two restarts."""
     assert counts([job("a", 5), job("b", 3, arrival=1)], 8) == {"a": 5, "b": 3}
 
@@ -304,7 +304,7 @@ def test_two_jobs_do_not_trade_replicas_for_less_than_both_restarts_cost() -> No
         (replace(unmeasured("a"), max_replicas=0), 0, "minReplicas 1 is greater than maxReplicas 0"),
     ],
 )
-def test_counts_that_could_not_be_placed_are_left_out(state: JobState, decided: int, reason: str) -> None:
+def test_counts_above_the_limit_are_not_chosen(state: JobState, decided: int, reason: str) -> None:
     decision = decide([state], 8, NOW)["a"]
     assert decision.replicas == decided
     assert reason in decision.reason
@@ -387,7 +387,7 @@ def test_jobs_on_nodes_get(
     assert counts(jobs, capacity) == dict(zip(names, decided, strict=True))
 
 
-def test_a_job_that_waits_for_room_is_told_from_one_that_can_never_run() -> None:
+def test_only_a_job_with_a_valid_count_waits_for_capacity() -> None:
     never = replace(unmeasured("b"), max_replicas=0)
     jobs = [unmeasured("a", at_least=4), never, unmeasured("c")]
     for capacity in (1, NodeCapacity([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
@@ -426,11 +426,11 @@ def test_a_job_that_waits_for_room_is_told_from_one_that_can_never_run() -> None
         (replace(unmeasured("a", 3), bounds=EVEN_SPLIT), 8, "3 replicas are no longer valid"),
     ],
 )
-def test_the_reason_is_told_in_words(state: JobState, capacity: int, reason: str) -> None:
+def test_a_decision_has_a_reason(state: JobState, capacity: int, reason: str) -> None:
     assert reason in decide([state], capacity, NOW)["a"].reason
 
 
-def test_a_prediction_knows_its_efficiency_and_goodput() -> None:
+def test_a_prediction_has_an_efficiency_and_a_goodput() -> None:
     model = StepTimeModel.fit(job("a", 2).step_times)
     assert model is not None
     prediction = predict(ANY, [2], NOISY, model)[2]
@@ -497,7 +497,7 @@ def allowed(state: JobState) -> list[int]:
 
 
 @given(worlds, capacities)
-def test_every_count_is_valid_or_none_and_all_fit(jobs: Sequence[JobState], capacity: int) -> None:
+def test_every_count_is_valid_or_0_and_all_fit(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
     assert set(decided) == {state.id for state in jobs}
     assert sum(decided.values()) <= capacity
@@ -506,7 +506,7 @@ def test_every_count_is_valid_or_none_and_all_fit(jobs: Sequence[JobState], capa
 
 
 @given(worlds, capacities, st.randoms())
-def test_the_answer_does_not_depend_on_the_order_of_the_question(
+def test_the_decision_does_not_depend_on_the_order_of_the_jobs(
     jobs: Sequence[JobState], capacity: int, chance: Random
 ) -> None:
     shuffled = list(jobs)
@@ -515,7 +515,7 @@ def test_the_answer_does_not_depend_on_the_order_of_the_question(
 
 
 @given(worlds, capacities)
-def test_no_job_goes_without_because_of_a_later_one(jobs: Sequence[JobState], capacity: int) -> None:
+def test_no_job_waits_because_of_a_later_one(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
     free = capacity
     for state in sorted(jobs, key=lambda state: (state.arrival, state.id)):
@@ -539,7 +539,7 @@ def test_no_job_grows_beyond_twice_what_was_measured_or_the_next_valid_count(
 
 
 @given(worlds, capacities)
-def test_a_decision_that_was_carried_out_is_to_stay(jobs: Sequence[JobState], capacity: int) -> None:
+def test_the_decision_after_a_decision_changes_nothing(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
     for moving_since in (None, NOW):
         settled = [
@@ -553,7 +553,7 @@ def test_a_decision_that_was_carried_out_is_to_stay(jobs: Sequence[JobState], ca
 
 @given(worlds, capacities)
 @settings(max_examples=50)
-def test_jobs_that_stay_as_they_are_come_to_rest(jobs: Sequence[JobState], capacity: int) -> None:
+def test_repeated_decisions_converge(jobs: Sequence[JobState], capacity: int) -> None:
     """They move as often as they like, but not to and fro: every change makes the whole better."""
     seen: list[dict[str, int]] = []
     for _ in range(40):
@@ -567,7 +567,7 @@ def test_jobs_that_stay_as_they_are_come_to_rest(jobs: Sequence[JobState], capac
 
 
 @given(worlds, capacities)
-def test_jobs_that_are_not_measured_or_have_just_moved_stay_where_there_is_room(
+def test_unmeasured_and_recently_changed_jobs_keep_their_count_if_capacity_allows(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
     decided = counts(jobs, capacity)
@@ -590,7 +590,7 @@ def test_jobs_that_are_not_measured_or_have_just_moved_stay_where_there_is_room(
 
 @given(worlds, capacities)
 @settings(max_examples=50)
-def test_no_other_way_to_share_is_worth_more(jobs: Sequence[JobState], capacity: int) -> None:
+def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capacity: int) -> None:
     """Tried out: the sum of logarithms of goodput, less the price of growth and of changes."""
     jobs = [
         replace(state, stable_since=-inf)
@@ -689,7 +689,7 @@ def carried_out(jobs: Sequence[JobState], decided: Mapping[str, int], since: flo
 
 
 @given(worlds_on_nodes())
-def test_on_nodes_every_count_is_valid_or_none_and_all_fit(
+def test_on_nodes_every_count_is_valid_or_0_and_all_fit(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     jobs, nodes, demands = world
@@ -703,7 +703,7 @@ def test_on_nodes_every_count_is_valid_or_none_and_all_fit(
 
 
 @given(worlds_on_nodes())
-def test_on_nodes_a_decision_that_was_carried_out_is_to_stay(
+def test_on_nodes_the_decision_after_a_decision_changes_nothing(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     """Both before its replicas are placed, and when they stand."""
@@ -725,7 +725,7 @@ def test_on_nodes_a_decision_that_was_carried_out_is_to_stay(
 
 @given(worlds_on_nodes())
 @settings(max_examples=50)
-def test_on_nodes_jobs_that_stay_as_they_are_come_to_rest(
+def test_on_nodes_repeated_decisions_converge(
     world: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
     jobs, nodes, demands = world
@@ -747,7 +747,7 @@ def test_on_nodes_jobs_that_stay_as_they_are_come_to_rest(
 
 
 @given(worlds, st.lists(st.integers(0, 8), max_size=3), st.integers(1, 2), st.booleans())
-def test_on_nodes_replicas_that_are_alike_are_shared_as_if_they_were_a_number(
+def test_on_nodes_equal_replicas_are_allocated_like_a_number(
     jobs: Sequence[JobState], sizes: Sequence[int], request: int, stand: bool
 ) -> None:
     nodes = [gpus(name, size) for name, size in zip("mno", sizes, strict=False)]
@@ -775,7 +775,7 @@ def test_on_nodes_a_later_job_never_stops_an_earlier_one(
 
 
 @pytest.mark.timeout(20)
-def test_many_jobs_on_many_nodes_are_decided_in_reasonable_time() -> None:
+def test_200_jobs_on_100_nodes_are_decided_within_the_timeout() -> None:
     nodes = [Node(f"{i:02}", {GPU: 8, "cpu": 96_000, "pods": 110}) for i in range(100)]
     jobs = [
         job(f"{i:03}", 4, arrival=i, at_most=16)
@@ -794,7 +794,7 @@ def test_many_jobs_on_many_nodes_are_decided_in_reasonable_time() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_many_jobs_on_many_replicas_are_decided_in_reasonable_time() -> None:
+def test_32_jobs_on_256_replicas_are_decided_within_the_timeout() -> None:
     jobs = [job(f"{i:02}", 8, arrival=i, at_most=64, measured=[1, 8, 16]) for i in range(32)]
     decided = decide(jobs, 256, NOW)
     assert sum(decision.replicas for decision in decided.values()) == 256

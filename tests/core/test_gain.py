@@ -60,7 +60,7 @@ def test_gain_of_known_numbers(grad_sqr: float, grad_var: float, scale: float, g
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
+def test_a_scale_that_is_not_positive_and_finite_is_rejected(scale: float) -> None:
     with pytest.raises(ValueError, match=r"got scale .*positive and finite"):
         GradientEstimate(1.0, 1.0).gain(scale)
     with pytest.raises(ValueError, match="got scale"):
@@ -88,6 +88,6 @@ def test_default_smoothing_is_the_papers() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [1.0, -0.1, math.nan])
-def test_smoothing_out_of_range_is_refused(smoothing: float) -> None:
+def test_smoothing_out_of_range_is_rejected(smoothing: float) -> None:
     with pytest.raises(ValueError, match=r"got smoothing .*at least 0 and below 1"):
         require_smoothing(smoothing)

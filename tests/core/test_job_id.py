@@ -48,13 +48,13 @@ def test_a_full_id_is_read_as_it_is_written(name: str, namespace: str) -> None:
         ("éa", "name 'éa'"),
     ],
 )
-def test_a_bad_id_is_refused_and_named(text: str, offending: str) -> None:
+def test_an_invalid_id_is_rejected_by_name(text: str, offending: str) -> None:
     with pytest.raises(InvalidJobIdError, match=re.escape(offending)):
         parse_job_id(text)
 
 
 @given(st.text())
-def test_any_text_is_either_an_id_or_refused(text: str) -> None:
+def test_any_text_is_either_an_id_or_rejected(text: str) -> None:
     try:
         full = parse_job_id(text)
     except InvalidJobIdError:

@@ -94,7 +94,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
 
 
 @given(messages)
-def test_a_message_survives_the_trip_through_json(message: Message) -> None:
+def test_a_message_is_read_from_json_as_it_was_written(message: Message) -> None:
     received = type(message).from_json(json.loads(json.dumps(message.to_json())))
     assert received == message
     for field in fields(message):  # type: ignore[arg-type]
@@ -102,17 +102,17 @@ def test_a_message_survives_the_trip_through_json(message: Message) -> None:
 
 
 @given(messages)
-def test_members_that_are_not_known_are_left_aside(message: Message) -> None:
+def test_unknown_members_are_ignored(message: Message) -> None:
     assert type(message).from_json({**message.to_json(), "since_the_next_version": 1}) == message
 
 
-def test_a_phase_that_is_not_known_is_refused() -> None:
+def test_an_unknown_replica_state_is_rejected() -> None:
     members = Registration(0, "a", ReplicaState.WAITING, 0, "127.0.0.1", 1).to_json()
     with pytest.raises(ValueError, match="dozing"):
         Registration.from_json({**members, "state": "dozing"})
 
 
-def test_a_report_knows_its_plan_and_its_efficiency() -> None:
+def test_a_report_has_a_plan_and_an_efficiency() -> None:
     report = GainReport(
         generation=1,
         step=10,
@@ -134,7 +134,7 @@ def test_a_report_knows_its_plan_and_its_efficiency() -> None:
 
 
 @pytest.mark.parametrize("pair", [None, (4, 8)])
-def test_a_spec_knows_its_bounds(pair: tuple[int, int] | None) -> None:
+def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
     assert JobSpec(8, 64, pair).bounds == BatchBounds(8, 64, pair)
 
 
@@ -153,7 +153,7 @@ def test_a_spec_knows_its_bounds(pair: tuple[int, int] | None) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_spec_tells_trainers_what_is_set_and_what_is_not(
+def test_the_environment_of_a_spec_unsets_what_the_spec_does_not_set(
     spec: JobSpec, told: dict[str, str | None]
 ) -> None:
     assert spec.environment() == {f"ADASCALE_{name}": value for name, value in told.items()}
@@ -176,7 +176,7 @@ WIDE, NARROW = JobSpec(8, 64, (4, 16)), JobSpec(8, 8, (4, 8))
         (NARROW, WIDE, 0, WIDE),
     ],
 )
-def test_a_generation_works_with_what_is_declared_where_its_size_is_valid(
+def test_an_allocation_gets_the_declared_spec_if_its_count_is_valid(
     declared: JobSpec | None, before: JobSpec | None, replicas: int, chosen: JobSpec | None
 ) -> None:
     active = ActiveAllocation(3, replicas, "host", 1234, ("a", "b"))
@@ -202,7 +202,7 @@ def view(active: int | None, *, broken: bool = False) -> AllocationView:
         (view(3, broken=True), 4, False, False),
     ],
 )
-def test_a_view_says_what_is_over_and_what_is_next(
+def test_a_view_shows_which_generations_have_ended_and_which_is_next(
     seen: AllocationView, own: int, over: bool, enters: bool
 ) -> None:
     assert seen.has_ended(own) is over

@@ -115,7 +115,7 @@ def test_a_generation_that_begins_after_a_loss_has_the_new_spec() -> None:
     assert (active(state), state.active.spec) == ((2, 1), second)
 
 
-def test_a_generation_begins_only_when_those_that_run_have_the_next_trainer_ready() -> None:
+def test_a_generation_begins_only_when_running_replicas_have_prepared_the_next_trainer() -> None:
     def ready_for(rank: int, generation: int) -> Registration:
         return replace(told(rank, RUNNING, 1), prepared=generation)
 
@@ -127,12 +127,12 @@ def test_a_generation_begins_only_when_those_that_run_have_the_next_trainer_read
     assert active(state) == (2, 2), "the third is not needed, so it has nothing to make ready"
 
 
-def test_a_replica_that_was_lost_is_not_waited_for_to_make_anything_ready() -> None:
+def test_a_lost_replica_needs_no_prepared_trainer() -> None:
     state = after(running(1, 2), replace(told(0, RUNNING, 1), prepared=1), told(1, LOST, 1), told(0, LOST, 1))
     assert active(state) == (2, 2)
 
 
-def test_nothing_is_active_before_something_is_wanted() -> None:
+def test_nothing_is_active_before_the_first_allocation() -> None:
     assert active(after(Rendezvous(), told(0, WAITING, 0))) is None
 
 
@@ -147,7 +147,9 @@ def test_an_allocation_becomes_active_with_the_last_of_its_replicas() -> None:
 
 
 @pytest.mark.parametrize("replica_state", [WAITING, REENTERING, LOST, RUNNING])
-def test_a_replica_that_is_idle_or_runs_undisturbed_is_there(replica_state: ReplicaState) -> None:
+def test_a_replica_that_is_idle_or_runs_an_unbroken_generation_is_present(
+    replica_state: ReplicaState,
+) -> None:
     state = after(running(1, 1), told(1, replica_state, 0), Allocation(2, 2))
     assert active(state) == ((2, 2) if replica_state in IDLE_STATES else (1, 1))
     state = after(running(1, 2), Allocation(2, 1))
@@ -155,20 +157,20 @@ def test_a_replica_that_is_idle_or_runs_undisturbed_is_there(replica_state: Repl
 
 
 @pytest.mark.parametrize("replica_state", sorted(EXITED_STATES))
-def test_a_replica_that_has_left_is_not_there(replica_state: ReplicaState) -> None:
+def test_a_replica_that_has_exited_is_absent(replica_state: ReplicaState) -> None:
     state = after(running(1, 1), told(1, replica_state, 0), Allocation(2, 2))
     assert active(state) == (1, 1)
     assert active(after(state, told(1, WAITING, 0, agent="next"))) == (2, 2)
 
 
-def test_replicas_that_do_not_come_cost_nothing() -> None:
+def test_missing_replicas_do_not_interrupt_training() -> None:
     state = after(running(1, 1), Allocation(2, 4), told(1, WAITING, 0), told(3, WAITING, 0))
     assert active(state) == (1, 1)
     assert not state.view(1).has_ended(1)
     assert active(after(state, told(2, WAITING, 0))) == (2, 4)
 
 
-def test_surplus_replicas_learn_that_their_generation_is_over_and_have_no_place_in_the_next() -> None:
+def test_surplus_replicas_leave_and_are_not_admitted_to_the_next_generation() -> None:
     view = after(running(1, 2), Allocation(2, 1)).view(1)
     following = view.next_allocation(1)
     assert view.has_ended(1)
@@ -177,7 +179,7 @@ def test_surplus_replicas_learn_that_their_generation_is_over_and_have_no_place_
     assert not following.admits(1, "agent-1")
 
 
-def test_no_replica_at_all_may_be_wanted_and_training_stops_at_once() -> None:
+def test_an_allocation_of_zero_replicas_is_active_at_once() -> None:
     state = after(running(1, 2), Allocation(2, 0))
     assert active(state) == (2, 0)
     assert state.view(1).has_ended(1)
@@ -185,7 +187,7 @@ def test_no_replica_at_all_may_be_wanted_and_training_stops_at_once() -> None:
     assert active(state) == (3, 2)
 
 
-def test_none_may_be_wanted_before_any_replica_is_known() -> None:
+def test_zero_replicas_are_active_without_registrations() -> None:
     assert active(after(Rendezvous(), Allocation(1, 0))) == (1, 0)
 
 
@@ -206,7 +208,7 @@ def test_the_same_allocation_may_be_written_again() -> None:
 
 
 @pytest.mark.parametrize("stale", [Allocation(3, 1), Allocation(2, 4), Allocation(0, 2)])
-def test_a_stale_allocation_is_refused_with_what_to_do(stale: Allocation) -> None:
+def test_a_stale_allocation_is_rejected_with_advice(stale: Allocation) -> None:
     with pytest.raises(StaleAllocationError, match=r"generation 3 \(2 replicas\).*write generation 4"):
         allocate(running(3, 2), stale)
 
@@ -215,7 +217,7 @@ def test_a_stale_allocation_is_refused_with_what_to_do(stale: Allocation) -> Non
 
 
 @pytest.mark.parametrize("replica_state", [REENTERING, LOST, FAILED, TERMINATED])
-def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_wanted_anew(
+def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_desired_again(
     replica_state: ReplicaState,
 ) -> None:
     state = register(running(3, 2), told(1, replica_state, 3))
@@ -230,13 +232,13 @@ def test_a_generation_breaks_once() -> None:
     assert (state.failures, state.disruptions) == (0, 1)
 
 
-def test_after_a_break_all_meet_in_the_next_generation() -> None:
+def test_after_a_break_all_enter_the_next_generation() -> None:
     state = after(running(1, 2), told(1, LOST, 1, port=7))
     assert active(state) is None, "rank 0 has not left yet"
     assert active(register(state, told(0, LOST, 1))) == (2, 2)
 
 
-def test_after_a_break_less_is_wanted_if_less_was_wanted_already() -> None:
+def test_after_a_break_the_smaller_count_is_desired() -> None:
     grows = after(running(1, 2), Allocation(2, 4), told(1, LOST, 1))
     shrinks = after(running(1, 3), told(0, TERMINATED, 1), Allocation(3, 2), told(1, LOST, 1))
     assert desired(grows) == (3, 2)
@@ -258,7 +260,7 @@ def test_surplus_replicas_break_nothing_and_their_failures_do_not_count(replica_
 
 
 @pytest.mark.parametrize(("replica_state", "counted"), [(FAILED, (1, 0)), (TERMINATED, (0, 1))])
-def test_a_replica_that_leaves_for_good_while_it_moves_breaks_the_generation_it_was_moving_to(
+def test_a_replica_that_exits_while_it_moves_breaks_the_next_generation(
     replica_state: ReplicaState, counted: tuple[int, int]
 ) -> None:
     state = after(running(1, 2), told(2, WAITING, 0), Allocation(2, 3), told(1, replica_state, 1))
@@ -318,32 +320,32 @@ def test_failures_of_successive_generations_add_up() -> None:
 # -- silence --------------------------------------------------------------------------------------------
 
 
-def test_a_silent_replica_breaks_its_generation() -> None:
+def test_an_expired_replica_breaks_its_generation() -> None:
     state = expire(running(1, 2), [1])
     assert desired(state) == (2, 2)
     assert state.disruptions == 1
     assert 1 not in state.replicas
 
 
-def test_a_silent_replica_is_not_there_until_it_is_heard_again() -> None:
+def test_an_expired_replica_is_absent_until_it_registers_again() -> None:
     state = expire(after(running(1, 1), told(1, WAITING, 0)), [1])
     state = allocate(state, Allocation(2, 2))
     assert active(state) == (1, 1)
     assert active(register(state, told(1, WAITING, 0))) == (2, 2)
 
 
-def test_silence_of_the_surplus_or_of_the_unknown_breaks_nothing() -> None:
+def test_the_expiry_of_surplus_or_unknown_replicas_breaks_nothing() -> None:
     state = after(running(1, 1), told(1, WAITING, 0))
     assert active(expire(state, [1, 5])) == (1, 1)
     assert expire(state, [5]) == state
 
 
-def test_silence_is_noticed_once() -> None:
+def test_a_replica_expires_once() -> None:
     state = expire(running(1, 2), [1])
     assert expire(state, [1]) == state
 
 
-def test_a_silent_replica_that_comes_back_leaves_and_meets_the_others() -> None:
+def test_an_expired_replica_that_registers_again_enters_the_next_generation() -> None:
     state = expire(running(1, 2), [1])
     state = after(state, told(0, LOST, 1), told(1, RUNNING, 1))
     assert active(state) is None
@@ -365,22 +367,20 @@ def test_a_silent_replica_that_comes_back_leaves_and_meets_the_others() -> None:
         (told(0, FINISHED, 1), told(0, RUNNING, 1)),
     ],
 )
-def test_what_an_agent_said_before_changes_nothing_when_it_is_late(
-    newer: Registration, late: Registration
-) -> None:
+def test_a_delayed_registration_changes_nothing(newer: Registration, late: Registration) -> None:
     state = register(running(1, 2), newer)
     assert register(state, late) == state
     assert register(state, newer) == state
 
 
-def test_an_agent_that_was_replaced_is_not_listened_to() -> None:
+def test_registrations_of_a_replaced_agent_are_ignored() -> None:
     state = after(running(1, 2), told(1, WAITING, 0, agent="next"), told(0, LOST, 1))
     assert active(state) == (2, 2)
     for replica_state in ReplicaState:
         assert register(state, told(1, replica_state, 1)) == state
 
 
-def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_silent() -> None:
+def test_registrations_of_a_replaced_agent_count_if_its_successor_has_expired() -> None:
     state = after(running(1, 1), told(0, WAITING, 0, agent="next"))
     state = expire(state, [0])
     state = register(state, told(0, LOST, 1, port=7))
@@ -389,7 +389,7 @@ def test_an_agent_that_was_replaced_is_listened_to_where_its_successor_falls_sil
     assert register(state, told(0, WAITING, 0, agent="next")) == state
 
 
-def test_an_agent_that_is_replaced_or_unheard_of_has_no_place() -> None:
+def test_only_agents_that_were_present_are_admitted() -> None:
     following = running(1, 2).view(1).next_allocation(0)
     assert following is not None
     assert following.admits(1, "agent-1")
@@ -400,7 +400,7 @@ def test_an_agent_that_is_replaced_or_unheard_of_has_no_place() -> None:
 # -- the port of rank 0 ---------------------------------------------------------------------------------
 
 
-def test_a_port_is_given_to_one_generation_only() -> None:
+def test_a_port_is_assigned_to_one_generation_only() -> None:
     state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0, port=7), Allocation(2, 1))
     assert active(state) == (1, 1)
     state = after(state, told(0, WAITING, 0, port=7))
@@ -408,7 +408,7 @@ def test_a_port_is_given_to_one_generation_only() -> None:
     assert active(register(state, told(0, RUNNING, 1, port=8))) == (2, 1)
 
 
-def test_a_port_given_in_vain_is_told_so_that_rank_0_opens_another() -> None:
+def test_a_port_assigned_to_a_missed_generation_is_reported_as_used() -> None:
     state = after(Rendezvous(), Allocation(1, 2), told(0, WAITING, 0, port=7), told(1, WAITING, 0))
     assert state.view(1).used_port == 7
     assert state.view(1).next_allocation(0), "where it is spent well"
@@ -422,7 +422,7 @@ def test_a_port_given_in_vain_is_told_so_that_rank_0_opens_another() -> None:
     assert active(register(state, told(0, WAITING, 0, port=7))) is None, "a late message brings 7 back"
 
 
-def test_a_port_stays_given_where_its_agent_falls_silent_for_a_while() -> None:
+def test_a_port_stays_assigned_if_its_agent_expires_for_a_while() -> None:
     state = after(Rendezvous(), Allocation(1, 1), told(0, WAITING, 0, port=7))
     state = register(expire(state, [0]), told(0, WAITING, 0, port=7))
     assert active(state) is None
@@ -463,7 +463,7 @@ def test_another_rank_that_finishes_neither_completes_nor_breaks() -> None:
 # -- a service that has lost its data -------------------------------------------------------------------
 
 
-def test_what_runs_is_what_is_active_once_it_is_published_again() -> None:
+def test_after_a_loss_of_state_the_running_generation_becomes_active() -> None:
     state = after(Rendezvous(), Allocation(5, 2), told(0, RUNNING, 5), told(1, RUNNING, 5))
     assert active(state) == (5, 2)
     assert state.active is not None
@@ -472,24 +472,24 @@ def test_what_runs_is_what_is_active_once_it_is_published_again() -> None:
     assert active(allocate(state, Allocation(6, 1))) == (6, 1)
 
 
-def test_what_runs_moves_on_where_more_is_published() -> None:
+def test_after_a_loss_of_state_running_replicas_move_to_a_newer_allocation() -> None:
     state = after(Rendezvous(), Allocation(6, 2), told(0, RUNNING, 5), told(1, WAITING, 0))
     assert active(state) == (6, 2)
     assert state.view(1).has_ended(5)
 
 
-def test_what_runs_is_adopted_where_the_published_number_lags_behind() -> None:
+def test_after_a_loss_of_state_a_newer_running_generation_becomes_active() -> None:
     state = after(Rendezvous(), Allocation(4, 2), told(0, RUNNING, 5), told(1, RUNNING, 5))
     assert active(state) == desired(state) == (5, 2)
 
 
 @pytest.mark.parametrize("replica_state", [LOST, REENTERING])
-def test_nobody_is_sent_into_a_generation_that_it_has_left(replica_state: ReplicaState) -> None:
+def test_no_replica_enters_a_generation_that_it_has_left(replica_state: ReplicaState) -> None:
     state = after(Rendezvous(), Allocation(5, 2), told(0, replica_state, 5), told(1, WAITING, 0))
     assert active(state) == desired(state) == (6, 2)
 
 
-def test_a_generation_that_turns_out_larger_than_published_is_left() -> None:
+def test_a_generation_with_more_trainers_than_allocated_breaks() -> None:
     state = after(Rendezvous(), Allocation(4, 1), told(0, RUNNING, 5))
     assert active(state) == (5, 1)
     state = register(state, told(1, RUNNING, 5))
@@ -497,7 +497,7 @@ def test_a_generation_that_turns_out_larger_than_published_is_left() -> None:
     assert desired(state) == (6, 1)
 
 
-def test_a_trainer_that_was_overlooked_is_told_to_leave_by_a_number_above_its_own() -> None:
+def test_an_unknown_trainer_is_made_to_leave_by_a_newer_generation() -> None:
     state = after(Rendezvous(), told(0, WAITING, 0), told(0, WAITING, 0, agent="next"), Allocation(1, 1))
     state = register(state, told(0, RUNNING, 5))
     assert desired(state) == (6, 1)
@@ -514,7 +514,7 @@ def test_a_replica_ahead_of_the_active_generation_brings_all_to_a_newer_one() ->
 # -- at rest --------------------------------------------------------------------------------------------
 
 
-def test_the_state_survives_the_trip_through_json() -> None:
+def test_the_state_is_read_from_json_as_it_was_written() -> None:
     state = after(running(1, 3), told(2, WAITING, 0, agent="next"), told(0, FAILED, 1), told(1, LOST, 1))
     state = expire(state, [1])
     assert state.replaced_agents
@@ -820,13 +820,13 @@ class World(RuleBasedStateMachine):
                 self.tell(agent)
 
 
-def test_generations_survive_a_world_full_of_mishaps() -> None:
+def test_the_invariants_hold_under_random_faults() -> None:
     run_state_machine_as_test(
         World, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
     )
 
 
-def test_a_program_that_ends_on_the_way_to_a_generation_takes_its_peers_out_of_it() -> None:
+def test_a_program_that_finishes_before_it_enters_a_generation_breaks_that() -> None:
     """Rank 1 is in generation 2 already, where rank 0 will never come."""
     state = allocate(running(1, 1), Allocation(2, 2))
     state = register(state, told(1, WAITING, 0))

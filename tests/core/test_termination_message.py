@@ -13,12 +13,12 @@ words = st.builds(
 
 
 @given(words)
-def test_what_fits_is_read_as_it_was_written(said: TerminationMessage) -> None:
+def test_a_short_message_is_parsed_as_it_was_written(said: TerminationMessage) -> None:
     assert TerminationMessage.parse(said.to_text()) == said
 
 
 @given(words, st.integers(60, 400))
-def test_what_does_not_fit_keeps_its_first_line_and_its_end(said: TerminationMessage, limit: int) -> None:
+def test_a_long_message_keeps_its_first_line_and_its_end(said: TerminationMessage, limit: int) -> None:
     text = said.to_text(limit)
     assert len(text.encode()) <= limit
     read = TerminationMessage.parse(text)
@@ -40,11 +40,11 @@ def test_what_does_not_fit_keeps_its_first_line_and_its_end(said: TerminationMes
         (TerminationMessage(1, 200), "generation 1: exit code 200"),
     ],
 )
-def test_people_can_read_it(said: TerminationMessage, first: str) -> None:
+def test_the_message_is_plain_text(said: TerminationMessage, first: str) -> None:
     assert said.to_text() == first
 
 
-def test_the_last_lines_are_kept_and_they_are_whole() -> None:
+def test_a_long_log_keeps_its_last_whole_lines() -> None:
     log = "\n".join(f"line {number}: żółć" for number in range(1000))
     lines = TerminationMessage(3, 1, log).to_text().split("\n")
     assert lines[0] == "generation 3: exit code 1"
@@ -58,7 +58,7 @@ def test_the_end_of_a_line_that_is_too_long_is_kept() -> None:
     assert said.to_text(40) == f"generation 1: exit code 1\n{6 * 'é'}!"
 
 
-def test_text_that_is_no_text_does_not_spoil_the_message() -> None:
+def test_unpaired_surrogates_leave_the_message_valid() -> None:
     text = TerminationMessage(1, 1, "half a \ud83d pair").to_text()
     assert text.encode() == b"generation 1: exit code 1\nhalf a ? pair"
 
@@ -80,5 +80,5 @@ def test_text_that_is_no_text_does_not_spoil_the_message() -> None:
         "OOMKilled",
     ],
 )
-def test_what_is_something_else_is_none(text: str) -> None:
+def test_other_text_is_parsed_to_none(text: str) -> None:
     assert TerminationMessage.parse(text) is None

@@ -35,14 +35,14 @@ def test_a_step_takes_its_micro_batches_and_one_synchronisation(plan: BatchPlan,
     assert model.throughput(plan) == pytest.approx(1 / seconds)
 
 
-def test_nothing_measured_means_no_model() -> None:
+def test_without_measurements_there_is_no_model() -> None:
     assert StepTimeModel.fit([]) is None
     assert StepTimeModel.fit([StepTime(1, 8, 1, 0.0)]) is None, "a step time of 0 is not measured yet"
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e-3, 1.0, 1e3, 1e9])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_one_measurement_is_met_and_the_rest_is_guessed(seconds: float, accumulation: int) -> None:
+def test_one_measurement_is_met_and_the_rest_follows_the_prior(seconds: float, accumulation: int) -> None:
     model = StepTimeModel.fit([StepTime(1, 8, accumulation, seconds)])
     assert model is not None
     assert not model.separates_batch_size
@@ -84,7 +84,7 @@ def test_a_second_count_of_replicas_tells_the_synchronisation() -> None:
     sync_per_replica=st.floats(0, 0.1),
     unit=st.sampled_from([1e-6, 1.0, 1e6]),
 )
-def test_what_was_measured_enough_is_recovered(
+def test_step_times_are_recovered_from_enough_measurements(
     fixed: float, per_sample: float, sync: float, sync_per_replica: float, unit: float
 ) -> None:
     truth = StepTimeModel(fixed * unit, per_sample * unit, sync * unit, sync_per_replica * unit)
@@ -106,14 +106,14 @@ def test_the_parameters_themselves_are_recovered() -> None:
     assert model.sync_per_replica == pytest.approx(truth.sync_per_replica, rel=0.01)
 
 
-def test_what_contradicts_the_shape_is_met_in_between() -> None:
+def test_contradicting_measurements_are_averaged() -> None:
     """More samples that take less time can't be; the model then takes time as the same for both."""
     model = StepTimeModel.fit([StepTime(1, 8, 1, 0.4), StepTime(1, 16, 1, 0.2)])
     assert model is not None
     assert 0.2 <= model.step_time(BatchPlan(1, 8)) <= model.step_time(BatchPlan(1, 16)) <= 0.4
 
 
-def test_the_fit_is_nearer_than_any_neighbour() -> None:
+def test_no_neighbouring_model_has_a_smaller_error() -> None:
     noisy = [
         StepTime(1, 8, 1, 0.11),
         StepTime(1, 32, 1, 0.29),
@@ -136,7 +136,7 @@ def test_the_fit_is_nearer_than_any_neighbour() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-10, 1e10])
-def test_what_cannot_be_the_time_of_a_step_is_left_out(bad: float) -> None:
+def test_impossible_step_times_are_ignored(bad: float) -> None:
     good = [StepTime(1, 8, 1, 0.1), StepTime(2, 8, 1, 0.2)]
     assert StepTimeModel.fit([*good, StepTime(4, 16, 1, bad)]) == StepTimeModel.fit(good)
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_the_time_of_a_step_is_left_out(bad: float) -> None:
     ),
     plans,
 )
-def test_whatever_was_measured_times_are_positive_and_finite_and_always_the_same(
+def test_step_times_are_positive_finite_and_deterministic_for_any_measurements(
     told: list[StepTime], plan: BatchPlan
 ) -> None:
     model = StepTimeModel.fit(told)
@@ -186,7 +186,7 @@ def test_time_never_falls_with_more_of_anything() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_many_measurements_are_fitted_without_going_over_them_again_and_again() -> None:
+def test_many_measurements_are_fitted_in_one_pass() -> None:
     truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
     table = list(product(range(1, 65), range(8, 264, 8), (1, 2)))
     model = StepTimeModel.fit(measured(truth, *table))

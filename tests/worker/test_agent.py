@@ -88,7 +88,7 @@ def gone(pid: int) -> Callable[[], bool]:
     return check
 
 
-def test_replicas_come_and_go_and_the_job_comes_to_its_end(job: Job) -> None:
+def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
     """1 -> 2 -> 1, then the end, with one agent per replica that stays."""
     job.service.allocate(1, 1)
     (first,) = job.start(0, **SHORT)
@@ -133,7 +133,7 @@ def test_a_killed_trainer_costs_the_steps_since_the_last_checkpoint(job: Job) ->
     assert all(agent.process.poll() is None for agent in job.agents)
 
 
-def test_a_killed_agent_takes_its_trainer_with_it_and_its_place_can_be_filled(job: Job) -> None:
+def test_a_killed_agent_takes_its_trainer_with_it_and_can_be_replaced(job: Job) -> None:
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **LONG)
     job.trains_in(1, replicas=2)
@@ -147,7 +147,7 @@ def test_a_killed_agent_takes_its_trainer_with_it_and_its_place_can_be_filled(jo
     assert job.service.job()["failures"] == 0
 
 
-def test_sigterm_saves_and_leaves_and_the_others_go_on_without_it(job: Job) -> None:
+def test_after_sigterm_a_replica_saves_and_the_others_continue_without_it(job: Job) -> None:
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
     job.trains_in(1, replicas=2, steps=3)
@@ -159,7 +159,7 @@ def test_sigterm_saves_and_leaves_and_the_others_go_on_without_it(job: Job) -> N
     assert before.steps[-1].step == after.header["step"], "saved at the very step it left at"
 
 
-def test_a_failing_program_ends_its_agent_with_its_code_and_last_lines(job: Job) -> None:
+def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last_lines(job: Job) -> None:
     job.service.allocate(1, 2)
     log = job.folder / "termination-log"
     first, second = job.start(0, 1, **LONG, FAIL_AT=4, FAIL_RANK=1, ADASCALE_TERMINATION_LOG=log)
@@ -180,7 +180,7 @@ def test_a_failing_program_ends_its_agent_with_its_code_and_last_lines(job: Job)
     assert (counts["failures"], counts["disruptions"]) == (1, 0)
 
 
-def test_training_goes_on_while_the_service_is_away_and_reports_arrive_afterwards(job: Job) -> None:
+def test_training_continues_while_the_service_is_down_and_reports_arrive_afterwards(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, **LONG)
     job.trains_in(1, steps=3)
@@ -195,7 +195,7 @@ def test_training_goes_on_while_the_service_is_away_and_reports_arrive_afterward
     assert len(job.journal.attempts()) == 1, "the trainer has not been restarted"
 
 
-def test_a_program_that_makes_no_trainer_is_told(job: Job, tmp_path: Path) -> None:
+def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -> None:
     job.service.allocate(1, 1)
     run = subprocess.run(
         [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, "-c", "print('hello')"],
@@ -224,7 +224,7 @@ def test_a_program_that_makes_no_trainer_is_told(job: Job, tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_an_agent_cannot_work_with_is_told(
+def test_an_invalid_command_or_environment_is_an_error(
     job: Job, command: list[str], environ: dict[str, str], code: int, message: str
 ) -> None:
     job.service.allocate(1, 1)
@@ -240,7 +240,7 @@ def test_what_an_agent_cannot_work_with_is_told(
     assert "Traceback" not in run.stderr
 
 
-def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
+def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     began = time.monotonic()
     log = tmp_path / "termination-log"
     run = subprocess.run(
@@ -288,7 +288,7 @@ def test_nobody_at_the_services_address_is_told(tmp_path: Path) -> None:
     ],
     ids=["fails", "makes no trainer", "crashes", "is not there", "misconfigured"],
 )
-def test_why_an_agent_leaves_stands_in_its_termination_log(
+def test_the_termination_message_states_why_an_agent_exits(
     job: Job, command: list[str], environ: dict[str, str], said: tuple[int, str]
 ) -> None:
     job.service.allocate(1, 1)
@@ -300,7 +300,7 @@ def test_why_an_agent_leaves_stands_in_its_termination_log(
     assert (words.exit_code, words.log[: len(said[1])]) == said
 
 
-def test_a_termination_log_that_cannot_be_written_is_told_and_changes_nothing_else(job: Job) -> None:
+def test_a_termination_log_that_cannot_be_written_changes_nothing_else(job: Job) -> None:
     job.service.allocate(1, 1)
     run = run_agent(job, "sh", "-c", "exit 3", ADASCALE_TERMINATION_LOG="/no/such/folder")
     assert run.returncode == 3
@@ -308,7 +308,7 @@ def test_a_termination_log_that_cannot_be_written_is_told_and_changes_nothing_el
     assert "Traceback" not in run.stderr
 
 
-def test_an_agent_that_leaves_in_peace_says_nothing(job: Job) -> None:
+def test_an_agent_that_has_not_failed_writes_no_termination_message(job: Job) -> None:
     job.service.allocate(1, 1)
     log = job.folder / "termination-log"
     (first,) = job.start(0, **LONG, ADASCALE_TERMINATION_LOG=log)
@@ -320,7 +320,7 @@ def test_an_agent_that_leaves_in_peace_says_nothing(job: Job) -> None:
     assert not log.exists()
 
 
-def test_a_trainer_that_does_not_leave_in_its_time_is_ended(job: Job) -> None:
+def test_a_trainer_that_does_not_leave_in_time_is_killed(job: Job) -> None:
     job.service.allocate(1, 1)
     (agent,) = job.start(0, **{**LONG, "STEP_SECONDS": 1000}, ADASCALE_TERMINATION_GRACE=0.5)
     wait_until(job.journal.attempts, "the trainer")
@@ -404,7 +404,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def test_the_first_process_of_a_container_lets_go_of_what_trainers_leave_behind(job: Job) -> None:
+def test_an_agent_with_process_id_1_reaps_orphans(job: Job) -> None:
     job.service.allocate(1, 1)
     marks = [job.folder / f"mark-{number}" for number in range(3)]
     script = " ".join(f"(sh -c 'sleep 0.2; touch {mark}' &);" for mark in marks)
@@ -414,7 +414,7 @@ def test_the_first_process_of_a_container_lets_go_of_what_trainers_leave_behind(
         os.kill(agent, signal.SIGTERM)
 
 
-def test_the_first_process_of_a_container_leaves_when_asked_while_it_still_starts(tmp_path: Path) -> None:
+def test_an_agent_with_process_id_1_exits_on_sigterm_while_it_imports(tmp_path: Path) -> None:
     """The kernel keeps signals from it that it does not listen for."""
     (tmp_path / "urllib3.py").write_text(
         "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(1000)\n"
@@ -426,7 +426,7 @@ def test_the_first_process_of_a_container_leaves_when_asked_while_it_still_start
 
 
 @pytest.mark.slow
-def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
+def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, **LONG)
     job.trains_in(1, steps=3)
@@ -444,7 +444,7 @@ def test_agents_go_on_with_a_service_that_has_lost_its_data(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_ends_on_the_way_to_a_generation_ends_for_all_at_once(job: Job) -> None:
+def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas(job: Job) -> None:
     options = {**SHORT, "ADASCALE_SCALE_INVARIANT_STEPS": 200}
     job.service.allocate(1, 1)
     first, _ = job.start(0, 1, **options)
@@ -458,7 +458,7 @@ def test_a_job_that_ends_on_the_way_to_a_generation_ends_for_all_at_once(job: Jo
 
 
 @pytest.mark.slow
-def test_slow_steps_do_not_hold_up_a_leave(job: Job) -> None:
+def test_slow_steps_do_not_delay_leaving(job: Job) -> None:
     """AdaScale measures every 16th step at most; the replicas must not wait for it."""
     options = {**LONG, "STEP_SECONDS": 0.06, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
     job.service.allocate(1, 2)

@@ -33,19 +33,19 @@ def is_gone(pid: int) -> bool:
         return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_its_exit_code_and_last_lines_are_told() -> None:
+def test_a_trainer_has_an_exit_code_and_its_last_lines() -> None:
     trainer, exit_code = shell("for i in $(seq 100); do echo line $i; done; exit 7")
     assert exit_code() == 7
     assert trainer.log.splitlines() == [f"line {number}" for number in range(61, 101)]
 
 
-def test_what_it_has_left_running_ends_with_it() -> None:
+def test_processes_that_a_trainer_leaves_running_are_killed() -> None:
     trainer, exit_code = shell("sleep 1000 & echo $!; exit 3")
     assert exit_code() == 3
     wait_until(lambda: is_gone(int(trainer.log)), "the end of what it left running")
 
 
-def test_a_process_that_holds_its_output_open_does_not_hide_its_end() -> None:
+def test_a_process_that_keeps_the_output_open_does_not_hide_the_exit() -> None:
     began = time.monotonic()
     # It ends only once the other is out of its group.
     group = "$(cut -d' ' -f5 /proc/$!/stat)"
@@ -62,7 +62,7 @@ def test_a_process_that_holds_its_output_open_does_not_hide_its_end() -> None:
         )
 
 
-def test_a_terminals_ctrl_c_does_not_reach_it() -> None:
+def test_ctrl_c_in_a_terminal_does_not_reach_the_trainer() -> None:
     trainer, exit_code = shell("echo $$; exec sleep 1000")
     wait_until(lambda: trainer.log, "its start")
     assert os.getpgid(int(trainer.log)) != os.getpgid(0)
