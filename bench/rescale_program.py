@@ -1,4 +1,4 @@
-"""The program that `bench/rescale.py` moves: rank 0 writes down the time of each step."""
+"""The training program of `bench/rescale.py`: rank 0 records the time of each step."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Runs `programs/journal.py` as real processes, and reads what it wrote down."""
+"""Runs `programs/journal.py` as real processes, and reads its journal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = 60.0
 def wait_until(
     condition: Callable[[], Any], what: str, patience: float = TIMEOUT, pause: float = 0.01
 ) -> Any:
-    """The first true value of `condition`, asked for every `pause` seconds."""
+    """Return the first true value of `condition`, which is called every `pause` seconds."""
     deadline = time.monotonic() + patience
     while True:
         value = condition()
@@ -33,7 +33,7 @@ def wait_until(
 
 @dataclass(frozen=True)
 class Step:
-    """What one replica wrote down of one step."""
+    """One replica's record of a step."""
 
     step: int
     epoch: int
@@ -46,20 +46,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one trainer process wrote down."""
+    """The records of one trainer process."""
 
     header: dict[str, Any]
     steps: list[Step]
 
 
 class Journal:
-    """The folder that a job writes into."""
+    """The journal of a job: a folder with a file per trainer process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def attempts(self, rank: int = 0) -> list[Attempt]:
-        """The attempts of a rank, in order; a last line cut off by a kill is left out."""
+        """Return the attempts of a rank, in order, without an incomplete last line."""
         read = []
         for path in sorted(self.folder.glob(f"rank{rank}-*.jsonl")):
             lines = [
@@ -70,14 +70,14 @@ class Journal:
         return read
 
     def last_step(self, rank: int = 0) -> int:
-        """The newest step that a rank wrote down in its newest attempt; 0 if none."""
+        """Return the last step of a rank's last attempt; 0 if there is none."""
         attempts = self.attempts(rank)
         if not attempts:
             return 0
         return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
 
     def effective(self) -> dict[int, list[Step]]:
-        """The steps that count, by number, from all ranks in order; those undone by a restart do not."""
+        """Return the records of all ranks by step, without the steps that a restart has undone."""
         rounds: dict[int, list[Attempt]] = {}
         names = {path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")}
         for rank in sorted(map(int, names)):
@@ -86,26 +86,26 @@ class Journal:
         counted: dict[int, list[Step]] = {}
         for number in sorted(rounds):
             begin = rounds[number][0].header["step"]
-            counted = {step: told for step, told in counted.items() if step <= begin}
+            counted = {step: records for step, records in counted.items() if step <= begin}
             for attempt in rounds[number]:
                 for step in attempt.steps:
                     counted.setdefault(step.step, []).append(step)
         return counted
 
     def weights(self, rank: int = 0) -> str:
-        """The digest of the weights at the end."""
+        """Return the digest of the final weights."""
         return (self.folder / f"weights-rank{rank}").read_text()
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Replicas:
-    """The trainers of one round, started without an agent, as torchrun would."""
+    """The trainers of one round, started as torchrun starts them, without an agent."""
 
     def __init__(self, count: int, folder: Path, **options: object) -> None:
         port = str(free_port())
@@ -135,14 +135,14 @@ class Replicas:
         ]
 
     def reach(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition while all of them run."""
-        wait_until(lambda: condition() or any(one.poll() is not None for one in self.processes), what)
+        """Wait for a condition, while all replicas run."""
+        wait_until(lambda: condition() or any(process.poll() is not None for process in self.processes), what)
         if not condition():
             self.kill()
             raise AssertionError(f"{what} was not reached:\n{self.wait()[1]}")
 
     def signal(self, number: int, rank: int = 0) -> None:
-        """Send one replica a signal."""
+        """Send a signal to one replica."""
         self.processes[rank].send_signal(number)
 
     def kill(self) -> None:
@@ -151,13 +151,13 @@ class Replicas:
             process.send_signal(signal.SIGKILL)
 
     def wait(self) -> tuple[list[int], str]:
-        """Their exit codes and all output."""
+        """Wait for all replicas, and return their exit codes and their output."""
         outputs = [process.communicate(timeout=TIMEOUT)[0] for process in self.processes]
         return [process.returncode for process in self.processes], "".join(outputs)
 
 
 class AgentProcess:
-    """An agent, and the trainers that it starts."""
+    """An agent and the trainers that it starts."""
 
     def __init__(self, rank: int, folder: Path, service: Mapping[str, str], **options: object) -> None:
         self.rank = rank
@@ -179,11 +179,11 @@ class AgentProcess:
             )
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for the agent, and return its exit code."""
         return self.process.wait(TIMEOUT)
 
     def end(self) -> None:
-        """Kill it if it still runs; its trainer goes with it."""
+        """Kill the agent if it runs; its trainer ends with it."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,4 +1,4 @@
-"""A small program to train: data, a model, an optimizer and a loop."""
+"""A small training program: data, a model, an optimizer and a loop."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ MakeTrainer = Callable[..., ElasticTrainer]
 
 FIXED = {"batch_size": 8}
 ACCUMULATING = {"batch_size": 12, "local_bsz_bounds": (2, 4)}
-"""Three micro-batches of 4 make a step."""
+"""A step has three micro-batches of 4 samples."""
 
 
 def samples(count: int = 48) -> TensorDataset:
-    """Their index, features and class."""
+    """Return a data set of index, features and class."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(count, 6, generator=generator)
     return TensorDataset(torch.arange(count), features, (features.sum(1) > 0).long())
 
 
 def network(*, dropout: float = 0.0) -> nn.Sequential:
-    """The same weights each time."""
+    """Return a network that always has the same initial weights."""
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
-    """Made by a recipe that is sensitive to what is done to it."""
+    """Return an optimizer with momentum and weight decay, so that small deviations accumulate."""
     return torch.optim.SGD(
         model.parameters(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options}
     )
 
 
 def learn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Forward and backward."""
+    """Do a forward and a backward pass."""
     loss = nn.functional.cross_entropy(model(x), y)
     loss.backward()
     return loss
@@ -55,8 +55,8 @@ def train(
     epochs: range = range(1),
     data: TensorDataset | None = None,
 ) -> list[list[int]]:
-    """Train some epochs; the samples of each micro-batch."""
-    seen = []
+    """Train some epochs, and return the sample indices of each micro-batch."""
+    batches = []
     for epoch in epochs:
         for index, x, y in trainer.dataloader(data or samples()):
             optimizer.zero_grad()
@@ -64,21 +64,21 @@ def train(
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            seen.append(index.tolist())
+            batches.append(index.tolist())
         trainer.step(epoch)
-    return seen
+    return batches
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """Copies of them."""
+    """Return copies of a model's parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    """Whether tensors are the same, bit for bit."""
-    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+    """Whether two lists of tensors are equal bit for bit."""
+    return all(map(torch.equal, left, right)) and len(left) == len(right)
 
 
-def together(batches: list[list[int]]) -> list[int]:
-    """The samples of all of them."""
+def concatenate(batches: list[list[int]]) -> list[int]:
+    """Return the concatenation of lists."""
     return [index for batch in batches for index in batch]

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever happens while one is written, a whole one is left."""
+"""Tests of checkpoints: after any interruption of a save, an intact checkpoint is left."""
 
 import json
 import os
@@ -22,8 +22,8 @@ def state_of(number: int) -> dict[str, Any]:
     return {"weights": torch.full((1000,), float(number)), "number": number}
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "made" / "on" / "the way")
+def test_load_returns_what_was_saved(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "folders" / "created" / "by save")
     saved = folder.save(state_of(1), INFO, {"accuracy": 0.5})
     loaded = folder.load()
     assert loaded is not None
@@ -34,12 +34,12 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert (manifest.step, manifest.progress, manifest.result) == (7, 21.5, {"accuracy": 0.5})
 
 
-def test_a_folder_without_checkpoints_loads_none(tmp_path: Path) -> None:
+def test_load_returns_none_from_a_folder_without_checkpoints(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "missing").load() is None
     assert CheckpointFolder(tmp_path).load() is None
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for number in range(1, 6):
         folder.save(state_of(number), INFO)
@@ -49,23 +49,23 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "missing"])
 @pytest.mark.parametrize("part", ["pt", "json"])
-def test_a_damaged_one_is_reported_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_loaded(
     tmp_path: Path, damage: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(state_of(1), INFO)
     folder.save(state_of(2), INFO)
-    harm(tmp_path / f"checkpoint-00000002.{part}", damage)
+    damage_file(tmp_path / f"checkpoint-00000002.{part}", damage)
     loaded = folder.load()
     assert loaded is not None
     assert loaded[0]["number"] == 1
-    if (damage, part) != ("missing", "json"):  # without a manifest it was never saved
-        told = capsys.readouterr().out
-        assert "checkpoint-00000002" in told
-        assert "going on from checkpoint 1, step 7" in told
+    if (damage, part) != ("missing", "json"):  # a state without a manifest is ignored
+        output = capsys.readouterr().out
+        assert "checkpoint-00000002" in output
+        assert "resuming from checkpoint 1, step 7" in output
 
 
-def harm(path: Path, damage: str) -> None:
+def damage_file(path: Path, damage: str) -> None:
     content = bytearray(path.read_bytes())
     match damage:
         case "flip":
@@ -79,18 +79,18 @@ def harm(path: Path, damage: str) -> None:
             path.unlink()
 
 
-def test_all_damaged_is_an_error_and_never_a_silent_fresh_start(tmp_path: Path) -> None:
+def test_load_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for number in (1, 2):
         folder.save(state_of(number), INFO)
-        harm(tmp_path / f"checkpoint-{number:08d}.pt", "flip")
+        damage_file(tmp_path / f"checkpoint-{number:08d}.pt", "flip")
     with pytest.raises(
-        CheckpointError, match=r"no whole checkpoint is left .*00000002.pt is damaged.*remove the folder"
+        CheckpointError, match=r"no intact checkpoint is left .*00000002.pt is damaged.*remove the folder"
     ):
         folder.load()
 
 
-def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_format_is_an_error(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(state_of(1), INFO)
     manifest = tmp_path / "checkpoint-00000001.json"
@@ -99,7 +99,7 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
         folder.load()
 
 
-def test_a_result_can_be_added_to_the_last_manifest(tmp_path: Path) -> None:
+def test_annotate_adds_a_result_to_the_manifest(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     manifest = folder.save(state_of(1), INFO)
     folder.annotate(manifest, {"accuracy": 0.98})
@@ -108,15 +108,15 @@ def test_a_result_can_be_added_to_the_last_manifest(tmp_path: Path) -> None:
     assert loaded[1].result == {"accuracy": 0.98}
 
 
-def test_a_generation_whose_place_was_taken_writes_nothing_over_its_successors(tmp_path: Path) -> None:
+def test_a_replaced_generation_cannot_save(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(state_of(1), replace(INFO, generation=4))
-    with pytest.raises(CheckpointError, match=r"generation 4 has saved in .* already, this is generation 3"):
+    with pytest.raises(CheckpointError, match=r"generation 4 has saved in .*, but this is generation 3"):
         folder.save(state_of(2), INFO)
     assert folder.numbers() == [1]
 
 
-def test_a_job_made_again_goes_on_from_its_predecessor_though_its_generations_begin_anew(
+def test_a_recreated_job_resumes_from_its_predecessor_although_its_generations_restart_at_one(
     tmp_path: Path,
 ) -> None:
     folder = CheckpointFolder(tmp_path)
@@ -128,19 +128,17 @@ def test_a_job_made_again_goes_on_from_its_predecessor_though_its_generations_be
 
 
 @pytest.mark.parametrize("generation", [1, 4, 9])
-def test_a_job_that_was_deleted_writes_nothing_over_the_one_that_was_made_again(
-    tmp_path: Path, generation: int
-) -> None:
+def test_a_deleted_job_cannot_save_after_its_recreated_successor(tmp_path: Path, generation: int) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(state_of(1), replace(INFO, generation=4, incarnation=200))
-    with pytest.raises(CheckpointError, match=r"a later job of this name, made 100 s after this one, has"):
+    with pytest.raises(CheckpointError, match=r"a later job of this name, created 100 s after this one, has"):
         folder.save(state_of(2), replace(INFO, generation=generation, incarnation=100))
     with pytest.raises(CheckpointError, match="this is generation 3"):
         folder.save(state_of(2), replace(INFO, generation=3, incarnation=200))
     assert folder.numbers() == [1]
 
 
-def test_a_manifest_from_before_there_were_incarnations_is_the_oldest(tmp_path: Path) -> None:
+def test_a_manifest_without_an_incarnation_counts_as_the_oldest(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(state_of(1), replace(INFO, generation=4))
     manifest = tmp_path / "checkpoint-00000001.json"
@@ -154,7 +152,7 @@ def test_a_manifest_from_before_there_were_incarnations_is_the_oldest(tmp_path: 
 
 
 # Forks a child that saves the next checkpoint and is killed at its n-th operation on a file in the folder,
-# for n = 0, 1, ... until a child gets through. Prints, for each child, how it ended and what is left.
+# for n = 0, 1, ... until a child completes. Prints each child's exit code and the checkpoint that is left.
 KILLER = """
 import os, signal, sys
 from pathlib import Path
@@ -191,7 +189,7 @@ for survived in range(1000):
 """
 
 
-def test_killed_at_any_operation_a_whole_checkpoint_is_left_and_can_be_built_on(tmp_path: Path) -> None:
+def test_a_kill_at_any_file_operation_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path).save(state_of(1), INFO)
     run = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path)],
@@ -200,24 +198,24 @@ def test_killed_at_any_operation_a_whole_checkpoint_is_left_and_can_be_built_on(
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    *killed, through = [line.split() for line in run.stdout.splitlines()]
+    *killed, completed = [line.split() for line in run.stdout.splitlines()]
     newest = 1
     for code, number, whole, kept in killed:
         assert int(code) == -signal.SIGKILL
         assert newest <= int(number) <= newest + 1
         assert whole == "True"
-        assert 1 <= int(kept) <= 3  # a new one is there before the oldest goes
+        assert 1 <= int(kept) <= 3  # the new checkpoint exists before the oldest is deleted
         newest = int(number)
-    assert through == ["0", str(newest + 1), "True", "2"]
+    assert completed == ["0", str(newest + 1), "True", "2"]
     assert len(killed) >= 8, "a save opens, renames and flushes two files, and removes two"
 
 
-def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_untouched(small_disk: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint_unchanged(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk / "checkpoints")
     folder.save(state_of(1), INFO)
     large = {"weights": torch.zeros(1_000_000), "number": 2}
     with pytest.raises(
-        CheckpointError, match=r"No space left on device; the last one, of step 7, is untouched"
+        CheckpointError, match=r"No space left on device; the last checkpoint, of step 7, is unchanged"
     ):
         folder.save(large, INFO)
     loaded = folder.load()
@@ -228,7 +226,7 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_untouched(small_disk
     assert folder.numbers() == [1, 2]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Not a directory"):
         CheckpointFolder(tmp_path / "file" / "checkpoints").save(state_of(1), INFO)

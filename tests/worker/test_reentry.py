@@ -1,4 +1,4 @@
-"""Re-entry, with real processes: nothing is lost or repeated, and a kill leaves no trace in the weights."""
+"""Tests of re-entry with real processes: no step is lost or repeated, and weights do not depend on kills."""
 
 import json
 import random
@@ -12,11 +12,11 @@ import pytest
 from support.launch import Journal, Replicas
 
 FIXED = json.dumps({"batch_size": 12})
-"""Not elastic, so the batch sizes are the same in every run; four steps make an epoch of 48 samples."""
+"""Not elastic, so batch sizes are equal in all runs. An epoch of 48 samples has four steps."""
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 
 
-def run_to_the_end(count: int, folder: Path, **options: object) -> Journal:
+def run_to_completion(count: int, folder: Path, **options: object) -> Journal:
     codes, output = Replicas(count, folder, **options).wait()
     assert codes == [0] * count, output
     return Journal(folder / "journal")
@@ -25,12 +25,10 @@ def run_to_the_end(count: int, folder: Path, **options: object) -> Journal:
 @pytest.mark.parametrize(
     "replicas", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_killed_again_and_again_training_ends_with_the_very_same_weights(
-    tmp_path: Path, replicas: int
-) -> None:
+def test_training_that_is_killed_repeatedly_ends_with_the_same_weights(tmp_path: Path, replicas: int) -> None:
     options = {"BOUNDS": FIXED, "EPOCHS": 6, "ADASCALE_CHECKPOINT_INTERVAL": 0}
-    undisturbed = run_to_the_end(replicas, make(tmp_path / "undisturbed"), **options)
-    folder = make(tmp_path / "disturbed")
+    undisturbed = run_to_completion(replicas, create(tmp_path / "undisturbed"), **options)
+    folder = create(tmp_path / "disturbed")
     journal = Journal(folder / "journal")
     chance = random.Random(replicas)
     for kill_at in sorted(chance.sample(range(2, 20), 2)):
@@ -39,7 +37,7 @@ def test_killed_again_and_again_training_ends_with_the_very_same_weights(
         running.kill()
         codes, output = running.wait()
         assert codes == [-signal.SIGKILL] * replicas, output
-    disturbed = run_to_the_end(replicas, folder, **options)
+    disturbed = run_to_completion(replicas, folder, **options)
     assert disturbed.weights() == undisturbed.weights()
     assert len(disturbed.attempts()) == 3
     assert all(attempt.header["restored"] for attempt in disturbed.attempts()[1:])
@@ -50,13 +48,13 @@ def has_reached(journal: Journal, step: int) -> bool:
     return journal.last_step() >= step
 
 
-def make(folder: Path) -> Path:
+def create(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
 def losses(journal: Journal) -> dict[int, float]:
-    return {step: told[0].loss for step, told in sorted(journal.effective().items())}
+    return {step: records[0].loss for step, records in sorted(journal.effective().items())}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,7 @@ def losses(journal: Journal) -> dict[int, float]:
     [[1, 2, 1], pytest.param([1, 2, 4, 3, 1], marks=pytest.mark.slow)],
     ids=lambda counts: "-".join(map(str, counts)),
 )
-def test_each_pass_has_every_sample_exactly_once_at_changing_replica_counts(
+def test_each_pass_contains_every_sample_once_at_changing_replica_counts(
     tmp_path: Path, counts: list[int]
 ) -> None:
     journal = Journal(tmp_path / "journal")
@@ -74,21 +72,21 @@ def test_each_pass_has_every_sample_exactly_once_at_changing_replica_counts(
         stop_at = journal.last_step() + chance.randint(1, 4)
         running = Replicas(count, tmp_path, **options)
         running.reach(partial(has_reached, journal, stop_at), f"step {stop_at}")
-        leaver = chance.randrange(count)
-        running.signal(signal.SIGTERM, rank=leaver)
+        signaled = chance.randrange(count)
+        running.signal(signal.SIGTERM, rank=signaled)
         codes, output = running.wait()
-        assert codes[leaver] == 128 + signal.SIGTERM, output
-        assert all(code == 75 for rank, code in enumerate(codes) if rank != leaver), output
-    run_to_the_end(counts[-1], tmp_path, **{**options, "STEP_SECONDS": 0})
+        assert codes[signaled] == 128 + signal.SIGTERM, output
+        assert all(code == 75 for rank, code in enumerate(codes) if rank != signaled), output
+    run_to_completion(counts[-1], tmp_path, **{**options, "STEP_SECONDS": 0})
     steps = journal.effective()
-    assert sorted(steps) == list(range(1, len(steps) + 1)), "every step was made, and made once"
-    # Within a step replicas share out a stretch of the stream; the stretches follow each other.
+    assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
+    # In a step, the replicas share one section of the stream; the sections follow each other.
     stream: list[int] = []
     for number in sorted(steps):
-        taken = [index for told in steps[number] for index in told.indices]
+        taken = [index for record in steps[number] for index in record.indices]
         stream += sorted(taken)
         assert len(taken) <= 24
-    # Where a step spans two passes its samples are told apart by counting: pass after pass, each once.
+    # A step can span two passes, so the samples of each pass are counted.
     passes, rest = divmod(len(stream), 48)
     assert passes >= 3
     counts_of = Counter(stream)
@@ -96,9 +94,9 @@ def test_each_pass_has_every_sample_exactly_once_at_changing_replica_counts(
     assert sum(counts_of.values()) == passes * 48 + rest
 
 
-def test_a_job_that_has_finished_has_nothing_left_to_do(tmp_path: Path) -> None:
+def test_a_finished_job_makes_no_more_steps(tmp_path: Path) -> None:
     options = {"BOUNDS": FIXED, "EPOCHS": 50, "ADASCALE_SCALE_INVARIANT_STEPS": 10}
-    first = run_to_the_end(1, tmp_path, **options)
-    again = run_to_the_end(1, tmp_path, **options)
+    first = run_to_completion(1, tmp_path, **options)
+    again = run_to_completion(1, tmp_path, **options)
     assert [len(attempt.steps) for attempt in again.attempts()] == [10, 0]
     assert again.weights() == first.weights()

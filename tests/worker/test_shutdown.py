@@ -69,7 +69,7 @@ def test_training_continues_on_a_full_disk_and_each_failed_checkpoint_is_reporte
     ended = run("full disk", small_disk)
     assert ended.returncode == 0, ended.stderr
     assert "trained 6 steps" in ended.stderr
-    message = "No space left on device; the last one, of step 2, is untouched"
+    message = "No space left on device; the last checkpoint, of step 2, is unchanged"
     assert ended.stdout.count(message) == 2, ended.stdout
     assert ended.stdout.count("; training continues without this checkpoint") == 2
     assert steps_saved(small_disk) == [5, 6], "with space again, checkpoints are saved again"
@@ -78,7 +78,7 @@ def test_training_continues_on_a_full_disk_and_each_failed_checkpoint_is_reporte
 def test_exiting_on_a_full_disk_is_an_error(small_disk: Path) -> None:
     ended = run("full disk when leaving", small_disk)
     assert ended.returncode == 1
-    assert "No space left on device; there is none before it" in ended.stderr
+    assert "No space left on device; no earlier checkpoint exists" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not list(small_disk.iterdir())
 

@@ -22,13 +22,13 @@ from support.training import (
     ACCUMULATING,
     FIXED,
     MakeTrainer,
+    concatenate,
     equal,
     learn,
     network,
     parameters_of,
     samples,
     sgd,
-    together,
     train,
 )
 
@@ -71,11 +71,11 @@ def test_accumulated_micro_batches_equal_a_step_with_the_large_batch(make_traine
     optimizer, twin_optimizer = sgd(model), sgd(twin)
     trainer.program_reentry(model, optimizer)
     assert (trainer.get_local_bsz(), trainer.accumulation) == (4, 3)
-    seen = train(trainer, model, optimizer, epochs=range(2))
-    assert {len(micro_batch) for micro_batch in seen} == {4}
+    batches = train(trainer, model, optimizer, epochs=range(2))
+    assert {len(micro_batch) for micro_batch in batches} == {4}
     _, features, targets = samples().tensors
-    for first in range(0, len(seen), 3):
-        order = torch.tensor(together(seen[first : first + 3]))
+    for first in range(0, len(batches), 3):
+        order = torch.tensor(concatenate(batches[first : first + 3]))
         twin_optimizer.zero_grad()
         learn(twin, features[order], targets[order])
         twin_optimizer.step()
@@ -135,8 +135,8 @@ def test_an_epoch_contains_every_sample_once_if_the_batch_size_divides_the_data_
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
     for epoch in range(3):
-        seen = train(trainer, model, optimizer, epochs=range(epoch, epoch + 1))
-        assert sorted(together(seen)) == list(range(48))
+        batches = train(trainer, model, optimizer, epochs=range(epoch, epoch + 1))
+        assert sorted(concatenate(batches)) == list(range(48))
     assert trainer.progress == 18
 
 
@@ -159,13 +159,13 @@ def test_unshuffled_epochs_are_in_the_order_of_the_data_set(make_trainer: MakeTr
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    seen = []
+    batches = []
     for index, x, y in trainer.dataloader(samples(), shuffle=False):
         optimizer.zero_grad()
         learn(model, x, y)
         optimizer.step()
-        seen += index.tolist()
-    assert seen == list(range(48))
+        batches += index.tolist()
+    assert batches == list(range(48))
 
 
 def test_training_is_finished_after_the_requested_scale_invariant_steps(make_trainer: MakeTrainer) -> None:
@@ -193,16 +193,16 @@ def test_a_loop_after_a_break_continues_with_the_next_samples(make_trainer: Make
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    seen: list[int] = []
+    batches: list[int] = []
     for _ in range(3):
         for index, x, y in trainer.dataloader(samples()):
             optimizer.zero_grad()
             learn(model, x, y)
             optimizer.step()
-            seen += index.tolist()
-            if len(seen) % 16 == 0:
+            batches += index.tolist()
+            if len(batches) % 16 == 0:
                 break
-    assert sorted(seen) == list(range(48))
+    assert sorted(batches) == list(range(48))
 
 
 def test_a_loop_after_a_break_within_a_step_repeats_that_step(make_trainer: MakeTrainer) -> None:
@@ -217,9 +217,9 @@ def test_a_loop_after_a_break_within_a_step_repeats_that_step(make_trainer: Make
         optimizer.step()
         first = index.tolist()
         break
-    seen = train(trainer, model, optimizer)
-    assert seen[0] == first
-    assert sorted(together(seen)) == list(range(48))
+    batches = train(trainer, model, optimizer)
+    assert batches[0] == first
+    assert sorted(concatenate(batches)) == list(range(48))
     undisturbed = make_trainer(**ACCUMULATING)
     optimizer = sgd(twin)
     undisturbed.program_reentry(twin, optimizer)
@@ -344,14 +344,14 @@ def test_dataloader_passes_its_options_to_torch(make_trainer: MakeTrainer, worke
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
     data = samples()
-    seen: list[int] = []
+    batches: list[int] = []
     for index, x, y in trainer.dataloader(data, num_workers=workers, collate_fn=Doubled(), pin_memory=False):
         assert torch.equal(x, 2 * data.tensors[1][index])
         optimizer.zero_grad()
         learn(model, x, y)
         optimizer.step()
-        seen += index
-    assert sorted(seen) == list(range(48))
+        batches += index
+    assert sorted(batches) == list(range(48))
 
 
 @pytest.mark.parametrize("option", ["batch_size", "sampler", "batch_sampler", "drop_last", "generator"])

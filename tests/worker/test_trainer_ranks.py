@@ -1,4 +1,4 @@
-"""Under plain torchrun: what two replicas do together, and what becomes of a model that is on both."""
+"""Tests of several replicas under torchrun."""
 
 import json
 import os
@@ -16,7 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def python(*arguments: str, **environ: object) -> str:
-    """The output of a program that comes to a good end."""
+    """Run a Python program that must succeed, and return its output."""
     run = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
@@ -30,55 +30,59 @@ def python(*arguments: str, **environ: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two replicas found out."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both replicas."""
     folder = tmp_path_factory.mktemp("ranks")
     python(*TORCHRUN, "2", str(PROGRAMS / "ranks.py"), OUT=folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_weights_are_the_same_on_both(told: list[dict[str, Any]]) -> None:
-    assert told[0]["weights"] == told[1]["weights"]
-    assert told[0]["weights_of_micro_batches"] == told[1]["weights_of_micro_batches"]
+def test_weights_are_equal_on_both_replicas(results: list[dict[str, Any]]) -> None:
+    assert results[0]["weights"] == results[1]["weights"]
+    assert results[0]["weights_of_micro_batches"] == results[1]["weights_of_micro_batches"]
 
 
-def test_frozen_and_unused_parameters_stay_and_names_are_kept(told: list[dict[str, Any]]) -> None:
-    for one in told:
-        assert not one["frozen_moved"]
-        assert not one["never_moved"]
-        assert one["same_names"]
+def test_frozen_and_unused_parameters_and_all_names_are_unchanged(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert not result["frozen_moved"]
+        assert not result["never_moved"]
+        assert result["same_names"]
 
 
-def test_gains_are_agreed_on_and_make_steps_fewer(told: list[dict[str, Any]]) -> None:
-    assert [one["progress"] for one in told] == [told[0]["progress"]] * 2
-    assert told[0]["gain"] == told[1]["gain"]
-    assert 1 <= told[0]["gain"] <= told[0]["scale"]
-    assert told[0]["progress"] >= 24
-    assert told[0]["steps"] <= told[0]["progress"]
+def test_gains_are_equal_on_both_replicas_and_reduce_the_number_of_steps(
+    results: list[dict[str, Any]],
+) -> None:
+    assert [result["progress"] for result in results] == [results[0]["progress"]] * 2
+    assert results[0]["gain"] == results[1]["gain"]
+    assert 1 <= results[0]["gain"] <= results[0]["scale"]
+    assert results[0]["progress"] >= 24
+    assert results[0]["steps"] <= results[0]["progress"]
 
 
-def test_micro_batches_on_two_replicas_make_the_step_of_one_large_batch(told: list[dict[str, Any]]) -> None:
-    assert told[0]["plan"] == [2, 4, 2]
-    assert told[0]["difference"] < 1e-6
+def test_micro_batches_on_two_replicas_equal_a_step_with_the_large_batch(
+    results: list[dict[str, Any]],
+) -> None:
+    assert results[0]["plan"] == [2, 4, 2]
+    assert results[0]["difference"] < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["copied", "saved_and_loaded"])
-def test_a_copy_of_the_model_is_a_model_of_its_own(told: list[dict[str, Any]], kind: str) -> None:
-    """As an average of weights, or `torch.save(model)`, needs it."""
-    for one in told:
-        copied = one["copies"][kind]
+def test_a_copy_of_the_model_uses_its_own_parameters(results: list[dict[str, Any]], kind: str) -> None:
+    """Averaging of weights and `torch.save(model)` require this."""
+    for result in results:
+        copied = result["copies"][kind]
         assert copied["own"] == 0
         assert copied["training"] == 0
         assert copied["original"] > 0
 
 
-def test_a_checkpoint_that_is_due_once_is_saved_once(told: list[dict[str, Any]]) -> None:
-    assert len(told[0]["saved"]) == 1
-    assert told[1]["saved"] == []
+def test_a_checkpoint_that_is_due_once_is_saved_once(results: list[dict[str, Any]]) -> None:
+    assert len(results[0]["saved"]) == 1
+    assert results[1]["saved"] == []
 
 
 @pytest.mark.slow
-def test_the_example_trains_by_itself() -> None:
+def test_the_example_trains_on_one_replica() -> None:
     output = python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)
     found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
     assert found, output
@@ -87,7 +91,7 @@ def test_the_example_trains_by_itself() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_trains_under_torchrun_with_a_gain_over_one(tmp_path: Path) -> None:
+def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None:
     output = python(
         *TORCHRUN, "2", str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
     )
@@ -98,11 +102,11 @@ def test_the_example_trains_under_torchrun_with_a_gain_over_one(tmp_path: Path) 
     manifest = json.loads(sorted(tmp_path.glob("*.json"))[-1].read_text())
     assert manifest["finished"]
     assert manifest["progress"] >= 1000
-    assert manifest["step"] < manifest["progress"], "a step is worth more than one at batch size 4"
+    assert manifest["step"] < manifest["progress"], "the mean gain is above 1"
     assert manifest["result"]["accuracy"] == pytest.approx(float(found[1]) / 100, abs=1e-3)
 
 
 @pytest.mark.slow
-def test_three_replicas_that_begin_again_round_as_those_that_go_on() -> None:
+def test_three_restarted_replicas_round_like_replicas_that_continue() -> None:
     undisturbed, *disturbed = python(*TORCHRUN, "3", str(PROGRAMS / "buckets.py")).split()
     assert disturbed == [undisturbed] * 2

@@ -1,9 +1,9 @@
-"""Checkpoints in a folder: whole ones only, whatever happens while one is written.
+"""Checkpoints in a folder: a checkpoint is either complete or does not exist.
 
-A checkpoint is two files, `checkpoint-<number>.pt` with the state and `checkpoint-<number>.json`, its
-manifest, with the length and SHA-256 of the state. Each is written under another name, flushed to the
-disk and then renamed; the manifest comes last, and a state without one does not exist. The last two are
-kept, so that a damaged one leaves the one before it.
+A checkpoint consists of two files: `checkpoint-<number>.pt` with the state, and `checkpoint-<number>.json`,
+the manifest, with the length and SHA-256 of the state. Each file is written under a draft name, flushed to
+disk and then renamed. The manifest is written last; a state without a manifest is ignored. The last two
+checkpoints are kept, so that the previous one is available if the newest is damaged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -30,12 +31,12 @@ from adascale_core.checkpoint_manifest import (
 )
 from adascale_worker.errors import CheckpointError
 
-KEPT = 2
+KEPT_CHECKPOINTS = 2
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Where training stands when a checkpoint is saved (see `Manifest`)."""
+    """The part of a manifest that describes the state of training; `Manifest` documents each attribute."""
 
     step: int
     progress: float
@@ -50,7 +51,7 @@ class CheckpointFolder:
     """The checkpoints of one job.
 
     Args:
-        directory: made if it is missing.
+        directory: the folder; `save` creates it if it does not exist.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,43 +60,46 @@ class CheckpointFolder:
     def save(
         self, state: dict[str, Any], info: CheckpointInfo, result: dict[str, float | str] | None = None
     ) -> Manifest:
-        """Save `state` beside the last checkpoint and drop the ones before that.
+        """Save a checkpoint with the next number, and delete all but the last two.
 
         Args:
-            state: tensors, numbers, texts, lists and dicts.
-            info: where training stands.
-            result: what the program told of its result.
+            state: tensors, numbers, strings, lists and dicts.
+            info: description of the state.
+            result: result of training, as the program has reported it.
+
+        Returns:
+            The manifest of the checkpoint.
 
         Raises:
-            CheckpointError: it cannot be written, or a later generation has, or a later job of the same
-                name; the last checkpoint is untouched.
+            CheckpointError: the checkpoint cannot be written, or a later generation or a later job of the
+                same name has saved in this folder. The existing checkpoints are unchanged.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             numbers = self.numbers()
             number = numbers[-1] + 1 if numbers else 1
             if numbers:
-                self._refuse_to_go_back(numbers[-1], info)
+                self._require_not_superseded(numbers[-1], info)
             path = self._state_path(number)
-            with _Written(path) as file:
+            with _atomic_file(path) as file:
                 torch.save(state, file)
             digest, length = _digest(path)
             manifest = Manifest(number, digest, length, **asdict(info), result=dict(result or {}))
             self._write_manifest(manifest)
         except (OSError, RuntimeError) as error:
-            # torch.save wraps the operating system's error in a RuntimeError.
+            # torch.save wraps an OSError in a RuntimeError.
             raise CheckpointError(
                 f"the checkpoint cannot be saved in {self.directory}: {_reason(error)}; "
-                f"{self._last_words()}. Make room there, or give another folder"
+                f"{self._describe_newest()}. Check the folder, or use another one"
             ) from error
         self._prune()
         return manifest
 
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
-        """Write what the program told of its result into the manifest.
+        """Add `result` to a saved manifest, and return the new manifest.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the manifest cannot be written.
         """
         annotated = replace(manifest, result={**manifest.result, **result})
         try:
@@ -107,36 +111,39 @@ class CheckpointFolder:
         return annotated
 
     def load(self, number: int | None = None) -> tuple[dict[str, Any], Manifest] | None:
-        """The newest whole checkpoint, or the one of `number`; none if none was ever saved.
+        """Return the newest intact checkpoint, as state and manifest. None if none was ever saved.
 
-        A damaged one is reported and the one before it taken.
+        Reports damaged checkpoints that are newer than the one returned.
+
+        Args:
+            number: number of the checkpoint to load. None loads the newest.
 
         Raises:
-            CheckpointError: there are checkpoints, but no whole one.
+            CheckpointError: all checkpoints are damaged, or the folder cannot be read.
         """
         numbers = self.numbers() if number is None else [number]
         damages = []
         for candidate in reversed(numbers):
             try:
                 state, manifest = self._read(candidate)
-            except _DamagedError as damage:
-                damages.append(str(damage))
+            except _DamagedError as error:
+                damages.append(str(error))
                 continue
-            for told in damages:
+            for damage in damages:
                 print(
-                    f"adascale: {told}; going on from checkpoint {manifest.number}, step {manifest.step}",
+                    f"adascale: {damage}; resuming from checkpoint {manifest.number}, step {manifest.step}",
                     flush=True,
                 )
             return state, manifest
         if damages:
             raise CheckpointError(
-                f"no whole checkpoint is left in {self.directory}: {'; '.join(damages)}. "
-                "Put a good copy there, or remove the folder to begin anew"
+                f"no intact checkpoint is left in {self.directory}: {'; '.join(damages)}. "
+                "Restore a copy of it, or remove the folder to start from scratch"
             )
         return None
 
     def numbers(self) -> list[int]:
-        """The numbers of the checkpoints that were saved, ascending.
+        """Return the numbers of the saved checkpoints, in ascending order.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -159,7 +166,7 @@ class CheckpointFolder:
         if (digest, length) != (manifest.sha256, manifest.bytes):
             raise _DamagedError(
                 f"{path} is damaged: it has {length} bytes with SHA-256 {digest[:12]}..., "
-                f"its manifest says {manifest.bytes} with {manifest.sha256[:12]}..."
+                f"expected {manifest.bytes} bytes with SHA-256 {manifest.sha256[:12]}..."
             )
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state, manifest
@@ -176,32 +183,32 @@ class CheckpointFolder:
             raise _DamagedError(f"{path} is damaged: {_reason(error)}") from error
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        with _Written(self._manifest_path(manifest.number)) as file:
+        with _atomic_file(self._manifest_path(manifest.number)) as file:
             file.write((json.dumps(manifest.to_json(), indent=1) + "\n").encode())
 
-    def _refuse_to_go_back(self, newest: int, info: CheckpointInfo) -> None:
-        """A trainer that was cut off and replaced must not write over its successors' work."""
+    def _require_not_superseded(self, newest: int, info: CheckpointInfo) -> None:
+        """Check that no successor of this trainer, which may have been disconnected, has saved."""
         try:
             last = self._read_manifest(newest)
         except _DamagedError:
             return
         if info.generation == 0:
-            # Without an agent there is nobody who could take its place.
+            # Without an agent, no other trainer can have replaced this one.
             return
         if last.incarnation > info.incarnation:
             raise CheckpointError(
-                f"a later job of this name, made {last.incarnation - info.incarnation} s after this one, "
-                f"has saved in {self.directory} already: this job was deleted while its replica was cut off"
+                f"a later job of this name, created {last.incarnation - info.incarnation} s after this one, "
+                f"has saved in {self.directory}: this job was deleted while its replica was disconnected"
             )
         if last.incarnation == info.incarnation and last.generation > info.generation:
             raise CheckpointError(
-                f"generation {last.generation} has saved in {self.directory} already, this is generation "
-                f"{info.generation}: its place was taken while it was cut off"
+                f"generation {last.generation} has saved in {self.directory}, but this is generation "
+                f"{info.generation}: this replica was replaced while it was disconnected"
             )
 
     def _prune(self) -> None:
-        """Drop all but the newest; the manifest first, so that what is half dropped does not exist."""
-        kept = set(self.numbers()[-KEPT:])
+        """Delete all but the newest checkpoints; manifests first, so that none exists in part."""
+        kept = set(self.numbers()[-KEPT_CHECKPOINTS:])
         for number in self.numbers():
             if number not in kept:
                 self._manifest_path(number).unlink(missing_ok=True)
@@ -209,15 +216,16 @@ class CheckpointFolder:
             if checkpoint_number(path.name) not in {None, *kept}:
                 path.unlink(missing_ok=True)
 
-    def _last_words(self) -> str:
+    def _describe_newest(self) -> str:
+        """Describe the newest checkpoint, for an error message."""
         numbers = self.numbers()
         if not numbers:
-            return "there is none before it"
+            return "no earlier checkpoint exists"
         try:
             last = self._read_manifest(numbers[-1])
         except _DamagedError as damage:
             return str(damage)
-        return f"the last one, of step {last.step}, is untouched"
+        return f"the last checkpoint, of step {last.step}, is unchanged"
 
     def _state_path(self, number: int) -> Path:
         return self.directory / state_file_name(number)
@@ -227,42 +235,27 @@ class CheckpointFolder:
 
 
 class _DamagedError(Exception):
-    """A checkpoint that is not what was saved."""
+    """A checkpoint differs from what was saved."""
 
 
-class _Written:
-    """A file that appears under its name only once it is whole and on the disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._draft = path.with_name(draft_file_name(path.name))
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> IO[bytes]:
-        self._file = self._draft.open("wb")
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._file is not None
-        if kind is not None:
-            self._abandon()
-            return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._draft.replace(self._path)
-            _flush_folder(self._path.parent)
-        except OSError:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        assert self._file is not None
-        # What is still buffered may not fit either; the draft goes in any case.
+@contextlib.contextmanager
+def _atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing that gets the name `path` when it is complete and flushed to disk."""
+    draft = path.with_name(draft_file_name(path.name))
+    file = draft.open("wb")
+    try:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        draft.replace(path)
+        _flush_folder(path.parent)
+    except BaseException:
+        # The disk may have no space for the buffered data either; the draft is deleted in any case.
         with contextlib.suppress(OSError):
-            self._file.close()
-        self._draft.unlink(missing_ok=True)
+            file.close()
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _flush_folder(directory: Path) -> None:
@@ -280,7 +273,7 @@ def _digest(path: Path) -> tuple[str, int]:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's words where there are any."""
+    """Return the operating system's message, if an OSError caused `error`, else type and message."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

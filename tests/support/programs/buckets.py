@@ -1,4 +1,7 @@
-"""Replicas under torchrun that begin again in the middle; rank 0 prints the weights, with and without."""
+"""Replicas under torchrun that restart in the middle of training.
+
+Rank 0 prints digests of the final weights: without a restart, and with a restart after 1 and after 5 steps.
+"""
 
 import copy
 import hashlib
@@ -14,7 +17,7 @@ STEPS = 12
 
 
 class Net(nn.Module):
-    """Its layers are used in another order than they are listed in."""
+    """Uses its layers in another order than it lists them."""
 
     def __init__(self) -> None:
         super().__init__()

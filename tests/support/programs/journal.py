@@ -1,7 +1,8 @@
-"""A training program that writes down which samples it trains on, and its weights at the end.
+"""A training program that records the samples of each step, and a digest of its final weights.
 
-Environment: JOURNAL, a folder; EPOCHS; BOUNDS, the trainer's arguments as JSON; STEP_SECONDS, how long a
-step takes at least; FAIL_AT, a step at which rank FAIL_RANK raises an error (once, unless FAIL_ALWAYS).
+Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, the trainer's arguments as JSON;
+STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL_RANK raises an error (once,
+unless FAIL_ALWAYS is set).
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What two replicas under torchrun find out together; each writes it to OUT/rank<rank>.json."""
+"""Cases for two replicas under torchrun; each replica writes its results to OUT/rank<rank>.json."""
 
 import copy
 import hashlib
@@ -24,7 +24,7 @@ dataset = TensorDataset(features, (features.sum(1) > 0).long())
 
 
 class Net(nn.Module):
-    """Normalized, with a frozen layer and one that is used every other time."""
+    """Has batch normalization, a frozen layer, a layer used in every second step, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 def digest(tensors: list[Tensor]) -> str:
     return hashlib.sha256(
-        torch.cat([one.detach().flatten() for one in tensors]).numpy().tobytes()
+        torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().tobytes()
     ).hexdigest()
 
 
@@ -65,13 +65,13 @@ def train(trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Opti
     return steps
 
 
-def network_of_all_kinds() -> dict[str, Any]:
+def model_with_unused_parameters() -> dict[str, Any]:
     trainer = ElasticTrainer(batch_size=8, max_batch_size=32, local_bsz_bounds=(4, 16))
     torch.manual_seed(10 + trainer.rank)
     model = Net()
     names = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    frozen = [one.detach().clone() for one in model.frozen.parameters()]
+    frozen = [parameter.detach().clone() for parameter in model.frozen.parameters()]
     trainer.program_reentry(model, optimizer, find_unused_parameters=True)
     trained = digest(list(model.never.parameters()))
     steps = train(trainer, model, optimizer, 3)
@@ -79,7 +79,9 @@ def network_of_all_kinds() -> dict[str, Any]:
         "weights": digest(list(model.parameters())),
         "same_names": names == list(model.state_dict()),
         "frozen_moved": trainer.rank == 0
-        and not all(map(torch.equal, frozen, (one.detach() for one in model.frozen.parameters()))),
+        and not all(
+            map(torch.equal, frozen, (parameter.detach() for parameter in model.frozen.parameters()))
+        ),
         "never_moved": digest(list(model.never.parameters())) != trained,
         "progress": trainer.progress,
         "steps": steps,
@@ -89,7 +91,7 @@ def network_of_all_kinds() -> dict[str, Any]:
 
 
 def micro_batches() -> dict[str, Any]:
-    """Two replicas that make up the batch by accumulation, beside one large batch."""
+    """Compare accumulation on two replicas with one large batch."""
     trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -111,8 +113,8 @@ def micro_batches() -> dict[str, Any]:
         twin_optimizer.zero_grad()
         nn.functional.cross_entropy(twin(features[order]), dataset.tensors[1][order]).backward()
         twin_optimizer.step()
-        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            largest = max(largest, (one - other).abs().max().item())
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            largest = max(largest, (ours - theirs).abs().max().item())
     return {"plan": plan, "difference": largest, "weights_of_micro_batches": digest(list(model.parameters()))}
 
 
@@ -127,23 +129,23 @@ def copies_of_the_model() -> dict[str, Any]:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     found: dict[str, Any] = {}
-    for name, one in {"copied": average, "saved_and_loaded": loaded}.items():
+    for name, copied in {"copied": average, "saved_and_loaded": loaded}.items():
         with torch.no_grad():
-            for parameter in one.parameters():
+            for parameter in copied.parameters():
                 parameter.zero_()
-        one.eval()
+        copied.eval()
         model.eval()
         found[name] = {
-            "own": one(features).abs().sum().item(),
+            "own": copied(features).abs().sum().item(),
             "original": model(features).abs().sum().item(),
         }
-        one.train()
-        found[name]["training"] = one(features).abs().sum().item()
+        copied.train()
+        found[name]["training"] = copied(features).abs().sum().item()
     return {"copies": found}
 
 
-def alone() -> dict[str, Any]:
-    """Rank 0 evaluates while the other does not."""
+def evaluation_on_rank_0() -> dict[str, Any]:
+    """Rank 0 evaluates, and rank 1 does not."""
     trainer = ElasticTrainer(batch_size=8)
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 2))
@@ -163,7 +165,7 @@ def skip_time(seconds: float) -> None:
 
 
 def saves() -> dict[str, Any]:
-    """A checkpoint that is due once is saved once."""
+    """Make a checkpoint due once, and record the saves."""
     trainer = ElasticTrainer(batch_size=8, checkpoint_dir=OUT / "checkpoints", checkpoint_interval=10_000)
     model = nn.Sequential(nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -185,7 +187,7 @@ def saves() -> dict[str, Any]:
     return {"saved": saved}
 
 
-told: dict[str, Any] = {}
-for case in (network_of_all_kinds, micro_batches, copies_of_the_model, alone, saves):
-    told |= case()
-(OUT / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+results: dict[str, Any] = {}
+for case in (model_with_unused_parameters, micro_batches, copies_of_the_model, evaluation_on_rank_0, saves):
+    results |= case()
+(OUT / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
