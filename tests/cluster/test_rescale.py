@@ -21,8 +21,9 @@ def test_a_job_grows_by_its_gain_and_keeps_its_pods(system: System, workspace: W
     assert first.items() <= second.items() <= third.items()
     assert list(third) == [0, 1, 2, 3]
     assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
-    assert status["batchSize"] == 16
     assert status["observedGeneration"] == 1
+    # The status has the batch size of the latest report, which is written every ten seconds.
+    job.wait_for("batch size of 4 replicas", lambda status: status["batchSize"] == 16)
     assert job.view()["active"]["replicas"] == 4
 
     # What a replica is worth is measured, on machines that do other things too; here it shall stay there.
