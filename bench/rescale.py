@@ -1,12 +1,12 @@
-"""How long training stands still when the number of replicas changes, beside a restart by torchrun.
+"""Measures the pause of training when the number of replicas changes, compared with a restart by torchrun.
 
     .venv/bin/python bench/rescale.py [--rounds 3]
 
-The same program, a small network on random data with a checkpoint of a few kilobytes, is moved through the
-same replica counts in two ways, in turn: by agents, as `adascale run` and the operator do it, and by ending
-torchrun (SIGTERM, upon which it saves) and starting it anew with the other count, which is what is left to
-a job that cannot be rescaled in place. Printed for each change: the seconds from the last step before it to
-the first step after it, and for agents also those from the decision to that step.
+The same program, a small network on random data with a checkpoint of a few kilobytes, runs through the same
+replica counts in two ways: with agents, as `adascale run` and the operator do it, and with torchrun, which
+is terminated (SIGTERM, so that the program saves) and started again with the next count. The output has, for
+each change, the seconds from the last step before it to the first step after it, and for agents also the
+seconds from the decision to that step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
             for change, standstill in by_torchrun(Path(folder)):
                 still["torchrun"].setdefault(change, []).append(standstill)
     print(f"\nmedian of {rounds} rounds, seconds")
-    print("change    stands still    by torchrun    ratio    decision to first step")
+    print("change    with agents     by torchrun    ratio    decision to first step")
     for change, seconds in still["agents"].items():
         ours, theirs = median(seconds), median(still["torchrun"][change])
         print(
@@ -61,24 +61,24 @@ def main() -> None:
 
 
 class Steps:
-    """The times of steps that rank 0 wrote down."""
+    """The step times that rank 0 has recorded."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "steps"
 
     def read(self) -> list[tuple[int, float]]:
-        """(replicas, seconds since 1970) of each step."""
+        """Return (replicas, seconds since 1970) of each step."""
         if not self._file.exists():
             return []
         lines = self._file.read_text().splitlines(keepends=True)
         return [(int(k), float(t)) for k, t in (line.split() for line in lines if line.endswith("\n"))]
 
     def wait_for(self, replicas: int, steps: int = 50) -> None:
-        """Wait until the newest steps are with `replicas`."""
+        """Wait until the last `steps` steps were made on `replicas` replicas."""
         wait_until(lambda: [k for k, _ in self.read()[-steps:]] == [replicas] * steps, f"{replicas} replicas")
 
     def standstills(self) -> list[tuple[tuple[int, int], float, float]]:
-        """(from, to), seconds between the last and first step, and when that first step was."""
+        """Return (from, to), the seconds between last and first step, and the time of the first step."""
         steps = self.read()
         return [
             ((k, later_k), later - time, later)
@@ -88,7 +88,7 @@ class Steps:
 
 
 def by_agents(folder: Path) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
-    """Move the program by agents; yields each change with its seconds."""
+    """Change the replicas with agents; yield each change with its seconds."""
     steps = Steps(folder)
     decisions = []
     with service(folder) as (environ, allocate):
@@ -123,7 +123,7 @@ def by_agents(folder: Path) -> Iterator[tuple[tuple[int, int], tuple[float, floa
 
 
 def by_torchrun(folder: Path) -> Iterator[tuple[tuple[int, int], float]]:
-    """Move the program by starting torchrun anew; yields each change with its seconds."""
+    """Change the replicas by restarting torchrun; yield each change with its seconds."""
     steps = Steps(folder)
     for count in COUNTS:
         run = start(
@@ -142,7 +142,7 @@ def by_torchrun(folder: Path) -> Iterator[tuple[tuple[int, int], float]]:
 
 
 def start(command: list[str], folder: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process of the measurement, its output in the folder."""
+    """Start a process that writes its output into the folder."""
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
             command,
@@ -161,7 +161,7 @@ def start(command: list[str], folder: Path, environ: dict[str, str]) -> subproce
 
 @contextmanager
 def service(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
-    """A metrics service: what agents are told of it, and a way to write allocations."""
+    """Run a metrics service; yield the environment for agents, and a function that writes allocations."""
     token = secrets.token_hex(16)
     port_file = folder / "port"
     process = start(
@@ -193,11 +193,11 @@ def service(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int, int],
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, for a while."""
+    """Wait for a condition, for at most `TIMEOUT` seconds."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
-            sys.exit(f"{what} did not come within {TIMEOUT:.0f} s; see the log in the folder")
+            sys.exit(f"{what} did not appear within {TIMEOUT:.0f} s; see the log in the folder")
         time.sleep(0.05)
 
 

@@ -92,11 +92,3 @@ def test_each_pass_contains_every_sample_once_at_changing_replica_counts(
     counts_of = Counter(stream)
     assert all(passes <= counts_of[index] <= passes + 1 for index in range(48))
     assert sum(counts_of.values()) == passes * 48 + rest
-
-
-def test_a_finished_job_makes_no_more_steps(tmp_path: Path) -> None:
-    options = {"BOUNDS": FIXED, "EPOCHS": 50, "ADASCALE_SCALE_INVARIANT_STEPS": 10}
-    first = run_to_completion(1, tmp_path, **options)
-    again = run_to_completion(1, tmp_path, **options)
-    assert [len(attempt.steps) for attempt in again.attempts()] == [10, 0]
-    assert again.weights() == first.weights()

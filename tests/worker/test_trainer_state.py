@@ -141,6 +141,20 @@ def test_results_reported_before_and_after_the_final_checkpoint_are_in_its_manif
     assert manifest(tmp_path)["result"] == {"note": "reported before the end", "accuracy": 0.5}
 
 
+def test_a_finished_job_makes_no_more_steps(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def run() -> tuple[int, nn.Module]:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=10)
+        model = network()
+        optimizer = sgd(model)
+        state = trainer.program_reentry(model, optimizer)
+        return len(train(trainer, model, optimizer, epochs=range(state.epoch, 5))), model
+
+    steps, model = run()
+    steps_again, model_again = run()
+    assert (steps, steps_again) == (10, 0)
+    assert equal(parameters_of(model), parameters_of(model_again))
+
+
 # -- exiting --------------------------------------------------------------------------------------------
 
 
