@@ -1,6 +1,6 @@
-"""What tests on a cluster share. They take the one that KUBECONFIG names, and are skipped without one.
+"""Fixtures of the tests on a cluster, which is the one in KUBECONFIG. Without it the tests are skipped.
 
-Each test gets a namespace of its own, so that several runs may share a cluster.
+Each test gets its own namespace, so that several runs may share a cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests here, so that `make test` leaves alone whatever cluster KUBECONFIG names."""
+    """Mark all tests here, so that `make test` does not use the cluster in KUBECONFIG."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.cluster)
@@ -37,30 +37,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def kubeconfig() -> str:
-    """The file, or files, that say where the cluster is."""
-    told = os.environ.get("KUBECONFIG")
-    if not told:
-        pytest.skip("needs a Kubernetes cluster: set KUBECONFIG to the file that says where it is")
-    return told
+    """The kubeconfig files, as in KUBECONFIG."""
+    path = os.environ.get("KUBECONFIG")
+    if not path:
+        pytest.skip("needs a Kubernetes cluster: set KUBECONFIG")
+    return path
 
 
 @pytest.fixture(scope="session")
 def api_client(kubeconfig: str) -> Iterator[client.ApiClient]:
-    """A client with all the rights of the kubeconfig."""
+    """A client with the permissions of the kubeconfig."""
     with config.new_client_from_config(config_file=kubeconfig) as one:
         yield one
 
 
 @pytest.fixture(scope="session")
 def kubectl(kubeconfig: str) -> Kubectl:
-    """Runs kubectl with arguments and options of `subprocess.run`. It may fail: look at what returns."""
+    """Runs kubectl with arguments and options of `subprocess.run`. The caller checks the result."""
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl: put it on the PATH")
     return partial(run_kubectl, kubeconfig)
 
 
 def run_kubectl(kubeconfig: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run kubectl; options are those of `subprocess.run`. It may fail: look at what returns."""
+    """Run kubectl with options of `subprocess.run`. The caller checks the result."""
     return subprocess.run(
         ["kubectl", "--kubeconfig", kubeconfig, *arguments],
         capture_output=True,
@@ -92,7 +92,7 @@ def crd(api_client: client.ApiClient) -> dict[str, Any]:
 
 @contextmanager
 def fresh_namespace(api_client: client.ApiClient, labels: dict[str, str] | None = None) -> Iterator[str]:
-    """A namespace that is deleted afterwards; how long that takes is not waited for."""
+    """Create a namespace, and delete it afterwards without waiting."""
     core = client.CoreV1Api(api_client)
     name = f"test-{uuid4().hex[:10]}"
     core.create_namespace(client.V1Namespace(metadata=client.V1ObjectMeta(name=name, labels=labels or {})))
@@ -111,7 +111,7 @@ def namespace(api_client: client.ApiClient) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def system(api_client: client.ApiClient, kubectl: Kubectl) -> System:
-    """The operator and the metrics service, installed as users do it. They stay when the tests are over."""
+    """The operator and the metrics service, installed with kubectl. They stay installed after the tests."""
     one = System(api_client, kubectl)
     one.install()
     return one
@@ -119,7 +119,7 @@ def system(api_client: client.ApiClient, kubectl: Kubectl) -> System:
 
 @pytest.fixture
 def workspace(api_client: client.ApiClient, system: System) -> Iterator[Workspace]:
-    """A namespace for jobs that really run, enforcing the restricted Pod Security Standard."""
+    """A namespace for running jobs that enforces the restricted Pod Security Standard."""
     enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
     with fresh_namespace(api_client, enforced) as name:
         yield Workspace(system, name)

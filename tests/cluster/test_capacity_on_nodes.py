@@ -1,7 +1,7 @@
 """Jobs get what the nodes have for them, or what is found by trying.
 
 What replicas ask for here is a resource that the test gives to two nodes, two of it each, as a device plugin
-would: what else goes on in the cluster takes nothing of it.
+would: other pods of the cluster take nothing of it.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def test_training_continues_at_the_old_size_when_replicas_are_unschedulable(
     # More room than there seemed to be then: that is tried at once.
     job.wait_until_training(4)
     assert two.items() < job.uids().items()
-    told = [message.split(": ")[0] for reason, message in job.events() if reason == "Unschedulable"]
-    assert set(told) == {"2 -> 3", "3 replicas could not be scheduled"}
+    changes = [message.split(": ")[0] for reason, message in job.events() if reason == "Unschedulable"]
+    assert set(changes) == {"2 -> 3", "3 replicas could not be scheduled"}
 
 
 # -- without the right to list nodes -----------------------------------------------------------------------
@@ -336,13 +336,15 @@ _OTHER = f"system:serviceaccount:{names.SYSTEM_NAMESPACE}:{names.CONTROLLER}"
 
 
 def _may_the_other_write(system: System, namespace: str) -> bool:
-    told = {
+    review = {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"name": "tried", "namespace": namespace},
         "involvedObject": {"namespace": namespace},
     }
-    answer = system.kubectl("create", "--dry-run=server", f"--as={_OTHER}", "-f", "-", input=json.dumps(told))
+    answer = system.kubectl(
+        "create", "--dry-run=server", f"--as={_OTHER}", "-f", "-", input=json.dumps(review)
+    )
     return answer.returncode == 0
 
 
@@ -350,8 +352,8 @@ def test_an_operator_that_may_not_list_nodes_finds_what_fits_by_trying(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
     with own_installation(system, workspace.namespace), devices.taken(workspace, devices.nodes[0]):
-        told = succeeded(system.kubectl("-n", workspace.namespace, "logs", f"deploy/{names.CONTROLLER}"))
-        assert "Not allowed to list nodes" in told
+        log = succeeded(system.kubectl("-n", workspace.namespace, "logs", f"deploy/{names.CONTROLLER}"))
+        assert "Not allowed to list nodes" in log
         job = workspace.submit(job_manifest(minReplicas=2, container=devices.container()))
         job.wait_until_training(2)
         two = job.uids()

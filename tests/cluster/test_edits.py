@@ -19,12 +19,12 @@ NEVER = {"claimName": "shared", "intervalSeconds": 3600}
 def step_of(job: JobUnderTest) -> int:
     """The last step that the service has heard of, which is one of the active generation."""
 
-    def told() -> Any:
+    def latest_report() -> Any:
         view = job.view()
         latest = view["latest"]
         return latest if latest and latest["generation"] == view["active"]["generation"] else None
 
-    return int(wait_until(told, f"a report of {job.id}")["step"])
+    return int(wait_until(latest_report, f"a report of {job.id}")["step"])
 
 
 def is_there(read: Any, *arguments: str) -> bool:
@@ -116,7 +116,7 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     wait_until(lambda: job.uids() == {0: two[0]}, "the surplus pods' end")
     assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
 
-    # From inside, the service answers at the address that pods are told.
+    # Inside the cluster, the metrics service answers at the address that pods get.
     code = (
         "import os, urllib.request; "
         f"url = os.environ['ADASCALE_API_URL'] + '/jobs/{job.id}/gain'; "
@@ -124,7 +124,7 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     )
     assert '"progress":' in job.run_in(0, code)
 
-    # Suspended, the pods are gone and their state is there.
+    # Suspended: the pods are deleted and their state is saved.
     (batch,) = job.indexed_jobs()
     step = step_of(job)
     job.edit(suspend=True)
@@ -135,7 +135,7 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     assert entered >= step > 0
     assert [one.metadata.uid for one in job.indexed_jobs()] == [batch.metadata.uid]
 
-    # Another template means other pods, which go on from where the others were.
+    # A changed template replaces the pods, which continue from the last checkpoint.
     step = step_of(job)
     template = manifest["spec"]["template"]
     template["spec"]["containers"][0]["env"].append({"name": "ANOTHER", "value": "template"})
@@ -206,7 +206,7 @@ def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Wo
     assert is_there(read_claim, "own-checkpoints", own.namespace)
     own.delete()
 
-    # Made again at once, under the same name, it is another job, which goes on from what the claim has.
+    # A new job of the same name continues from the checkpoints in the claim.
     again.wait_until_training(1)
     step = step_of(again)
     before = again.raw()["metadata"]["uid"]

@@ -88,8 +88,8 @@ def test_every_overlay_is_accepted_under_the_restricted_standard(overlay: str, n
     objects = render(overlay, namespace)
     kubectl("apply", "-f", "-", given=listed([one for one in objects if one["kind"] == "Namespace"]))
     others = [one for one in objects if one["kind"] not in ("Namespace", "CustomResourceDefinition")]
-    told = kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", given=listed(others))
-    assert "Warning" not in told.stderr, told.stderr
+    result = kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", given=listed(others))
+    assert "Warning" not in result.stderr, result.stderr
     # What makes the pods is only warned of; the pods themselves would be refused.
     for workload in others:
         if workload["kind"] in ("Deployment", "StatefulSet"):

@@ -44,16 +44,16 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 class Operator:
-    """A process that tells the moments at which it has the lease."""
+    """A process that writes the moments at which it holds the lease."""
 
-    def __init__(self, process: subprocess.Popen[bytes], told: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
         self.process = process
-        self._told = told
+        self._output = output
 
     @property
     def moments(self) -> list[float]:
         """On the clock that all processes of a machine share."""
-        lines = self._told.read_text().split("\n")[:-1]
+        lines = self._output.read_text().split("\n")[:-1]
         return [float(line) for line in lines]
 
     def works(self) -> bool:
@@ -68,12 +68,12 @@ def start(namespace: str, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def one(identity: str) -> Operator:
-            told = tmp_path / f"{identity}.txt"
-            with told.open("wb") as out:
+            output = tmp_path / f"{identity}.txt"
+            with output.open("wb") as out:
                 process = subprocess.Popen([sys.executable, "-c", PROGRAM, namespace, identity], stdout=out)
             stack.callback(process.wait)
             stack.callback(process.kill)
-            return Operator(process, told)
+            return Operator(process, output)
 
         yield one
 
@@ -116,6 +116,6 @@ def test_an_operator_that_was_paused_has_lost_the_lease(start: Start) -> None:
     before = first.moments
     first.process.send_signal(signal.SIGCONT)
     assert first.process.wait() != 0
-    # It may have been stopped just when it was to tell of one.
+    # It may have been stopped while it wrote a moment.
     assert len(first.moments) <= len(before) + 1
     assert second.process.poll() is None

@@ -1,4 +1,4 @@
-"""A job loses replicas, through no fault of its program: it goes on from what was saved."""
+"""A job loses replicas by disruptions and continues from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wait_for_a_checkpoint_after(job: JobUnderTest, step: int) -> int:
 
 
 def last_step_before(job: JobUnderTest) -> int:
-    """The last step that was told of by the generations before the active one."""
+    """Return the last step that was reported by the generations before the active one."""
     active = job.view()["active"]["generation"]
     reports = job.history()
     return max(int(one["step"]) for one in reports if one["generation"] < active)
@@ -94,7 +94,7 @@ def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
 ) -> None:
     """Nothing is saved but by who leaves: first all pods at once, then one."""
     checkpoint = {"claimName": "shared", "intervalSeconds": 3600}
-    # A node is drained of pods by their labels, whatever namespace they are in.
+    # A node is drained of pods by their labels, in all namespaces.
     job = workspace.submit(on_two_replicas(name=workspace.namespace, checkpoint=checkpoint))
     job.wait_until_training(2)
     first = job.uids()

@@ -1,7 +1,6 @@
-"""The objects of an AdaScaleJob, on a real API server: taken as they are, resized and suspended.
+"""The objects of an AdaScaleJob on a real API server: created, resized and suspended.
 
-No node takes the pods of these tests: they are made, which is what the Job controller is asked for, and
-never run.
+The pods of these tests are unschedulable: the Job controller creates them, and they never run.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **wor
 
 
 def without_owner(manifest: Manifest) -> Manifest:
-    """The object on its own: what has an owner that is not there, is collected as garbage."""
+    """Return the object without its owner: an object whose owner does not exist is garbage-collected."""
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "ownerReferences"}
     return manifest | {"metadata": metadata}
 
@@ -67,7 +66,7 @@ def without_owner(manifest: Manifest) -> Manifest:
 def ask(
     api: client.ApiClient, method: str, path: str, body: object = None, patch: bool = False, **query: str
 ) -> dict[str, Any]:
-    """What the API server answers, as its JSON; what it only warns of, it refuses."""
+    """Return the JSON of the API server's answer. What it would only warn about is an error."""
     strict = {} if method == "GET" else {"fieldValidation": "Strict"}
     content = "application/merge-patch+json" if patch else "application/json"
     request = api.param_serialize(
@@ -79,9 +78,9 @@ def ask(
         auth_settings=["BearerToken"],
     )
     answer = api.call_api(*request)
-    told: dict[str, Any] = json.loads(answer.read())
-    assert answer.status < 300, told["message"]
-    return told
+    reply: dict[str, Any] = json.loads(answer.read())
+    assert answer.status < 300, reply["message"]
+    return reply
 
 
 class Jobs:
@@ -164,7 +163,7 @@ def test_pods_are_kept_when_a_job_grows_and_shrinks(api_client: client.ApiClient
     two = jobs.wait_for(2)
     assert (two[0].uid, two[1].uid) == (first.uid, four[1].uid)
     assert four[0].uid == first.uid
-    wait_until(lambda: jobs.pods[0].problem is not None, "the scheduler to say that no node takes them")
+    wait_until(lambda: jobs.pods[0].problem is not None, "the condition Unschedulable")
 
 
 def test_a_job_is_suspended_and_resumed(api_client: client.ApiClient, restricted: str) -> None:

@@ -45,7 +45,7 @@ def alone(installation: System, kubectl: Kubectl) -> Iterator[None]:
         yield
         return
     with installation.scaled(CONTROLLER, 0):
-        wait_until(lambda: not installation.pods_of(names.CONTROLLER), "the installed operator to be gone")
+        wait_until(lambda: not installation.pods_of(names.CONTROLLER), "the installed operator to be deleted")
         yield
 
 
@@ -65,8 +65,8 @@ class Place:
         token = self.folder / "token"
         token.write_text(TOKEN)
         url = f"http://127.0.0.1:{self.service.port}"
-        told = ("--namespace", self.namespace, *options)
-        started = OperatorProcess(self.kubeconfig, url, token, self.folder, *told, die_before=die_before)
+        arguments = ("--namespace", self.namespace, *options)
+        started = OperatorProcess(self.kubeconfig, url, token, self.folder, *arguments, die_before=die_before)
         self.operators.append(started)
         return started
 
@@ -83,8 +83,8 @@ class Place:
         """Generation and count that the service wants."""
         url = f"http://127.0.0.1:{self.service.port}/jobs/{job.id}"
         answer = urllib3.request("GET", url, retries=False)
-        told = answer.json().get("desired") if answer.status == 200 else None
-        return (told["generation"], told["replicas"]) if told else None
+        desired = answer.json().get("desired") if answer.status == 200 else None
+        return (desired["generation"], desired["replicas"]) if desired else None
 
 
 @pytest.fixture
@@ -110,14 +110,14 @@ def place(
 def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
     """Whether a count is decided, desired, and what the one Job has."""
     status = job.status()
-    told = status.get("allocation", {"generation": 0, "replicas": -1})
+    recorded = status.get("allocation", {"generation": 0, "replicas": -1})
     batches = job.indexed_jobs()
     if status.get("observedGeneration") != job.raw()["metadata"]["generation"] or len(batches) != 1:
         return False
     spec = batches[0].spec
     size = 0 if spec.suspend else spec.parallelism
-    known = place.desired(job) == (told["generation"], told["replicas"])
-    return known and told["replicas"] == size == replicas
+    known = place.desired(job) == (recorded["generation"], recorded["replicas"])
+    return known and recorded["replicas"] == size == replicas
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_another_operator_continues_after_one_is_killed_before_any_of_its_writes
         _work(place, None, 0)
         if not killed:
             break
-    assert before > 4, "it writes the status, tells the service, and makes the Job"
+    assert before > 4, "it writes the status, requests the allocation and creates the Job"
 
 
 def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int | None = None) -> bool:
@@ -155,14 +155,14 @@ def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int
     def is_over() -> bool:
         if operator.process.poll() is not None:
             return True
-        told = operator.log.removeprefix(known)
+        log = operator.log.removeprefix(known)
         if job is None:
-            return "removed it from the metrics service" in told
-        return "Running in" in told and is_carried_out(place, job, replicas)
+            return "removed it from the metrics service" in log
+        return "Running in" in log and is_carried_out(place, job, replicas)
 
     wait_until(is_over, f"{replicas} replicas of {job and job.name}")
     if die_before is not None and operator.process.poll() is None:
-        # What it tells of is written last.
+        # Events are written last.
         time.sleep(1)
     status = operator.stop()
     assert status in ((0,) if die_before is None else (0, -signal.SIGKILL)), operator.log

@@ -1,7 +1,7 @@
-"""Parts of the system, and of the cluster, are gone for a while: training goes on, and all comes right again.
+"""Parts of the system and of the cluster are down for a while: training continues, and the system recovers.
 
-Nodes and the API server can't be stopped through the API. What stops and starts them is told by environment
-variables, each a command line that is given more arguments:
+Nodes and the API server can't be stopped through the API. Environment variables name the commands that
+stop and start them; the tests append arguments:
 
     ADASCALE_TEST_NODE         NAME stop|start
     ADASCALE_TEST_APISERVER    stop|start
@@ -33,12 +33,12 @@ LONG: dict[str, Any] = {"maxReplicas": 2, "minReplicas": 2}
 
 def command(variable: str, what: str) -> Callable[..., None]:
     """What a test may stop and start with."""
-    told = os.environ.get(variable)
-    if not told:
+    command = os.environ.get(variable)
+    if not command:
         pytest.skip(f"needs to stop {what}: set {variable}, see {__file__}")
 
     def run(*arguments: str) -> None:
-        subprocess.run([*shlex.split(told), *arguments], check=True, timeout=120)
+        subprocess.run([*shlex.split(command), *arguments], check=True, timeout=120)
 
     return run
 
@@ -155,8 +155,8 @@ def test_training_continues_during_an_outage_of_the_api_server(system: System, w
     job.wait_until_training(2)
     uids, before = job.uids(), steps(job)
     with stopped(run):
-        gone = time.monotonic()
-        wait_until(lambda: time.monotonic() - gone > 30, "half a minute", patience=60)
+        stopped_at = time.monotonic()
+        wait_until(lambda: time.monotonic() - stopped_at > 30, "half a minute", patience=60)
     wait_until(lambda: is_reachable(job), "the API server")
     wait_until(lambda: steps(job) > before, "steps")
     assert job.uids() == uids
@@ -207,7 +207,7 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
         declared = time.monotonic()
         status = job.wait_for(
             "training on the other node",
-            lambda told: told.get("replicas") in (2, 3, 4) and places(job) <= {*nodes} - {lost},
+            lambda status: status.get("replicas") in (2, 3, 4) and places(job) <= {*nodes} - {lost},
             timeout=90,
         )
         assert time.monotonic() - declared < 60

@@ -197,11 +197,11 @@ def test_a_metrics_service_that_may_not_review_tokens_names_the_permission(
 ) -> None:
     job = f"{namespace}.digits"
     worker = token_of(namespace, "default", job_audience(job))
-    told = yaml.safe_load(Path(kubeconfig).read_text())
-    for user in told["users"]:
+    configuration = yaml.safe_load(Path(kubeconfig).read_text())
+    for user in configuration["users"]:
         user["user"] = {"token": token_of(namespace, "reviewer", seconds=3600)}
     own = tmp_path / "kubeconfig"
-    own.write_text(yaml.safe_dump(told))
+    own.write_text(yaml.safe_dump(configuration))
     binding = client.V1ClusterRoleBinding(
         metadata=client.V1ObjectMeta(name=f"adascale-{namespace}"),
         role_ref=client.V1RoleRef(

@@ -241,7 +241,6 @@ def creating_pod(seconds: float, **changes: Any) -> Pod:
         "scheduled_at": NOW - seconds,
         "phase": "Pending",
         "has_started": False,
-        "running": False,
     }
     return pod(0, **state | changes)
 

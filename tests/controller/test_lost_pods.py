@@ -18,7 +18,7 @@ FAILED = PodExit(3, termination=TerminationMessage(1, 3))
 
 
 def ended(rank: int, how: PodExit, **more: Any) -> Pod:
-    return pod(rank, **{"phase": "Failed", "running": False, "exit": how, **more})
+    return pod(rank, **{"phase": "Failed", "exit": how, **more})
 
 
 @pytest.mark.parametrize(

@@ -78,23 +78,14 @@ def test_a_running_pod() -> None:
         phase="Running",
         created_at=1772359200.0,
         scheduled_at=1772359200.0,
-        running=True,
     )
 
 
 def test_a_new_pod_has_no_node_and_no_problem() -> None:
     pod = read_pod(raw(node=None))
-    assert (pod.phase, pod.node, pod.scheduled_at, pod.running) == ("Pending", None, None, False)
+    assert (pod.phase, pod.node, pod.scheduled_at) == ("Pending", None, None)
     assert pod.problem is None
     assert pod.exit is None
-
-
-def test_a_replica_runs_only_if_its_worker_container_does() -> None:
-    two = [{"name": "logs"}, {"name": "worker"}]
-    statuses = [container("logs", running={}), container("worker", waiting={"reason": "ContainerCreating"})]
-    pod = read_pod(raw({"phase": "Running", "containerStatuses": statuses}, containers=two))
-    assert not pod.running
-    assert pod.problem is None
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ def pod(rank: int, **changes: Any) -> Pod:
         "Running",
         NOW - 50,
         scheduled_at=NOW - 49,
-        running=True,
     )
     return replace(built, **changes)
 
@@ -74,7 +73,6 @@ def failed_pod(rank: int, generation: int = 0, *, created_at: float = NOW - 50, 
         uid=f"pod-{rank}-{created_at}",
         created_at=created_at,
         phase="Failed",
-        running=False,
         exit=end,
     )
 
@@ -82,7 +80,7 @@ def failed_pod(rank: int, generation: int = 0, *, created_at: float = NOW - 50, 
 def pending_pod(rank: int, reason: Reason = Reason.UNSCHEDULABLE) -> Pod:
     """Return a pod that can't be scheduled."""
     problem = PodProblem(reason, f"message of {reason}")
-    return pod(rank, node=None, scheduled_at=None, phase="Pending", running=False, problem=problem)
+    return pod(rank, node=None, scheduled_at=None, phase="Pending", problem=problem)
 
 
 def registration(rank: int, state: ReplicaState = ReplicaState.RUNNING, generation: int = 1) -> Registration:

@@ -95,7 +95,6 @@ class Pod:
             it is not being deleted.
         scheduled_at: when it was assigned to its node, in seconds since 1970. None if it is not.
         has_started: whether one of its containers has ever started.
-        running: whether the worker's container runs.
         problem: why it does not start.
         exit: how it has ended. None if it has not.
         tracked: whether it has the Job controller's finalizer.
@@ -110,7 +109,6 @@ class Pod:
     deletion_deadline: float | None = None
     scheduled_at: float | None = None
     has_started: bool = True
-    running: bool = False
     problem: PodProblem | None = None
     exit: PodExit | None = None
     tracked: bool = False
@@ -138,7 +136,6 @@ def read_pod(raw: ApiObject) -> Pod:
         deletion_deadline=seconds(meta.get("deletionTimestamp")),
         scheduled_at=None if node is None else (_scheduled_at(status) or created_at),
         has_started=ended or _has_started(status),
-        running=not ended and "running" in _state(_worker_status(spec, status)),
         problem=None if ended else _problem(spec, status, scheduled=node is not None),
         exit=_exit(spec, status) if ended else None,
         tracked=TRACKING_FINALIZER in (meta.get("finalizers") or ()),
