@@ -39,6 +39,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     serve(
         host=options.host,
         port=options.port,
+        descriptor=options.fd,
         port_file=options.port_file,
         database_url=options.database,
         authorizer=_authorizer(options, environment),
@@ -60,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_port,
         default=DEFAULT_API_PORT,
         help="port to listen on; 0 for any free port (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fd",
+        metavar="NUMBER",
+        type=int,
+        help="listen on the socket of this inherited file descriptor, instead of --host and --port",
     )
     parser.add_argument(
         "--database",

@@ -14,6 +14,8 @@ from adascale_api.authorization import Authorizer
 from adascale_api.database import Database
 from adascale_core.errors import AdaScaleError
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 SHUTDOWN_GRACE = 2
 """Seconds that open requests may take to finish after the service was asked to stop."""
 KEEP_ALIVE = 75
@@ -30,6 +32,7 @@ def serve(
     *,
     host: str,
     port: int,
+    descriptor: int | None,
     port_file: Path | None,
     database_url: str,
     authorizer: Authorizer | None,
@@ -40,6 +43,8 @@ def serve(
     Args:
         host: the address to listen on.
         port: the port to listen on; 0 for any free port.
+        descriptor: the file descriptor of a listening socket, which replaces `host` and `port`; None to open
+            a socket.
         port_file: gets the port once the server listens.
         database_url: the database.
         authorizer: checks tokens; None allows every request.
@@ -50,7 +55,10 @@ def serve(
     """
     if port_file is not None:
         _remove_port_file(port_file)
-    with _listen(host, port) as listener:
+    with _listen(host, port) if descriptor is None else _inherit(descriptor) as listener:
+        # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
+        # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         app = create_app(Database(database_url), authorizer, protect_reads=protect_reads)
         address, port = listener.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
@@ -119,14 +127,22 @@ def _listen(host: str, port: int) -> socket.socket:
         )[0]
         # `::` means all addresses, of IPv4 too; by default Python leaves these out.
         dual_stack = address[0] == "::" and socket.has_dualstack_ipv6()
-        listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual_stack)
-        # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
-        # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
     except OSError as error:
         raise UsageError(
             f"can't listen on {host} port {port}: {error}; use another --port (0 for any free port) or --host"
         ) from error
+
+
+def _inherit(descriptor: int) -> socket.socket:
+    try:
+        listener = socket.socket(fileno=descriptor)
+        listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"file descriptor {descriptor} of --fd is no socket: {error}") from error
+    if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
+        listener.close()
+        raise UsageError(f"file descriptor {descriptor} of --fd is no listening TCP socket")
     return listener
 
 

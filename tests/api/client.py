@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +123,7 @@ class ServiceProcess:
         *options: str,
         environ: Mapping[str, str] | None = None,
         port_file: Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._port_file = port_file or folder / f"port-{uuid4().hex}"
         self._log = folder / "service.log"
@@ -143,6 +144,7 @@ class ServiceProcess:
                 env=environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ)),
                 stdout=log,
                 stderr=log,
+                pass_fds=pass_fds,
             )
         try:
             wait_until(lambda: self.process.poll() is not None or self._has_port(), "the start")

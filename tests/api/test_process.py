@@ -1,5 +1,6 @@
 """The service as a process: start, refused starts, crashes and shutdown."""
 
+import os
 import random
 import resource
 import signal
@@ -212,6 +213,15 @@ def test_a_port_in_use_is_refused_without_a_traceback(service: ServiceProcess, t
     )
 
 
+def test_the_service_accepts_connections_of_an_inherited_socket(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        with ServiceProcess(tmp_path, "--fd", str(descriptor), pass_fds=[descriptor]) as service:
+            assert service.port == listener.getsockname()[1]
+            with Client(service.port) as client:
+                assert client.get("/readyz") == {"status": "ok"}
+
+
 def test_a_port_file_that_can_not_be_written_is_refused_without_a_traceback(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'a.db'}"
     options = ["--port", "0", "--database", url, "--port-file", "/nowhere/at/all"]
@@ -284,6 +294,7 @@ def test_an_unusable_database_is_refused_without_a_traceback(
         (["--no-auth", "--host", ""], {}, ["--no-auth"]),
         (["--no-auth", "--protect-reads"], {}, ["contradict"]),
         (["--host", "not.a.host.invalid"], {"ADASCALE_TOKEN": TOKEN}, ["can't listen on not.a.host.invalid"]),
+        (["--fd", "99"], {"ADASCALE_TOKEN": TOKEN}, ["file descriptor 99 of --fd is no socket"]),
         (["--port", "70000"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
         (["--port", "-1"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
         (["--port", "http"], {"ADASCALE_TOKEN": TOKEN}, ["--port", "http"]),
@@ -295,6 +306,13 @@ def test_unusable_options_are_refused_without_a_traceback(
     port = [] if "--port" in options else ["--port", "0"]
     url = f"sqlite:///{tmp_path / 'a.db'}"
     command.assert_refuses([*port, "--database", url, *options], environ, *parts)
+
+
+def test_an_inherited_socket_that_does_not_listen_is_refused(tmp_path: Path, command: Command) -> None:
+    with socket.socket() as unbound:
+        descriptor = os.dup(unbound.fileno())
+        options = ["--fd", str(descriptor), "--database", f"sqlite:///{tmp_path / 'a.db'}"]
+        command.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, "no listening TCP socket")
 
 
 def test_the_help_lists_options_and_variables() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from adascale_controller.local.checkpoints import newest_manifest
 from adascale_controller.local.processes import tail
-from adascale_controller.local.service_process import PortTakenError, choose_port
+from adascale_controller.local.service_process import PortTakenError, listen
 from adascale_core.checkpoint_manifest import Manifest
 
 
@@ -31,11 +31,12 @@ def test_the_newest_readable_manifest_is_found(tmp_path: Path) -> None:
 def test_a_port_in_use_is_an_error_only_if_it_is_required() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert choose_port(port, required=False) == 0
+        with listen(port, required=False) as other:
+            assert other.getsockname()[1] not in (0, port)
         with pytest.raises(
             PortTakenError, match=f"cannot listen on port {port}: address already in use"
         ) as raised:
-            choose_port(port, required=True)
+            listen(port, required=True)
         assert raised.value.exit_code == 2
 
 

@@ -103,16 +103,18 @@ class Run:
         job: the job file.
         state: the state folder.
         options: of the command.
+        port: its `--port`; None to leave the option out.
     """
 
-    def __init__(self, job: Path, state: Path, *options: object) -> None:
+    def __init__(self, job: Path, state: Path, *options: object, port: int | None = 0) -> None:
         self.state = state
         self._log = state.with_name(f"{state.name}.{os.urandom(3).hex()}.out")
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "adascale_controller", "run", str(job)),
-                    *("--state-dir", str(state), "--port", "0", *map(str, options)),
+                    *("--state-dir", str(state), *map(str, options)),
+                    *(() if port is None else ("--port", str(port))),
                 ],
                 cwd=ROOT,
                 env=_environ(),
@@ -219,9 +221,9 @@ class Run:
 
 
 @contextmanager
-def running(job: Path, state: Path, *options: object) -> Iterator[Run]:
+def running(job: Path, state: Path, *options: object, port: int | None = 0) -> Iterator[Run]:
     """Run `adascale run`, and kill it with all its children at the end."""
-    run = Run(job, state, *options)
+    run = Run(job, state, *options, port=port)
     try:
         yield run
     finally:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,25 @@ def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, state: Path
         assert second.returncode == 2
         assert f"is in use by another run (process {run.process.pid})" in second.stderr
         assert run.process.poll() is None
+
+
+def test_runs_that_start_together_get_a_port_each(tmp_path: Path) -> None:
+    jobs = ("one", "two", "three")
+    with ExitStack() as stack:
+        runs = {}
+        for name in jobs:
+            job = write_paced_job(tmp_path / f"{name}.yaml", pace=0.005, name=name, maxReplicas=1)
+            runs[name] = stack.enter_context(running(job, tmp_path / f"default.{name}", port=None))
+        for run in runs.values():
+            run.wait_for_step()
+        urls = set()
+        for name, run in runs.items():
+            url = str(json.loads((run.state / "service.json").read_text())["url"])
+            assert f"metrics  curl {url}/jobs/{name}/gain" in run.output
+            urls.add(url)
+            shown = adascale_in_process("gain", name, "--state-dir", tmp_path)
+            assert f"default.{name}" in shown.stdout, shown.stderr
+        assert len(urls) == len(jobs)
 
 
 def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> None:

@@ -56,8 +56,8 @@ def run(
             metavar="PORT",
             min=0,
             max=65535,
-            help=f"The port of the metrics service; 0 for a free port. Default: {names.DEFAULT_API_PORT}, "
-            "or a free port if that is in use.",
+            help=f"The port of the metrics service; 0 for any free port. Default: {names.DEFAULT_API_PORT}, "
+            "or any free port if that is in use.",
             show_default=False,
         ),
     ] = None,

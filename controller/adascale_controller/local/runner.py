@@ -22,7 +22,7 @@ from adascale_controller.local.replica_limit import replica_limit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.run_report import completed_message, print_start, print_summary
 from adascale_controller.local.run_result import RunResult
-from adascale_controller.local.service_process import ServiceProcess, choose_port
+from adascale_controller.local.service_process import ServiceProcess, listen
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir
 from adascale_controller.local.state_lock import StateLock
@@ -124,21 +124,20 @@ class _Run:
     ) -> int:
         """Start the metrics service, train, stop all processes; return the exit code."""
         requested = self._options.port
-        port = choose_port(
-            names.DEFAULT_API_PORT if requested is None else requested, required=requested is not None
-        )
-        service = ServiceProcess(self._folder, environ, port, self._lock)
-        try:
-            if not service.start(lambda: self._signals.stop_requested):
-                self._display.message("Stopped before training started")
-                return self._signals.exit_code
-            service_file.write(self._folder, service.url, self._job.id)
-            checkpoint = newest_manifest(self._checkpoints)
-            print_start(self._display, self._job, service.url, self._folder, limit, command, checkpoint)
-            return self._train(command, devices, limit, service)
-        finally:
-            service.stop()
-            service_file.remove(self._folder)
+        preferred = names.DEFAULT_API_PORT if requested is None else requested
+        with listen(preferred, required=requested is not None) as listener:
+            service = ServiceProcess(self._folder, environ, listener, self._lock)
+            try:
+                if not service.start(lambda: self._signals.stop_requested):
+                    self._display.message("Stopped before training started")
+                    return self._signals.exit_code
+                service_file.write(self._folder, service.url, self._job.id)
+                checkpoint = newest_manifest(self._checkpoints)
+                print_start(self._display, self._job, service.url, self._folder, limit, command, checkpoint)
+                return self._train(command, devices, limit, service)
+            finally:
+                service.stop()
+                service_file.remove(self._folder)
 
     def _train(
         self, command: LocalCommand, devices: Sequence[str], limit: int, service: ServiceProcess

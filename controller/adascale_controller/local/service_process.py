@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -21,6 +20,8 @@ from adascale_core.names import ENV_TOKEN
 
 START_TIMEOUT = 60.0
 """Seconds that the service has to start listening."""
+BACKLOG = 2048
+"""Connections that may wait for the service to accept them, such as those made while it restarts."""
 STOP_TIMEOUT = 5.0
 """Seconds that the service has to exit before it is killed."""
 
@@ -43,13 +44,15 @@ class ServiceProcess:
     Args:
         folder: the state folder.
         environ: its environment.
-        port: the port that it listens on; 0 for a free one.
+        listener: the socket that it listens on.
         lock: the descriptor of the folder's lock, which the service inherits.
     """
 
-    def __init__(self, folder: StateDir, environ: Mapping[str, str], port: int, lock: int) -> None:
+    def __init__(
+        self, folder: StateDir, environ: Mapping[str, str], listener: socket.socket, lock: int
+    ) -> None:
         self.token = secrets.token_urlsafe(24)
-        self.port = port
+        self._listener = listener
         self._folder = folder
         self._environ = {**environ, ENV_TOKEN: self.token}
         self._lock = lock
@@ -58,7 +61,7 @@ class ServiceProcess:
     @property
     def url(self) -> str:
         """The service's address."""
-        return f"http://{ADDRESS}:{self.port}"
+        return f"http://{ADDRESS}:{self._listener.getsockname()[1]}"
 
     @property
     def log(self) -> Path:
@@ -71,19 +74,19 @@ class ServiceProcess:
         return self._process.exit_code if self._process else None
 
     def start(self, cancelled: Callable[[], bool]) -> bool:
-        """Start the service and wait until it listens; False if cancelled before that.
+        """Start the service and wait until it accepts connections; False if cancelled before that.
 
         Raises:
             ServiceProcessError: it does not start.
         """
         self._folder.port_file.unlink(missing_ok=True)
         # -P: a file in the user's folder must not shadow a library.
-        command = [sys.executable, "-P", "-m", "adascale_api", "--host", ADDRESS, "--port", str(self.port)]
+        command = [sys.executable, "-P", "-m", "adascale_api", "--fd", str(self._listener.fileno())]
         command += ["--database", f"sqlite:///{self._folder.database.absolute()}"]
         command += ["--port-file", str(self._folder.port_file.absolute())]
-        self._process = ChildProcess(command, self._environ, self.log, [self._lock])
+        self._process = ChildProcess(command, self._environ, self.log, [self._lock, self._listener.fileno()])
         deadline = time.monotonic() + START_TIMEOUT
-        while (port := self._read_port()) is None:
+        while not self._folder.port_file.exists():
             if cancelled():
                 return False
             if self._process.exit_code is not None:
@@ -96,7 +99,6 @@ class ServiceProcess:
                     f"the metrics service did not start within {START_TIMEOUT:.0f} s: see {self.log}"
                 )
             time.sleep(0.02)
-        self.port = port
         return True
 
     def stop(self) -> None:
@@ -108,28 +110,25 @@ class ServiceProcess:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT)
 
-    def _read_port(self) -> int | None:
-        with contextlib.suppress(OSError, ValueError):
-            return int(self._folder.port_file.read_text())
-        return None
 
+def listen(preferred: int, *, required: bool) -> socket.socket:
+    """Return a socket that listens on `preferred`, or on any free port if `preferred` is in use.
 
-def choose_port(preferred: int, *, required: bool) -> int:
-    """Return `preferred` if it is free, else 0, which stands for any free port.
+    The run keeps the socket open, so no other program can take its port, even while the service restarts.
+
+    Args:
+        preferred: the port; 0 for any free port.
+        required: whether no other port may be used.
 
     Raises:
-        PortTakenError: it is not free, and `required`.
+        PortTakenError: this program cannot listen on the port.
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ADDRESS, preferred))
-        except OSError as error:
-            if not required and error.errno == errno.EADDRINUSE:
-                return 0
-            reason = error.strerror.lower() if error.strerror else error
-            raise PortTakenError(
-                f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free "
-                "port"
-            ) from None
-    return preferred
+    try:
+        return socket.create_server((ADDRESS, preferred), backlog=BACKLOG)
+    except OSError as error:
+        if not required and error.errno == errno.EADDRINUSE:
+            return socket.create_server((ADDRESS, 0), backlog=BACKLOG)
+        reason = os.strerror(error.errno).lower() if error.errno else error
+        raise PortTakenError(
+            f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free port"
+        ) from None
