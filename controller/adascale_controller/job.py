@@ -45,7 +45,7 @@ class Job:
     Args:
         id: `<namespace>.<name>`.
         spec: the part of it that the metrics service and the decision use.
-        command: the program and its arguments; empty for the image's own.
+        command: the program and its arguments; empty for the image's entry point, on a cluster only.
         env: the environment variables with a literal value.
         working_dir: the program's working directory; None if not set.
         replicas: the most replicas at once, as `kubectl scale` sets it; None if not capped.

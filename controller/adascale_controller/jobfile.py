@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from adascale_controller.field_error import FieldError
-from adascale_controller.job import Job, to_job
+from adascale_controller.job import Job, to_job, worker_container
+from adascale_controller.schema import AdaScaleJobDocument
 from adascale_controller.validation import validate_document
 from adascale_controller.yaml_document import YamlDocumentError, parse_document
 from adascale_core.errors import InvalidJobError
@@ -62,4 +63,23 @@ def parse_job(text: str, source: str = "<text>") -> Job:
     if isinstance(document, list):
         errors = [replace(error, line=yaml.line(error.path)) for error in document]
         raise JobFileError(source, sorted(errors, key=lambda error: error.line or 0))
+    command_error = _command_error(document)
+    if command_error is not None:
+        raise JobFileError(source, [replace(command_error, line=yaml.line(command_error.path))])
     return to_job(document)
+
+
+def _command_error(document: AdaScaleJobDocument) -> FieldError | None:
+    """Return the error if the container that trains has no command.
+
+    On a cluster, the entry point of its image runs then, so only job files require a command.
+    """
+    containers = document.spec.template.spec.containers
+    worker = worker_container(containers)
+    if worker.command:
+        return None
+    path = ("spec", "template", "spec", "containers", containers.index(worker), "command")
+    fix = "set the training program, such as [python, train.py]"
+    if worker.args:
+        fix = f"move args {list(worker.args)} to it, if they are the training program"
+    return FieldError(path, f"is required, since this machine does not run the image's entry point: {fix}")

@@ -184,7 +184,9 @@ class Container(_OpenModel):
         description="The container's image, required on a cluster. A run on one machine does not use it.",
     )
     command: list[str] = Field(
-        default_factory=list, description="The training program. Defaults to the image's entry point."
+        default_factory=list,
+        description="The training program. Defaults to the image's entry point on a cluster; required in a "
+        "run on one machine.",
     )
     args: list[str] = Field(default_factory=list, description="Arguments of the training program.")
     env: list[EnvVar] = Field(default_factory=list, description="Environment variables.")

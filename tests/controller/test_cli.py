@@ -102,6 +102,17 @@ def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> No
         ]
 
 
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_job_without_a_command_is_an_error(tmp_path: Path, command: str) -> None:
+    job = write_job(tmp_path / "job.yaml", [])
+    failed = adascale(command, job)
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert failed.stderr.startswith(
+        f"adascale: {job}:12: spec.template.spec.containers[0].command: is required"
+    )
+
+
 def test_a_missing_file_is_an_error() -> None:
     failed = adascale_process("validate", "absent.yaml")
     assert failed.returncode == 2

@@ -145,9 +145,24 @@ def test_the_first_container_trains_if_none_is_named_worker() -> None:
     assert parse_job(text).command == ("a",)
 
 
-def test_arguments_without_a_command_give_no_command() -> None:
-    text = job(template={"spec": {"containers": [{"name": "worker", "args": ["--lr"]}]}})
-    assert parse_job(text).command == ()
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({}, "set the training program, such as [python, train.py]"),
+        ({"command": []}, "set the training program, such as [python, train.py]"),
+        (
+            {"args": ["python", "a.py"]},
+            "move args ['python', 'a.py'] to it, if they are the training program",
+        ),
+    ],
+)
+def test_a_job_file_needs_a_command(fields: dict[str, Any], fix: str) -> None:
+    sidecar = {"name": "sidecar", "command": ["sleep"]}
+    text = job(template={"spec": {"containers": [sidecar, {"name": "worker", **fields}]}})
+    assert errors_in(text) == [
+        "spec.template.spec.containers[1].command: is required, since this machine does not run the image's "
+        f"entry point: {fix}"
+    ]
 
 
 def test_variables_that_only_a_cluster_can_resolve_are_listed() -> None:

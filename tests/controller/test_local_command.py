@@ -67,7 +67,6 @@ def test_variables_that_only_a_cluster_can_resolve_are_ignored(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ((), "job digits has no command: set the command of container 'worker' in spec.template"),
         (("no-such-program",), "the program 'no-such-program' of the job's command is missing or not"),
         (("./no-such-program",), "the program './no-such-program' of the job's command is missing or not"),
         (("python", "no/such.py"), "the script 'no/such.py' of the job's command does not exist in "),

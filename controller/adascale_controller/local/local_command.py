@@ -48,7 +48,7 @@ def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], thr
     References to environment variables are expanded as Kubernetes does.
 
     Args:
-        job: the job.
+        job: the job; it has a command.
         checkpoints: the folder of its checkpoints.
         environ: the environment that the program inherits.
         threads: threads that each replica uses for computations.
@@ -56,11 +56,6 @@ def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], thr
     Raises:
         LocalCommandError: the program does not exist.
     """
-    if not job.command:
-        raise LocalCommandError(
-            f"job {job.short_id} has no command: set the command of container {names.WORKER_CONTAINER!r} in "
-            "spec.template, such as [python, train.py]; its image is not used on this machine"
-        )
     cwd, ignored = _working_dir(job)
     own = {**job.env, **trainer_environment(job)}
     env = {name: _expand(value, own) for name, value in own.items()}
