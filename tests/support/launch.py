@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).parent / "programs" / "journal.py"
-TIMEOUT = 60.0
+TIMEOUT = 180.0
+"""Seconds for conditions that hold within a few seconds on a machine that is not loaded."""
 
 
 def wait_until(

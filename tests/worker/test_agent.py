@@ -1,4 +1,4 @@
-"""Agents, with a real metrics service and real trainers, killed for real."""
+"""Agents with a real metrics service and real trainers, which receive real signals."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -14,18 +14,16 @@ from pathlib import Path
 import pytest
 
 from adascale_core.termination_message import TerminationMessage
-from support.launch import AgentProcess, Journal, free_port, wait_until
+from support.launch import TIMEOUT, AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 
 BOUNDS = json.dumps({"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]})
-LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10_000, "STEP_SECONDS": 0.02, "ADASCALE_CHECKPOINT_INTERVAL": 0}
-
-
-SHORT = {**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 800, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10**6, "STEP_SECONDS": 0.02, "ADASCALE_CHECKPOINT_INTERVAL": 0}
+"""Options of a job that trains until the test ends it, with a checkpoint on every step."""
 
 
 class Job:
-    """A job's service, its agents and what its trainers wrote down."""
+    """A job's service, its agents and the journal of its trainers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,20 +36,22 @@ class Job:
         self.agents += started
         return started
 
-    def trains_in(self, generation: int, replicas: int = 1, steps: int = 2) -> None:
-        """Wait until all ranks of a generation have made some steps in it."""
+    def wait_for_training(self, generation: int, replicas: int = 1, steps: int = 2) -> None:
+        """Wait until all ranks of a generation have trained `steps` steps in it."""
 
         def trained(rank: int) -> bool:
-            attempts = self.journal.attempts(rank)
-            return any(one.header["generation"] == generation and len(one.steps) >= steps for one in attempts)
+            return any(
+                attempt.header["generation"] == generation and len(attempt.steps) >= steps
+                for attempt in self.journal.attempts(rank)
+            )
 
         wait_until(
-            lambda: all(trained(rank) for rank in range(replicas)) or self.died(),
+            lambda: all(trained(rank) for rank in range(replicas)) or self.has_failed_agent(),
             f"training in generation {generation}",
         )
-        assert not self.died(), self.logs()
+        assert not self.has_failed_agent(), self.logs()
 
-    def died(self) -> bool:
+    def has_failed_agent(self) -> bool:
         return any(agent.process.poll() not in (None, 0, 75) for agent in self.agents)
 
     def logs(self) -> str:
@@ -77,86 +77,99 @@ def job(tmp_path: Path) -> Iterator[Job]:
     running.end()
 
 
-def gone(pid: int) -> Callable[[], bool]:
-    def check() -> bool:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
+def has_exited(pid: int) -> bool:
+    """Whether a process does not exist, or is a zombie."""
+    try:
+        os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-    return check
+    except (ProcessLookupError, FileNotFoundError):
+        return True
 
 
 def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
-    """1 -> 2 -> 1, then the end, with one agent per replica that stays."""
+    """1 -> 2 -> 1 replicas, then the end of training, with the same agent for replica 0."""
+    finish = job.folder / "finish"
+    options = {**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000, "FINISH_FILE": finish}
     job.service.allocate(1, 1)
-    (first,) = job.start(0, **SHORT)
-    job.trains_in(1)
+    (first,) = job.start(0, **options)
+    job.wait_for_training(1)
     job.service.allocate(2, 2)
-    job.trains_in(1, steps=len(job.journal.attempts()[-1].steps) + 3)  # nobody there yet: it goes on
+    # Generation 1 continues while replica 1 has no agent.
+    job.wait_for_training(1, steps=len(job.journal.attempts()[-1].steps) + 3)
     assert job.generation() == 1
-    (second,) = job.start(1, **SHORT)
-    job.trains_in(2, replicas=2)
+    (second,) = job.start(1, **options)
+    job.wait_for_training(2, replicas=2)
     job.service.allocate(3, 1)
-    job.trains_in(3)
+    job.wait_for_training(3)
     second.process.terminate()
     assert second.wait() == 75
+    begin = job.journal.attempts()[-1].header["step"]
+    wait_until(lambda: job.service.job()["latest"]["step"] > begin, "a report from generation 3")
+    finish.touch()
     assert first.wait() == 0
-    assert job.service.job()["complete"]
+    view = job.service.job()
+    assert view["complete"]
     attempts = job.journal.attempts(0)
-    assert [(one.header["generation"], one.header["replicas"]) for one in attempts] == [
+    assert [(attempt.header["generation"], attempt.header["replicas"]) for attempt in attempts] == [
         (1, 1),
         (2, 2),
         (3, 1),
     ]
     steps = job.journal.effective()
     assert sorted(steps) == list(range(1, len(steps) + 1))
-    assert [len(one.steps) for one in attempts] == [
-        later.header["step"] - one.header["step"] for one, later in pairwise(attempts)
+    assert [len(attempt.steps) for attempt in attempts] == [
+        following.header["step"] - attempt.header["step"] for attempt, following in pairwise(attempts)
     ] + [len(attempts[-1].steps)], "a change of replicas undoes no step"
-    told = job.service.job()
-    assert (told["failures"], told["disruptions"]) == (0, 0)
-    assert told["latest"]["progress"] >= 800
+    assert (view["failures"], view["disruptions"]) == (0, 0)
+
+
+def test_a_job_finishes_when_its_progress_reaches_its_scale_invariant_steps(job: Job) -> None:
+    job.service.allocate(1, 1)
+    (agent,) = job.start(0, **LONG, ADASCALE_SCALE_INVARIANT_STEPS=50)
+    assert agent.wait() == 0
+    view = job.service.job()
+    assert view["complete"]
+    assert view["latest"]["step"] == job.journal.last_step()
+    assert view["latest"]["progress"] >= 50
 
 
 def test_a_killed_trainer_costs_the_steps_since_the_last_checkpoint(job: Job) -> None:
     job.service.allocate(1, 2)
     job.start(0, 1, **LONG)
-    job.trains_in(1, replicas=2, steps=5)
+    job.wait_for_training(1, replicas=2, steps=5)
     os.kill(job.trainer_pid(1), signal.SIGKILL)
-    job.trains_in(2, replicas=2)
+    job.wait_for_training(2, replicas=2)
     before, after = job.journal.attempts(0)
     assert before.steps[-1].step - after.header["step"] <= 2
-    told = job.service.job()
-    assert (told["failures"], told["disruptions"]) == (0, 1)
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (0, 1)
     assert all(agent.process.poll() is None for agent in job.agents)
 
 
-def test_a_killed_agent_takes_its_trainer_with_it_and_can_be_replaced(job: Job) -> None:
+def test_the_trainer_of_a_killed_agent_exits_and_another_agent_can_replace_it(job: Job) -> None:
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **LONG)
-    job.trains_in(1, replicas=2)
+    job.wait_for_training(1, replicas=2)
     trainer = job.trainer_pid(1)
     second.process.kill()
     second.wait()
     job.agents.remove(second)
-    wait_until(gone(trainer), "the end of the orphan")
+    wait_until(lambda: has_exited(trainer), "the exit of the orphaned trainer")
     job.start(1, **LONG)
-    job.trains_in(2, replicas=2)
+    job.wait_for_training(2, replicas=2)
     assert job.service.job()["failures"] == 0
 
 
 def test_after_sigterm_a_replica_saves_and_the_others_continue_without_it(job: Job) -> None:
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
-    job.trains_in(1, replicas=2, steps=3)
+    job.wait_for_training(1, replicas=2, steps=3)
     second.process.terminate()
     assert second.wait() == 75
     job.service.allocate(job.service.job()["desired"]["generation"] + 1, 1)
-    job.trains_in(job.service.job()["desired"]["generation"])
+    job.wait_for_training(job.service.job()["desired"]["generation"])
     before, after = job.journal.attempts(0)
-    assert before.steps[-1].step == after.header["step"], "saved at the very step it left at"
+    assert before.steps[-1].step == after.header["step"], "no step after the checkpoint"
 
 
 def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last_lines(job: Job) -> None:
@@ -164,26 +177,29 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     log = job.folder / "termination-log"
     first, second = job.start(0, 1, **LONG, FAIL_AT=4, FAIL_RANK=1, ADASCALE_TERMINATION_LOG=log)
     assert second.wait() == 1
-    said = TerminationMessage.parse(log.read_text())
-    assert said is not None
-    assert (said.generation, said.exit_code) == (1, 1)
-    assert said.log.endswith("ArithmeticError: made to fail at step 4")
-    told = {one["rank"]: one for one in wait_until(lambda: job.service.job()["replicas"], "the report")}
-    assert told[1]["state"] == "failed"
-    assert told[1]["exit_code"] == 1
-    assert "ArithmeticError: made to fail at step 4" in told[1]["log"]
-    assert first.process.poll() is None, "only the failure itself counts, not its peers"
+    message = TerminationMessage.parse(log.read_text())
+    assert message is not None
+    assert (message.generation, message.exit_code) == (1, 1)
+    assert message.log.endswith("ArithmeticError: made to fail at step 4")
+    replicas = {
+        replica["rank"]: replica
+        for replica in wait_until(lambda: job.service.job()["replicas"], "the report")
+    }
+    assert replicas[1]["state"] == "failed"
+    assert replicas[1]["exit_code"] == 1
+    assert "ArithmeticError: made to fail at step 4" in replicas[1]["log"]
+    assert first.process.poll() is None, "the agent of a replica that lost its peer continues"
     job.agents.remove(second)
     job.start(1, **LONG, FAIL_AT=4, FAIL_RANK=1)
-    job.trains_in(2, replicas=2)
-    counts = job.service.job()
-    assert (counts["failures"], counts["disruptions"]) == (1, 0)
+    job.wait_for_training(2, replicas=2)
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (1, 0)
 
 
 def test_training_continues_while_the_service_is_down_and_reports_arrive_afterwards(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, **LONG)
-    job.trains_in(1, steps=3)
+    job.wait_for_training(1, steps=3)
     job.service.stop(signal.SIGKILL)
     step = job.journal.last_step()
     wait_until(lambda: job.journal.last_step() > step + 30, "training without the service")
@@ -191,8 +207,10 @@ def test_training_continues_while_the_service_is_down_and_reports_arrive_afterwa
     reached = job.journal.last_step()
     wait_until(lambda: job.service.job()["latest"]["step"] >= reached, "reports")
     history = job.service.call("GET", "/gain/history?points=5000")["points"]
-    assert any(step < point["step"] < reached for point in history), "what was measured meanwhile is there"
-    assert len(job.journal.attempts()) == 1, "the trainer has not been restarted"
+    assert any(step < point["step"] < reached for point in history), (
+        "reports from the time of the outage are stored"
+    )
+    assert len(job.journal.attempts()) == 1, "the trainer was not restarted"
 
 
 def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -> None:
@@ -202,7 +220,7 @@ def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -
         env={**os.environ, **job.service.environ},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=TIMEOUT,
         check=False,
     )
     assert run.returncode == 1
@@ -233,7 +251,7 @@ def test_an_invalid_command_or_environment_is_an_error(
         env={**os.environ, **job.service.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=TIMEOUT,
         check=False,
     )
     assert (run.returncode, message in run.stderr) == (code, True), run.stderr
@@ -241,7 +259,7 @@ def test_an_invalid_command_or_environment_is_an_error(
 
 
 def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     log = tmp_path / "termination-log"
     run = subprocess.run(
         [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable],
@@ -254,20 +272,20 @@ def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=TIMEOUT,
         check=False,
     )
     assert run.returncode == 69
     assert "does not answer" in run.stderr
     assert "check ADASCALE_API_URL, and that the service runs" in run.stderr
-    assert time.monotonic() - began > 1
-    first, said = log.read_text().split("\n")
-    assert first == "before any generation: exit code 69"
-    assert "does not answer" in said
+    assert time.monotonic() - start > 1
+    first_line, cause = log.read_text().split("\n")
+    assert first_line == "before any generation: exit code 69"
+    assert "does not answer" in cause
 
 
 @pytest.mark.parametrize(
-    ("command", "environ", "said"),
+    ("command", "environ", "expected"),
     [
         (
             ["sh", "-c", "echo no data; exit 3"],
@@ -286,21 +304,21 @@ def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
         (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),
         (["true"], {"ADASCALE_REPLICA": "x"}, (2, "ADASCALE_REPLICA is 'x'")),
     ],
-    ids=["fails", "makes no trainer", "crashes", "is not there", "misconfigured"],
+    ids=["fails", "makes no trainer", "crashes", "does not exist", "invalid environment"],
 )
 def test_the_termination_message_states_why_an_agent_exits(
-    job: Job, command: list[str], environ: dict[str, str], said: tuple[int, str]
+    job: Job, command: list[str], environ: dict[str, str], expected: tuple[int, str]
 ) -> None:
     job.service.allocate(1, 1)
     log = job.folder / "termination-log"
     run = run_agent(job, *command, ADASCALE_TERMINATION_LOG=str(log), **environ)
-    words = TerminationMessage.parse(log.read_text())
-    assert words is not None
-    assert (words.generation, words.exit_code) == (0, run.returncode)
-    assert (words.exit_code, words.log[: len(said[1])]) == said
+    message = TerminationMessage.parse(log.read_text())
+    assert message is not None
+    assert (message.generation, message.exit_code) == (0, run.returncode)
+    assert (message.exit_code, message.log[: len(expected[1])]) == expected
 
 
-def test_a_termination_log_that_cannot_be_written_changes_nothing_else(job: Job) -> None:
+def test_a_termination_log_that_cannot_be_written_does_not_change_the_exit_code(job: Job) -> None:
     job.service.allocate(1, 1)
     run = run_agent(job, "sh", "-c", "exit 3", ADASCALE_TERMINATION_LOG="/no/such/folder")
     assert run.returncode == 3
@@ -312,7 +330,7 @@ def test_an_agent_that_has_not_failed_writes_no_termination_message(job: Job) ->
     job.service.allocate(1, 1)
     log = job.folder / "termination-log"
     (first,) = job.start(0, **LONG, ADASCALE_TERMINATION_LOG=log)
-    job.trains_in(1)
+    job.wait_for_training(1)
     first.process.terminate()
     assert first.wait() == 75
     (second,) = job.start(0, **{**LONG, "EPOCHS": 1}, ADASCALE_TERMINATION_LOG=log)
@@ -331,7 +349,7 @@ def test_a_trainer_that_does_not_leave_in_time_is_killed(job: Job) -> None:
 
 
 def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> None:
-    """Both what is set anew and what is not set any more."""
+    """Changed bounds and removed bounds."""
     first = {"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]}
     job.service.call("PUT", "", {**first, "max_replicas": 4})
     job.service.allocate(1, 1)
@@ -342,34 +360,34 @@ def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> No
         "ADASCALE_SCALE_INVARIANT_STEPS": 10**9,
     }
     job.start(0, 1, **{**LONG, **environ})
-    job.trains_in(1, steps=3)
+    job.wait_for_training(1, steps=3)
     job.service.call("PUT", "", {"batch_size": 8, "local_bsz_bounds": [12, 24], "max_replicas": 4})
     step = job.journal.last_step()
     wait_until(lambda: job.journal.last_step() > step + 3, "training")
-    assert job.journal.attempts()[-1].steps[-1].local_bsz <= 8, "a generation keeps what it began with"
+    assert job.journal.attempts()[-1].steps[-1].local_bsz <= 8, "a generation keeps its bounds"
     job.service.allocate(2, 2)
-    job.trains_in(2, replicas=2)
+    job.wait_for_training(2, replicas=2)
     for rank in (0, 1):
         assert 12 <= job.journal.attempts(rank)[-1].steps[-1].local_bsz <= 24
-    told = job.service.job()["active"]["spec"]
-    assert (told["max_batch_size"], told["local_bsz_bounds"]) == (None, [12, 24])
+    spec = job.service.job()["active"]["spec"]
+    assert (spec["max_batch_size"], spec["local_bsz_bounds"]) == (None, [12, 24])
 
 
 def run_agent(job: Job, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """An agent that is expected to leave by itself."""
+    """Run an agent until it exits by itself."""
     return subprocess.run(
         [sys.executable, "-m", "adascale_worker.agent", "--", *command],
         env={**os.environ, **job.service.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
         check=False,
     )
 
 
 @contextmanager
 def first_process(*command: str, **environ: str) -> Iterator[int]:
-    """An agent as the first process of a container; its process id out here."""
+    """Run an agent as the first process of a PID namespace, and yield its process id outside of it."""
     outer = subprocess.Popen(
         [
             *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -383,23 +401,23 @@ def first_process(*command: str, **environ: str) -> Iterator[int]:
         wait_until(lambda: outer.poll() is not None or children(outer.pid), "the first process")
         if outer.poll() is not None:
             assert outer.stderr is not None
-            pytest.skip(f"there can be no other first process here: {outer.stderr.read().strip()}")
+            pytest.skip(f"no PID namespace can be created: {outer.stderr.read().strip()}")
         yield children(outer.pid)[0]
-        assert outer.wait(30) == 75
+        assert outer.wait(TIMEOUT) == 75
     finally:
         outer.kill()
         outer.communicate()
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, those among them that have ended and are not reaped yet."""
+    """Return the child processes of a process, with zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            told = path.read_text()
+            stat = path.read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(told.rsplit(")", 1)[1].split()[1]) == pid:
+        if int(stat.rsplit(")", 1)[1].split()[1]) == pid:
             found.append(int(path.parent.name))
     return found
 
@@ -409,19 +427,19 @@ def test_an_agent_with_process_id_1_reaps_orphans(job: Job) -> None:
     marks = [job.folder / f"mark-{number}" for number in range(3)]
     script = " ".join(f"(sh -c 'sleep 0.2; touch {mark}' &);" for mark in marks)
     with first_process("sh", "-c", f"{script} exec sleep 1000", **job.service.environ) as agent:
-        wait_until(lambda: all(mark.exists() for mark in marks), "the end of the orphans")
-        wait_until(lambda: len(children(agent)) == 1, "their being reaped")
+        wait_until(lambda: all(mark.exists() for mark in marks), "the exit of the orphans")
+        wait_until(lambda: len(children(agent)) == 1, "the reaping of the orphans")
         os.kill(agent, signal.SIGTERM)
 
 
 def test_an_agent_with_process_id_1_exits_on_sigterm_while_it_imports(tmp_path: Path) -> None:
-    """The kernel keeps signals from it that it does not listen for."""
+    """The kernel delivers to process 1 only the signals for which it has handlers."""
     (tmp_path / "urllib3.py").write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(1000)\n"
+        "import pathlib, time\npathlib.Path(__file__).with_name('importing').touch()\ntime.sleep(1000)\n"
     )
     environ = {"PYTHONPATH": str(tmp_path), "ADASCALE_API_URL": "http://127.0.0.1:1", "ADASCALE_JOB_ID": "a"}
     with first_process("true", **environ) as agent:
-        wait_until((tmp_path / "begun").exists, "the import")
+        wait_until((tmp_path / "importing").exists, "the import")
         os.kill(agent, signal.SIGTERM)
 
 
@@ -429,27 +447,27 @@ def test_an_agent_with_process_id_1_exits_on_sigterm_while_it_imports(tmp_path: 
 def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, **LONG)
-    job.trains_in(1, steps=3)
+    job.wait_for_training(1, steps=3)
     job.service.stop(signal.SIGKILL)
     for path in job.folder.glob("api.sqlite*"):
         path.unlink()
     job.service.start()
     wait_until(job.service.job_exists, "the agent's registration")
-    job.service.allocate(1, 1)  # published again: it is what runs already
-    wait_until(lambda: job.generation() == 1, "the generation that runs")
+    job.service.allocate(1, 1)  # the allocation that runs
+    wait_until(lambda: job.generation() == 1, "the active generation")
     job.service.allocate(2, 2)
     job.start(1, **LONG)
-    job.trains_in(2, replicas=2)
+    job.wait_for_training(2, replicas=2)
     assert len(job.journal.attempts()) == 2
 
 
 @pytest.mark.slow
 def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas(job: Job) -> None:
-    options = {**SHORT, "ADASCALE_SCALE_INVARIANT_STEPS": 200}
+    options = {**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 200, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
     job.service.allocate(1, 1)
     first, _ = job.start(0, 1, **options)
-    job.trains_in(1)
-    # Only a trainer that hurries to its end while the next generation begins leaves its peers waiting.
+    job.wait_for_training(1)
+    # A trainer can finish while its peers wait for it in the next generation.
     wait_until(lambda: job.journal.last_step() >= 190, "the last steps")
     job.service.allocate(2, 2)
     assert [agent.wait() for agent in job.agents] == [0, 0]
@@ -458,12 +476,12 @@ def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas
 
 
 @pytest.mark.slow
-def test_slow_steps_do_not_delay_leaving(job: Job) -> None:
+def test_replicas_with_slow_steps_exit_within_a_few_steps_of_sigterm(job: Job) -> None:
     """AdaScale measures every 16th step at most; the replicas must not wait for it."""
     options = {**LONG, "STEP_SECONDS": 0.06, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **options)
-    job.trains_in(1, replicas=2, steps=130)  # from the 100th on, not all are measured
+    job.wait_for_training(1, replicas=2, steps=130)  # from step 100 on, not every step is measured
     step = job.journal.last_step(1)
     second.process.terminate()
     assert second.wait() == 75

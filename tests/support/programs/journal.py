@@ -2,7 +2,8 @@
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, the trainer's arguments as JSON;
 STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL_RANK raises an error (once,
-unless FAIL_ALWAYS is set).
+unless FAIL_ALWAYS is set); FINISH_FILE, a file whose existence ends training after the current epoch, for a
+job on a single replica.
 """
 
 import hashlib
@@ -49,7 +50,10 @@ with (folder / f"rank{trainer.rank}-{attempt:03d}.jsonl").open("w", buffering=1)
         )
         + "\n"
     )
+    finish_file = os.environ.get("FINISH_FILE")
     for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "2"))):
+        if finish_file and Path(finish_file).exists():
+            break
         indices: list[int] = []
         for micro_batches, (index, x, y) in enumerate(trainer.dataloader(dataset), start=1):
             optimizer.zero_grad()
