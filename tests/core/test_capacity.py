@@ -1,4 +1,4 @@
-"""What fits onto nodes: a table of cases, and any packing checked by one who did not make it."""
+"""The capacity of nodes: a table of cases, and packings checked by an independent implementation."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ def gpus(name: str, count: int) -> Node:
 
 
 def on(request: int, *names: str, one_node: bool = False, nodes: frozenset[str] | None = None) -> Demand:
-    """A job whose replicas stand on these nodes, by rank."""
+    """Return a demand with replicas placed on the named nodes, by rank."""
     return Demand({GPU: request}, nodes, dict(enumerate(names)), one_node)
 
 
-# -- a number -------------------------------------------------------------------------------------------
+# -- a number of replicas -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("total", "fits"), [(5, True), (4, False), (0, False), (-1, False)])
@@ -46,37 +46,37 @@ def test_a_replica_capacity_holds_counts_up_to_its_total(total: int, fits: bool)
         ([], {}, {}, True),
         ([], {"a": ONE}, {"a": 0}, True),
         ([], {"a": ONE}, {"a": 1}, False),
-        # as many as there are accelerators
+        # limited by the number of accelerators
         ([gpus("m", 2), gpus("n", 2)], {"a": ONE, "b": ONE}, {"a": 3, "b": 1}, True),
         ([gpus("m", 2), gpus("n", 2)], {"a": ONE, "b": ONE}, {"a": 3, "b": 2}, False),
         # a replica is not split over nodes
         ([gpus("m", 1), gpus("n", 1)], {"a": TWO}, {"a": 1}, False),
         ([gpus("m", 3), gpus("n", 3)], {"a": TWO}, {"a": 2}, True),
         ([gpus("m", 3), gpus("n", 3)], {"a": TWO}, {"a": 3}, False),
-        # the largest go first
+        # the largest replicas are placed first
         ([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": FOUR}, {"a": 4, "b": 1}, True),
         ([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": FOUR}, {"a": 5, "b": 1}, False),
-        # unless smaller ones stand there already
+        # unless smaller replicas are placed already
         ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "m", "n"), "b": FOUR}, {"a": 1, "b": 1}, True),
         ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "m", "n"), "b": FOUR}, {"a": 2, "b": 1}, False),
-        # every resource counts
+        # every requested resource limits the count
         ([gpus("m", 1)], {"a": Demand({"cpu": 3000})}, {"a": 2}, True),
         ([gpus("m", 1)], {"a": Demand({"cpu": 3000})}, {"a": 3}, False),
         ([gpus("m", 4)], {"a": Demand({GPU: 1, "cpu": 4000})}, {"a": 3}, False),
         ([gpus("m", 4)], {"a": Demand({"memory": 1})}, {"a": 1}, False),
-        # who asks for nothing takes a pod
+        # a replica without requests takes a pod
         ([gpus("m", 1)], {"a": Demand({})}, {"a": 10}, True),
         ([gpus("m", 1)], {"a": Demand({})}, {"a": 11}, False),
         ([gpus("m", 1)], {"a": Demand({"pods": 0})}, {"a": 11}, False),
         ([Node("m", {"cpu": 8000})], {"a": NO_GPU}, {"a": 1}, False),
-        # who has no use for accelerators does not take the processors beside them
+        # replicas without accelerators avoid the nodes with accelerators
         (
             [gpus("m", 8), Node("n", {"cpu": 8000, "pods": 10})],
             {"a": Demand({"cpu": 4000}), "b": Demand({GPU: 1, "cpu": 1000})},
             {"a": 2, "b": 8},
             True,
         ),
-        # only where it may
+        # only on eligible nodes
         ([gpus("m", 2), gpus("n", 2)], {"a": Demand({GPU: 1}, frozenset("n"))}, {"a": 2}, True),
         ([gpus("m", 2), gpus("n", 2)], {"a": Demand({GPU: 1}, frozenset("n"))}, {"a": 3}, False),
         (
@@ -85,18 +85,18 @@ def test_a_replica_capacity_holds_counts_up_to_its_total(total: int, fits: bool)
             {"a": 2, "b": 2},
             True,
         ),
-        # what stands where nothing new may go stays
+        # a placed replica stays on a node that is not eligible
         ([gpus("m", 2), gpus("n", 2)], {"a": on(1, "m", nodes=frozenset("n"))}, {"a": 3}, True),
         ([gpus("m", 2), gpus("n", 2)], {"a": on(1, "m", nodes=frozenset("n"))}, {"a": 4}, False),
-        # what stands stays, also where there is less than it asks for; but nothing else goes there
+        # placed replicas stay on a node with less than their requests, and no others are placed there
         ([gpus("m", 0)], {"a": on(1, "m", "m")}, {"a": 2}, True),
         ([gpus("m", 0)], {"a": on(1, "m", "m")}, {"a": 3}, False),
         ([gpus("m", -1)], {"a": on(1, "m"), "b": ONE}, {"a": 1, "b": 1}, False),
-        # a node that is gone
+        # a node that no longer exists
         ([gpus("n", 1)], {"a": on(1, "m", "n")}, {"a": 1}, True),
         ([gpus("n", 1)], {"a": on(1, "m", "n")}, {"a": 2}, False),
         ([gpus("n", 2)], {"a": on(1, "m", "n")}, {"a": 2}, True),
-        # all on one node
+        # jobs that need a single node
         ([gpus("m", 2), gpus("n", 3)], {"a": Demand({GPU: 1}, one_node=True)}, {"a": 3}, True),
         ([gpus("m", 2), gpus("n", 3)], {"a": Demand({GPU: 1}, one_node=True)}, {"a": 4}, False),
         ([gpus("m", 2), gpus("n", 3)], {"a": on(1, "m", one_node=True)}, {"a": 2}, True),
@@ -114,12 +114,12 @@ def test_a_replica_capacity_holds_counts_up_to_its_total(total: int, fits: bool)
             {"a": 2, "b": 4},
             False,
         ),
-        # they stand on two nodes against the rule: they stay, and new ones go to where most are
+        # replicas placed on two nodes stay, and new replicas are placed on the node with most of them
         ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "n", "m", "n", one_node=True)}, {"a": 5}, True),
         ([gpus("m", 4), gpus("n", 4)], {"a": on(1, "n", "m", "n", one_node=True)}, {"a": 6}, False),
     ],
 )
-def test_counts_fit_onto_nodes_or_not(
+def test_which_counts_fit_on_nodes(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], fits: bool
 ) -> None:
     assert NodeCapacity(nodes, demands).fits(counts) is fits
@@ -134,15 +134,15 @@ def test_counts_fit_onto_nodes_or_not(
         ({"a": Demand({GPU: 1}, one_node=True)}, 3),
         ({"a": on(1, "m"), "b": ONE}, 6),
         ({"a": TWO, "b": TWO}, 2),
-        # the nodes that are left out have none anyway
+        # the node that is not eligible has no accelerators
         ({"a": Demand({GPU: 1}, frozenset("mn")), "b": ONE}, 6),
-        # no number says it all
+        # capacities that are not a number
         ({"a": ONE, "b": TWO}, None),
         ({"a": ONE, "b": Demand({GPU: 1}, frozenset("m"))}, None),
         ({"a": ONE, "b": Demand({GPU: 1}, one_node=True)}, None),
         ({"a": on(1, "empty"), "b": ONE}, None),
         ({"a": on(1, *"mmmm"), "b": ONE}, None),
-        ({"a": on(1, "gone"), "b": ONE}, 6),
+        ({"a": on(1, "deleted"), "b": ONE}, 6),
     ],
 )
 def test_the_capacity_for_equal_replicas_is_a_number(
@@ -162,7 +162,7 @@ def test_a_resize_that_does_not_fit_changes_nothing() -> None:
     assert packing.placements == {"b": {0: "m", 1: "m"}}
 
 
-def test_a_resize_packs_everything_again_if_that_helps() -> None:
+def test_a_resize_packs_all_jobs_again_if_the_job_does_not_fit_otherwise() -> None:
     packing = NodeCapacity(
         [gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}
     ).empty_packing()
@@ -177,7 +177,7 @@ def test_a_resize_packs_everything_again_if_that_helps() -> None:
 NAMES = ["m", "n", "o"]
 units = st.integers(-1, 5)
 node_sets = st.none() | st.frozensets(st.sampled_from(NAMES))
-placements = st.dictionaries(st.integers(0, 3), st.sampled_from([*NAMES, "gone"]), max_size=3)
+placements = st.dictionaries(st.integers(0, 3), st.sampled_from([*NAMES, "deleted"]), max_size=3)
 demands_of_any = st.builds(
     Demand,
     request=st.fixed_dictionaries({GPU: st.integers(0, 3)}, optional={"cpu": st.integers(0, 3)}),
@@ -201,12 +201,12 @@ some_counts = st.fixed_dictionaries({name: st.integers(0, 3) for name in "abc"})
 Placements = Mapping[str, Mapping[int, str]]
 
 
-def only_of(demands: Mapping[str, Demand], counts: Mapping[str, int]) -> dict[str, int]:
+def counts_of(demands: Mapping[str, Demand], counts: Mapping[str, int]) -> dict[str, int]:
     return {job: counts[job] for job in demands}
 
 
 def fits_together(nodes: Sequence[Node], demands: Mapping[str, Demand], places: Placements) -> bool:
-    """Whether no node has more than it can hold, but for what stands there; and nothing new beside that."""
+    """Whether no new replica is on a node whose resources are exceeded."""
     for node in nodes:
         here = [
             (dict(demands[job].request) | {"pods": 1}, demands[job].placed.get(rank) != node.name)
@@ -215,23 +215,23 @@ def fits_together(nodes: Sequence[Node], demands: Mapping[str, Demand], places: 
             if name == node.name
         ]
         for resource in (GPU, "cpu", "pods"):
-            asked = [(request.get(resource, 0), new) for request, new in here]
-            overdrawn = sum(units for units, _ in asked) > node.free.get(resource, 0)
-            if overdrawn and any(new and units for units, new in asked):
+            requested = [(request.get(resource, 0), new) for request, new in here]
+            exceeded = sum(units for units, _ in requested) > node.free.get(resource, 0)
+            if exceeded and any(new and units for units, new in requested):
                 return False
     return True
 
 
-def standing(nodes: Sequence[Node], demand: Demand) -> dict[int, str]:
+def placed_on(nodes: Sequence[Node], demand: Demand) -> dict[int, str]:
     return {rank: name for rank, name in demand.placed.items() if name in {node.name for node in nodes}}
 
 
 def allowed(nodes: Sequence[Node], demand: Demand) -> set[str]:
-    """Where a new replica may go."""
+    """Return the names of the nodes on which a new replica may be placed."""
     names = {node.name for node in nodes if demand.nodes is None or node.name in demand.nodes}
-    there = standing(nodes, demand)
-    if demand.one_node and there:
-        tally = Counter(there[rank] for rank in sorted(there))
+    placed = placed_on(nodes, demand)
+    if demand.one_node and placed:
+        tally = Counter(placed[rank] for rank in sorted(placed))
         names &= {tally.most_common(1)[0][0]}
     return names
 
@@ -243,36 +243,36 @@ def check(
         job: set(range(count)) for job, count in counts.items() if count
     }
     for job, ranks in places.items():
-        there = standing(nodes, demands[job])
-        new = {rank: name for rank, name in ranks.items() if there.get(rank) != name}
-        assert not set(new) & set(there), "what stands stays"
+        placed = placed_on(nodes, demands[job])
+        new = {rank: name for rank, name in ranks.items() if placed.get(rank) != name}
+        assert not set(new) & set(placed), "placed replicas stay"
         assert set(new.values()) <= allowed(nodes, demands[job])
         assert not demands[job].one_node or len(set(new.values())) <= 1
     assert fits_together(nodes, demands, places)
 
 
 def possible(nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]) -> bool:
-    """Whether there is a packing: all are tried."""
+    """Whether a packing exists, by exhaustive search."""
 
-    def ways(rest: list[tuple[str, int]], places: dict[str, dict[int, str]]) -> Iterator[bool]:
+    def searches(rest: list[tuple[str, int]], places: dict[str, dict[int, str]]) -> Iterator[bool]:
         if not rest:
             yield fits_together(nodes, demands, places)
             return
         (job, rank), *others = rest
         demand = demands[job]
-        there = standing(nodes, demand)
-        if rank in there:
-            names = {there[rank]}
+        placed = placed_on(nodes, demand)
+        if rank in placed:
+            names = {placed[rank]}
         else:
             names = allowed(nodes, demand)
-            new = {name for one, name in places[job].items() if one not in there}
+            new = {name for placed_rank, name in places[job].items() if placed_rank not in placed}
             if demand.one_node and new:
                 names &= new
         for name in sorted(names):
-            yield from ways(others, {**places, job: {**places[job], rank: name}})
+            yield from searches(others, {**places, job: {**places[job], rank: name}})
 
     return any(
-        ways(
+        searches(
             [(job, rank) for job, count in counts.items() for rank in range(count)],
             {job: {} for job in counts},
         )
@@ -280,10 +280,10 @@ def possible(nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mappi
 
 
 @given(some_nodes, several_demands, some_counts)
-def test_a_packing_takes_no_more_of_a_node_than_is_free(
+def test_a_packing_does_not_exceed_the_free_resources_of_a_node(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
-    counts = only_of(demands, counts)
+    counts = counts_of(demands, counts)
     packing = NodeCapacity(nodes, demands).pack(counts)
     if packing is not None:
         check(nodes, demands, counts, packing.placements)
@@ -322,18 +322,18 @@ def test_a_single_job_fits_if_any_packing_exists(
 
 
 @st.composite
-def alike(draw: st.DrawFn) -> dict[str, Demand]:
+def equal_demands(draw: st.DrawFn) -> dict[str, Demand]:
     size, names = draw(st.integers(1, 2)), draw(node_sets)
     return {job: Demand({GPU: size}, names, draw(placements)) for job in "abc"[: draw(st.integers(1, 3))]}
 
 
-@given(some_nodes, alike(), some_counts)
+@given(some_nodes, equal_demands(), some_counts)
 @settings(max_examples=200)
 def test_equal_replicas_fit_if_any_packing_exists(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
     nodes = [Node(node.name, {GPU: node.free[GPU], "pods": 100}) for node in nodes]
-    counts = only_of(demands, counts)
+    counts = counts_of(demands, counts)
     capacity = NodeCapacity(nodes, demands)
     assert capacity.fits(counts) == possible(nodes, demands, counts)
     number = capacity.simplified_for(demands)
@@ -341,11 +341,11 @@ def test_equal_replicas_fit_if_any_packing_exists(
         assert capacity.fits(counts) == (sum(counts.values()) <= number)
 
 
-@given(some_nodes, alike(), some_counts, st.data())
-def test_of_equal_replicas_fewer_fit_if_more_do(
+@given(some_nodes, equal_demands(), some_counts, st.data())
+def test_fewer_equal_replicas_fit_if_more_fit(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], data: st.DataObject
 ) -> None:
-    counts = only_of(demands, counts)
+    counts = counts_of(demands, counts)
     capacity = NodeCapacity(nodes, demands)
     fewer = {job: data.draw(st.integers(0, count)) for job, count in counts.items()}
     assert capacity.fits(fewer) or not capacity.fits(counts)
@@ -355,8 +355,8 @@ def test_of_equal_replicas_fewer_fit_if_more_do(
 def test_placed_replicas_fit(nodes: Sequence[Node], demands: Mapping[str, Demand]) -> None:
     counts = {}
     for job, demand in demands.items():
-        there = standing(nodes, demand)
-        counts[job] = next(rank for rank in range(9) if rank not in there)
+        placed = placed_on(nodes, demand)
+        counts[job] = next(rank for rank in range(9) if rank not in placed)
     assert NodeCapacity(nodes, demands).fits(counts)
 
 
@@ -364,8 +364,8 @@ def test_placed_replicas_fit(nodes: Sequence[Node], demands: Mapping[str, Demand
 def test_the_packing_does_not_depend_on_the_order_of_nodes_and_jobs(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:
-    counts = only_of(demands, counts)
-    one = NodeCapacity(nodes, demands).pack(counts)
+    counts = counts_of(demands, counts)
+    packing = NodeCapacity(nodes, demands).pack(counts)
     backwards = dict(reversed(list(demands.items())))
     other = NodeCapacity(list(reversed(nodes)), backwards).pack({job: counts[job] for job in backwards})
-    assert (one and one.placements) == (other and other.placements)
+    assert (packing and packing.placements) == (other and other.placements)

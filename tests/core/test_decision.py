@@ -1,4 +1,4 @@
-"""Which job gets how many replicas: a table for each rule, and properties for any jobs."""
+"""The number of replicas of each job: a table of cases for each rule, and properties for random jobs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,15 +34,15 @@ ANY = BatchBounds(32, 4096, (1, 128))
 EVEN_SPLIT = BatchBounds(8)
 """1, 2, 4 and 8 are valid."""
 NOISY = GradientEstimate(grad_sqr=1.0, grad_var=1000.0)
-"""Larger batches are worth nearly their size."""
+"""The gain of a larger batch is nearly its scale."""
 CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.001)
-"""Larger batches are worth nothing."""
+"""The gain of a larger batch is nearly 1."""
 COMPUTE = StepTimeModel(fixed=0.01, per_sample=0.01)
-"""Communication is free: twice the replicas are twice as fast."""
+"""Communication takes no time: twice the replicas are twice as fast."""
 FIXED = StepTimeModel(fixed=1.0, per_sample=1e-6)
-"""A step takes the same time whatever its batch."""
-TALK = StepTimeModel(fixed=0.0, per_sample=0.01, sync=2.0, sync_per_replica=0.5)
-"""Communication takes all the time there is to win."""
+"""A step takes the same time with any batch size."""
+SLOW_SYNC = StepTimeModel(fixed=0.0, per_sample=0.01, sync=2.0, sync_per_replica=0.5)
+"""Communication takes more time than additional replicas save."""
 
 
 def job(
@@ -56,13 +56,13 @@ def job(
     measured: Sequence[int] = (),
     truth: StepTimeModel = COMPUTE,
     estimate: GradientEstimate | None = NOISY,
-    settled_for: float | None = 1000.0,
+    stable_for: float | None = 1000.0,
     remaining: float | None = None,
     restart: float = 10.0,
 ) -> JobState:
-    """A job that was measured on `measured`, which is what it runs on unless said; 32 and 64 in all."""
+    """Return a job with step times on the counts `measured` (default: `replicas`), two batch sizes each."""
     counts = [count for count in measured or [replicas] if count]
-    plans = [
+    step_times = [
         StepTime(count, max(size // count, 1), 1, 1.0) for count in counts for size in (bounds.batch_size, 64)
     ]
     return JobState(
@@ -72,9 +72,9 @@ def job(
         min_replicas=at_least,
         max_replicas=at_most,
         replicas=replicas,
-        stable_since=None if settled_for is None else NOW - settled_for,
+        stable_since=None if stable_for is None else NOW - stable_for,
         estimate=estimate,
-        step_times=[replace(one, step_time=truth.step_time(one.plan)) for one in plans],
+        step_times=[replace(time, step_time=truth.step_time(time.plan)) for time in step_times],
         remaining=remaining,
         restart_seconds=restart,
     )
@@ -93,42 +93,42 @@ def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW)
     return {name: decision.replicas for name, decision in decide(jobs, capacity, now).items()}
 
 
-# -- one job --------------------------------------------------------------------------------------------
+# -- a single job ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("state", "capacity", "decided"),
     [
-        # starts on the least, unmeasured
+        # starts on the smallest valid count if it is not measured
         (unmeasured("a"), 8, 1),
         (unmeasured("a", at_least=3), 8, 3),
-        # doubles what was measured
+        # doubles the largest measured count
         (job("a", 1), 8, 2),
         (job("a", 2), 8, 4),
         (job("a", 4), 8, 8),
         (job("a", 8), 8, 8),
         (job("a", 8), 64, 8),
-        # runs on more than was measured: not yet more
+        # does not grow before its current count is measured
         (job("a", 4, measured=[1, 2]), 8, 4),
-        # was measured on more before
+        # was measured on larger counts earlier
         (job("a", 1, measured=[1, 2, 4]), 8, 8),
-        # resumes, measured before: at once to where it is best
+        # resumes with measurements: starts on the best count
         (job("a", 0, measured=[1, 2]), 8, 4),
-        # grows into what there is
+        # grows up to the capacity
         (job("a", 2), 3, 3),
         (job("a", 2), 2, 2),
-        # not where it is not faster
+        # does not grow if it would not be faster
         (job("a", 1, estimate=CLEAR, truth=FIXED), 8, 1),
-        (job("a", 1, measured=[1, 2, 3], estimate=CLEAR, truth=TALK), 8, 1),
-        # goes back where it is slower
-        (job("a", 4, measured=[1, 2, 3, 4], estimate=CLEAR, truth=TALK), 8, 1),
-        # where it is as fast as on less, it is not worth a change
+        (job("a", 1, measured=[1, 2, 3], estimate=CLEAR, truth=SLOW_SYNC), 8, 1),
+        # shrinks if fewer replicas are faster
+        (job("a", 4, measured=[1, 2, 3, 4], estimate=CLEAR, truth=SLOW_SYNC), 8, 1),
+        # does not shrink if fewer replicas are only as fast
         (job("a", 4, estimate=CLEAR, truth=FIXED), 8, 4),
-        # nothing measured: it stays
+        # keeps its count if it is not measured
         (unmeasured("a", 4), 8, 4),
         (job("a", 4, estimate=None), 8, 4),
         (replace(job("a", 4), step_times=()), 8, 4),
-        # unless it must go
+        # unless the capacity is less
         (unmeasured("a", 4), 3, 3),
         (unmeasured("a", 4), 0, 0),
         # only 1, 2, 4 and 8 are valid
@@ -136,28 +136,28 @@ def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW)
         (job("a", 2, bounds=EVEN_SPLIT), 3, 2),
         (job("a", 8, bounds=EVEN_SPLIT), 7, 4),
         (job("a", 4, bounds=EVEN_SPLIT), 8, 8),
-        # the next valid count is more than twice as many
+        # grows to the next valid count, also if that is more than twice as large
         (job("a", 1, bounds=BatchBounds(9), at_most=9), 9, 3),
-        # is not valid any more: to the nearest that was measured
+        # its count is no longer valid
         (job("a", 3, bounds=EVEN_SPLIT, measured=[1, 2]), 8, 4),
         (replace(unmeasured("a", 3), bounds=EVEN_SPLIT), 8, 2),
         (replace(unmeasured("a", 1), min_replicas=2), 8, 2),
         (replace(unmeasured("a", 8), max_replicas=4), 8, 4),
-        # does not fit, or nowhere
+        # does not fit, or has no valid count
         (unmeasured("a", at_least=4), 3, 0),
         (replace(unmeasured("a", at_least=3), bounds=EVEN_SPLIT, max_replicas=3), 8, 0),
     ],
 )
-def test_a_single_job_gets(state: JobState, capacity: int, decided: int) -> None:
+def test_the_count_of_a_single_job(state: JobState, capacity: int, decided: int) -> None:
     assert counts([state], capacity) == {"a": decided}
 
 
 def test_a_job_grows_step_by_step_while_its_gain_grows() -> None:
-    replicas, seen = 1, [1]
+    replicas, measured = 1, [1]
     for _ in range(6):
-        replicas = counts([job("a", replicas, measured=seen, at_most=64)], 64)["a"]
-        seen.append(replicas)
-    assert seen == [1, 2, 4, 8, 16, 32, 64]
+        replicas = counts([job("a", replicas, measured=measured, at_most=64)], 64)["a"]
+        measured.append(replicas)
+    assert measured == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_job_grows_step_by_step_while_its_gain_grows() -> None:
         (None, HORIZON, False),
         (1e6, 10.0, True),
         (1e6, 1e5, True),
-        # 0.33 s a step: 330 s are left; on two replicas it is at most twice as fast
+        # 330 s remain, at 0.33 s per step; two replicas are at most twice as fast
         (1000.0, 100.0, True),
         (1000.0, 170.0, False),
         (1000.0, 1000.0, False),
@@ -176,20 +176,24 @@ def test_a_job_grows_step_by_step_while_its_gain_grows() -> None:
         (0.0, 0.0, False),
     ],
 )
-def test_a_change_must_pay_for_its_restart(remaining: float | None, restart: float, moves: bool) -> None:
-    state = job("a", 1, remaining=remaining, restart=restart, settled_for=inf)
+def test_a_job_is_resized_only_if_the_speedup_outweighs_the_restart(
+    remaining: float | None, restart: float, moves: bool
+) -> None:
+    state = job("a", 1, remaining=remaining, restart=restart, stable_for=inf)
     assert counts([state], 8)["a"] == (2 if moves else 1)
 
 
 @pytest.mark.parametrize(("prepare", "moves"), [(0.0, True), (100.0, True), (250.0, False), (1e6, False)])
-def test_a_change_must_pay_off_in_the_time_after_its_preparation(prepare: float, moves: bool) -> None:
-    """330 s are left; the restart stops it for 50 s."""
-    state = job("a", 1, remaining=1000.0, restart=50.0, settled_for=inf)
+def test_a_job_is_resized_only_if_it_pays_off_in_the_time_after_the_preparation(
+    prepare: float, moves: bool
+) -> None:
+    """330 s remain, and a restart takes 50 s."""
+    state = job("a", 1, remaining=1000.0, restart=50.0, stable_for=inf)
     assert counts([replace(state, prepare_seconds=prepare)], 8)["a"] == (2 if moves else 1)
 
 
 @pytest.mark.parametrize(
-    ("settled_for", "restart", "moves"),
+    ("stable_for", "restart", "moves"),
     [
         (None, 10.0, False),
         (0.0, 10.0, False),
@@ -199,18 +203,18 @@ def test_a_change_must_pay_off_in_the_time_after_its_preparation(prepare: float,
         (STABILIZATION_SECONDS, 0.0, True),
     ],
 )
-def test_a_change_follows_another_only_once_the_job_has_trained_for_a_while(
-    settled_for: float | None, restart: float, moves: bool
+def test_a_job_is_not_resized_within_its_stabilization_window(
+    stable_for: float | None, restart: float, moves: bool
 ) -> None:
-    state = job("a", 1, settled_for=settled_for, restart=restart)
+    state = job("a", 1, stable_for=stable_for, restart=restart)
     assert counts([state], 8)["a"] == (2 if moves else 1)
 
 
 def test_a_recently_changed_job_shrinks_if_capacity_is_insufficient() -> None:
-    assert counts([job("a", 4, settled_for=None)], 3) == {"a": 3}
-    moved, settled = job("a", 4, settled_for=None), job("b", 4, arrival=1.0)
-    assert counts([moved, settled], 7) == {"a": 4, "b": 3}
-    assert counts([moved, settled, unmeasured("c", arrival=2.0)], 8) == {"a": 4, "b": 3, "c": 1}
+    assert counts([job("a", 4, stable_for=None)], 3) == {"a": 3}
+    resized, stable = job("a", 4, stable_for=None), job("b", 4, arrival=1.0)
+    assert counts([resized, stable], 7) == {"a": 4, "b": 3}
+    assert counts([resized, stable, unmeasured("c", arrival=2.0)], 8) == {"a": 4, "b": 3, "c": 1}
 
 
 # -- several jobs ---------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def test_a_recently_changed_job_shrinks_if_capacity_is_insufficient() -> None:
 @pytest.mark.parametrize(
     ("jobs", "capacity", "decided"),
     [
-        # the least for all, by arrival; who does not fit waits, and who comes later may fit
+        # the smallest count for each, by arrival; a later job may fit where an earlier one waits
         ([unmeasured("a"), unmeasured("b", arrival=1)], 2, [1, 1]),
         ([unmeasured("a"), unmeasured("b", arrival=1)], 1, [1, 0]),
         ([unmeasured("a", arrival=1), unmeasured("b")], 1, [0, 1]),
@@ -229,65 +233,65 @@ def test_a_recently_changed_job_shrinks_if_capacity_is_insufficient() -> None:
             4,
             [1, 0, 1],
         ),
-        # who came first keeps its least, also where the later ones run
+        # an earlier job gets its smallest count, also if later jobs run
         ([unmeasured("a", at_least=4), unmeasured("b", 2, arrival=1)], 4, [4, 0]),
         ([unmeasured("a", at_least=2), unmeasured("b", 4, arrival=1)], 4, [2, 2]),
-        # a newcomer takes no more than it needs as long as it is not measured
+        # a new job gets its smallest count until it is measured
         ([job("a", 8), unmeasured("b", arrival=1)], 8, [7, 1]),
         ([unmeasured("a", 8), unmeasured("b", arrival=1)], 8, [7, 1]),
         ([job("a", 8, bounds=EVEN_SPLIT), unmeasured("b", arrival=1)], 8, [4, 1]),
-        # and then fairly: equal jobs get the same
+        # then equal jobs converge to equal counts
         ([job("a", 7), job("b", 1, arrival=1)], 8, [6, 2]),
         ([job("a", 6), job("b", 2, arrival=1)], 8, [4, 4]),
         ([job("a", 4), job("b", 4, arrival=1)], 8, [4, 4]),
-        # the one that makes better use of them gets them
+        # the job with the higher speedup gets more replicas
         ([job("a", 4, estimate=CLEAR, truth=FIXED), job("b", 4, arrival=1)], 8, [1, 7]),
         (
             [
-                job("a", 4, estimate=CLEAR, truth=TALK, measured=[1, 2, 3, 4]),
+                job("a", 4, estimate=CLEAR, truth=SLOW_SYNC, measured=[1, 2, 3, 4]),
                 job("b", 4, arrival=1),
             ],
             8,
             [1, 7],
         ),
-        # less room: the least of all first, then fairly
+        # less capacity: the smallest count for each first, then equal counts
         ([job("a", 4), job("b", 4, arrival=1)], 4, [2, 2]),
         ([job("a", 4), job("b", 4, arrival=1), unmeasured("c", arrival=2)], 3, [1, 1, 1]),
         ([job("a", 4), job("b", 4, arrival=1)], 1, [1, 0]),
-        # unmeasured ones stay while others share what is left
+        # unmeasured jobs keep their counts; the others share the rest
         ([unmeasured("a", 4), job("b", 1, arrival=1)], 8, [4, 2]),
         ([unmeasured("a", 4), job("b", 3, arrival=1)], 8, [4, 4]),
-        # an odd replica goes to the earlier of equals
+        # the earlier of two equal jobs gets the odd replica
         ([job("b", 0, measured=[4], arrival=1), job("a", 0, measured=[4])], 5, [2, 3]),
         ([], 8, []),
     ],
 )
-def test_several_jobs_get(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
+def test_the_counts_of_several_jobs(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
     assert counts(jobs, capacity) == dict(zip([state.id for state in jobs], decided, strict=True))
 
 
 def test_equal_jobs_converge_to_equal_shares() -> None:
     replicas = {"a": 8, "b": 0, "c": 0}
-    seen: dict[str, list[int]] = {"a": [8], "b": [], "c": []}
+    measured: dict[str, list[int]] = {"a": [8], "b": [], "c": []}
     for _ in range(8):
         jobs = [
-            job(name, replicas[name], arrival=i, measured=seen[name], at_most=9)
+            job(name, replicas[name], arrival=i, measured=measured[name], at_most=9)
             if replicas[name]
             else unmeasured(name, arrival=i)
             for i, name in enumerate("abc")
         ]
         replicas = counts(jobs, 9)
         for name, count in replicas.items():
-            seen[name].append(count)
+            measured[name].append(count)
     assert replicas == {"a": 3, "b": 3, "c": 3}
 
 
 def test_two_jobs_exchange_replicas_only_if_both_restarts_pay_off() -> None:
-    """5 and 3 are worth 15, 4 and 4 are worth 16: less than the two restarts."""
+    """The products 5 x 3 and 4 x 4 differ by less than the cost of two restarts."""
     assert counts([job("a", 5), job("b", 3, arrival=1)], 8) == {"a": 5, "b": 3}
 
 
-# -- a limit --------------------------------------------------------------------------------------------
+# -- placement limits -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,10 +301,10 @@ def test_two_jobs_exchange_replicas_only_if_both_restarts_pay_off() -> None:
         (replace(job("a", 2), limit=2), 2, "unchanged"),
         (replace(job("a", 2, bounds=EVEN_SPLIT), limit=3), 2, "unchanged"),
         (replace(job("a", 4, measured=[2]), limit=2), 2, "4 replicas could not be scheduled"),
-        # its smallest count is open, whatever was tried
+        # the smallest valid count is always allowed
         (replace(unmeasured("a", at_least=3), limit=2), 3, "started on 3 replicas"),
         (replace(unmeasured("a"), limit=0), 1, "started on 1 replica"),
-        # but bounds are bounds
+        # unless the bounds allow no count
         (replace(unmeasured("a"), max_replicas=0), 0, "minReplicas 1 is greater than maxReplicas 0"),
     ],
 )
@@ -320,7 +324,7 @@ def gpus(name: str, count: int) -> Node:
 
 
 def on(request: int, placed: str = "", *, one_node: bool = False) -> Demand:
-    """A job whose replicas stand on these nodes of one letter, by rank."""
+    """Return a demand with replicas placed on nodes; `placed` has a one-letter node name for each rank."""
     return Demand({GPU: request}, None, dict(enumerate(placed)), one_node)
 
 
@@ -330,35 +334,35 @@ M4_N4 = [gpus("m", 4), gpus("n", 4)]
 @pytest.mark.parametrize(
     ("jobs", "demands", "nodes", "decided"),
     [
-        # alone
+        # a single job
         ([job("a", 4)], [on(1, "mmmm")], M4_N4, [8]),
         ([job("a", 2)], [on(3, "mn")], M4_N4, [2]),
         ([job("a", 1)], [on(3, "m")], [*M4_N4, gpus("o", 4)], [2]),
         ([unmeasured("a")], [on(5)], M4_N4, [0]),
-        # all on one node
+        # a job that needs a single node
         ([job("a", 4)], [on(1, "mmmm", one_node=True)], M4_N4, [4]),
         ([job("a", 2)], [on(1, "mm", one_node=True)], [gpus("m", 3), gpus("n", 8)], [3]),
         ([unmeasured("a", at_least=5)], [on(1, one_node=True)], M4_N4, [0]),
-        # a node is lost: there is room elsewhere, or not
+        # a lost node, with and without capacity on other nodes
         ([job("a", 4)], [on(1, "mmxx")], [gpus("m", 2), gpus("n", 2)], [4]),
         ([job("a", 4)], [on(1, "mmxx")], [gpus("m", 2)], [2]),
         ([unmeasured("a", 4)], [on(1, "xxxx", one_node=True)], [gpus("m", 3)], [3]),
         ([unmeasured("a", 4)], [on(1, "xxxx")], [], [0]),
-        # a node that has less than what stands there keeps it
+        # placed replicas stay on a node without free capacity
         ([job("a", 4)], [on(1, "mmmm")], [gpus("m", 0)], [4]),
-        # a second job makes the first give back what it needs, where it needs it
+        # a job shrinks on the nodes that a second job needs
         ([job("a", 8), unmeasured("b", arrival=1)], [on(1, "mmmmnnnn"), on(4)], M4_N4, [4, 1]),
         ([unmeasured("a", 8), unmeasured("b", arrival=1)], [on(1, "mmmmnnnn"), on(2)], M4_N4, [6, 1]),
         ([job("a", 8), unmeasured("b", arrival=1)], [on(1, "mmmmnnnn"), on(5)], M4_N4, [8, 0]),
         ([job("a", 8), unmeasured("b", arrival=1)], [on(1, "mnmnmnmn"), on(4)], M4_N4, [1, 1]),
-        # but not from a job that is in nobody's way
+        # a job shrinks only if another job can use its nodes
         (
             [job("a", 4), job("b", 4, arrival=1), unmeasured("c", arrival=2)],
             [on(1, "mmmm"), on(1, "nnnn"), Demand({GPU: 2}, frozenset("m"))],
             M4_N4,
             [2, 4, 1],
         ),
-        # jumps over counts that are not valid
+        # counts that are not valid are skipped
         ([job("a", 4, bounds=EVEN_SPLIT), unmeasured("b", arrival=1)], [on(1, "mmmm"), on(2)], M4_N4, [4, 1]),
         (
             [job("a", 4, bounds=EVEN_SPLIT), unmeasured("b", arrival=1)],
@@ -366,10 +370,10 @@ M4_N4 = [gpus("m", 4), gpus("n", 4)]
             [*M4_N4, gpus("o", 2)],
             [8, 1],
         ),
-        # who came first runs: a later one gives way, also where it runs already
+        # an earlier job runs first, also if a later job runs already
         ([unmeasured("a"), unmeasured("b", 2, arrival=1)], [on(4), on(2, "mm")], [gpus("m", 4)], [1, 0]),
         ([unmeasured("a", 2), unmeasured("b", arrival=1)], [on(2, "mm"), on(4)], [gpus("m", 4)], [2, 0]),
-        # who does not fit waits, and who comes later may fit
+        # a later job may fit where an earlier one waits
         (
             [unmeasured("a"), unmeasured("b", arrival=1), unmeasured("c", arrival=2)],
             [on(2), on(4), on(1)],
@@ -379,7 +383,7 @@ M4_N4 = [gpus("m", 4), gpus("n", 4)]
         ([], [], M4_N4, []),
     ],
 )
-def test_jobs_on_nodes_get(
+def test_the_counts_of_jobs_on_nodes(
     jobs: Sequence[JobState], demands: Sequence[Demand], nodes: Sequence[Node], decided: Sequence[int]
 ) -> None:
     names = [state.id for state in jobs]
@@ -388,8 +392,8 @@ def test_jobs_on_nodes_get(
 
 
 def test_only_a_job_with_a_valid_count_waits_for_capacity() -> None:
-    never = replace(unmeasured("b"), max_replicas=0)
-    jobs = [unmeasured("a", at_least=4), never, unmeasured("c")]
+    invalid = replace(unmeasured("b"), max_replicas=0)
+    jobs = [unmeasured("a", at_least=4), invalid, unmeasured("c")]
     for capacity in (1, NodeCapacity([gpus("m", 2)], {"a": on(1), "b": on(1), "c": on(2)})):
         decided = decide(jobs, capacity, NOW)
         assert {name: decision.waiting for name, decision in decided.items()} == {
@@ -479,14 +483,14 @@ def job_states(draw: st.DrawFn, name: str) -> JobState:
         estimate=draw(
             st.none() | st.builds(GradientEstimate, grad_sqr=st.floats(0, 10), grad_var=st.floats(0, 1e3))
         ),
-        settled_for=draw(st.none() | st.sampled_from([0.0, 15.0, 1000.0])),
+        stable_for=draw(st.none() | st.sampled_from([0.0, 15.0, 1000.0])),
         remaining=draw(st.none() | st.floats(0, 1e5)),
         restart=draw(st.sampled_from([0.0, 1.0, 10.0, 100.0])),
     )
     return replace(state, largest=draw(st.integers(0, 9)))
 
 
-worlds = st.integers(0, 4).flatmap(lambda n: st.tuples(*(job_states(f"job-{i}") for i in range(n))))
+several_jobs = st.integers(0, 4).flatmap(lambda n: st.tuples(*(job_states(f"job-{i}") for i in range(n))))
 capacities = st.integers(0, 24)
 
 
@@ -496,7 +500,7 @@ def allowed(state: JobState) -> list[int]:
     ]
 
 
-@given(worlds, capacities)
+@given(several_jobs, capacities)
 def test_every_count_is_valid_or_0_and_all_fit(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
     assert set(decided) == {state.id for state in jobs}
@@ -505,74 +509,68 @@ def test_every_count_is_valid_or_0_and_all_fit(jobs: Sequence[JobState], capacit
         assert decided[state.id] == 0 or decided[state.id] in allowed(state)
 
 
-@given(worlds, capacities, st.randoms())
+@given(several_jobs, capacities, st.randoms())
 def test_the_decision_does_not_depend_on_the_order_of_the_jobs(
-    jobs: Sequence[JobState], capacity: int, chance: Random
+    jobs: Sequence[JobState], capacity: int, random: Random
 ) -> None:
     shuffled = list(jobs)
-    chance.shuffle(shuffled)
+    random.shuffle(shuffled)
     assert decide(shuffled, capacity, NOW) == decide(jobs, capacity, NOW) == decide(iter(jobs), capacity, NOW)
 
 
-@given(worlds, capacities)
-def test_no_job_waits_because_of_a_later_one(jobs: Sequence[JobState], capacity: int) -> None:
+@given(several_jobs, capacities)
+def test_no_job_waits_because_of_a_later_job(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
     free = capacity
     for state in sorted(jobs, key=lambda state: (state.arrival, state.id)):
-        least = min(allowed(state), default=inf)
+        smallest = min(allowed(state), default=inf)
         if decided[state.id] == 0:
-            assert least > free
+            assert smallest > free
         else:
-            free -= int(least)
+            free -= int(smallest)
 
 
-@given(worlds, capacities)
-def test_no_job_grows_beyond_twice_what_was_measured_or_the_next_valid_count(
+@given(several_jobs, capacities)
+def test_no_job_grows_beyond_twice_its_largest_measured_count_or_the_next_valid_count(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
     decided = counts(jobs, capacity)
     for state in jobs:
-        largest = max([state.largest, *(one.replicas for one in state.step_times)])
+        largest = max([state.largest, *(time.replicas for time in state.step_times)])
         following = next((count for count in allowed(state) if count > largest), 0)
-        least = min(allowed(state), default=0)
-        assert decided[state.id] <= max(MAX_GROWTH * largest, following, least, state.replicas)
+        smallest = min(allowed(state), default=0)
+        assert decided[state.id] <= max(MAX_GROWTH * largest, following, smallest, state.replicas)
 
 
-@given(worlds, capacities)
-def test_the_decision_after_a_decision_changes_nothing(jobs: Sequence[JobState], capacity: int) -> None:
+@given(several_jobs, capacities)
+def test_a_decision_is_unchanged_once_it_is_applied(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
-    for moving_since in (None, NOW):
-        settled = [
-            state
-            if state.replicas == decided[state.id]
-            else replace(state, replicas=decided[state.id], stable_since=moving_since)
-            for state in jobs
-        ]
-        assert counts(settled, capacity) == decided
+    for stable_since in (None, NOW):
+        assert counts(applied(jobs, decided, stable_since), capacity) == decided
 
 
-@given(worlds, capacities)
+@given(several_jobs, capacities)
 @settings(max_examples=50)
 def test_repeated_decisions_converge(jobs: Sequence[JobState], capacity: int) -> None:
-    """They move as often as they like, but not to and fro: every change makes the whole better."""
-    seen: list[dict[str, int]] = []
+    """Every change increases the total utility, so no decision repeats."""
+    decisions: list[dict[str, int]] = []
     for _ in range(40):
         decided = counts(jobs, capacity)
         if decided == {state.id: state.replicas for state in jobs}:
             return
-        assert decided not in seen[1:]
-        seen.append(decided)
+        assert decided not in decisions[1:]
+        decisions.append(decided)
         jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
-    pytest.fail(f"they never come to rest: {seen[-3:]}")
+    pytest.fail(f"the decisions do not converge: {decisions[-3:]}")
 
 
-@given(worlds, capacities)
+@given(several_jobs, capacities)
 def test_unmeasured_and_recently_changed_jobs_keep_their_count_if_capacity_allows(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
     decided = counts(jobs, capacity)
     admitted = [state for state in jobs if decided[state.id]]
-    firm = [
+    fixed = [
         state
         for state in admitted
         if state.replicas in allowed(state)
@@ -583,15 +581,15 @@ def test_unmeasured_and_recently_changed_jobs_keep_their_count_if_capacity_allow
             or not state.step_times
         )
     ]
-    needed = sum(state.replicas if state in firm else allowed(state)[0] for state in admitted)
+    needed = sum(state.replicas if state in fixed else allowed(state)[0] for state in admitted)
     if needed <= capacity:
-        assert all(decided[state.id] == state.replicas for state in firm)
+        assert all(decided[state.id] == state.replicas for state in fixed)
 
 
-@given(worlds, capacities)
+@given(several_jobs, capacities)
 @settings(max_examples=50)
 def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capacity: int) -> None:
-    """Tried out: the sum of logarithms of goodput, less the price of growth and of changes."""
+    """Compared with all allocations, by the sum of log goodput minus the costs of growth and of restarts."""
     jobs = [
         replace(state, stable_since=-inf)
         for state in jobs
@@ -611,8 +609,8 @@ def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capa
 
 
 def utilities(state: JobState) -> Mapping[int, float]:
-    """Count -> worth, for a job that is measured and settled."""
-    largest = max([state.largest, *(one.replicas for one in state.step_times)])
+    """Return the utility of each reachable count, for a stable job with measurements."""
+    largest = max([state.largest, *(time.replicas for time in state.step_times)])
     larger = [count for count in allowed(state) if count > largest]
     reach = max([MAX_GROWTH * largest, state.replicas, *larger[:1], allowed(state)[0]])
     model = StepTimeModel.fit(state.step_times)
@@ -659,7 +657,7 @@ Demands = dict[str, Demand]
 
 
 def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mapping[str, int]) -> Demands:
-    """The demands where all replicas stand that fit, one job after the other."""
+    """Return the demands with as many placed replicas as fit, job after job."""
     packing = NodeCapacity(nodes, demands).empty_packing()
     for name, count in replicas.items():
         while count and not packing.resize(name, count):
@@ -670,8 +668,8 @@ def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mappi
 
 
 @st.composite
-def worlds_on_nodes(draw: st.DrawFn) -> tuple[Sequence[JobState], Sequence[Node], Demands]:
-    jobs = draw(worlds)
+def jobs_on_nodes(draw: st.DrawFn) -> tuple[Sequence[JobState], Sequence[Node], Demands]:
+    jobs = draw(several_jobs)
     nodes = draw(clusters)
     demands = {state.id: draw(requests) for state in jobs}
     if draw(st.booleans()):
@@ -679,20 +677,23 @@ def worlds_on_nodes(draw: st.DrawFn) -> tuple[Sequence[JobState], Sequence[Node]
     return jobs, nodes, demands
 
 
-def carried_out(jobs: Sequence[JobState], decided: Mapping[str, int], since: float | None) -> list[JobState]:
+def applied(
+    jobs: Sequence[JobState], decided: Mapping[str, int], stable_since: float | None
+) -> list[JobState]:
+    """Return the jobs with the decided counts; `stable_since` is that of resized jobs."""
     return [
         state
         if state.replicas == decided[state.id]
-        else replace(state, replicas=decided[state.id], stable_since=since)
+        else replace(state, replicas=decided[state.id], stable_since=stable_since)
         for state in jobs
     ]
 
 
-@given(worlds_on_nodes())
+@given(jobs_on_nodes())
 def test_on_nodes_every_count_is_valid_or_0_and_all_fit(
-    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+    case: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
-    jobs, nodes, demands = world
+    jobs, nodes, demands = case
     capacity = NodeCapacity(nodes, demands)
     decided = counts(jobs, capacity)
     assert set(decided) == {state.id for state in jobs}
@@ -702,57 +703,57 @@ def test_on_nodes_every_count_is_valid_or_0_and_all_fit(
     assert counts(list(reversed(jobs)), NodeCapacity(list(reversed(nodes)), demands)) == decided
 
 
-@given(worlds_on_nodes())
-def test_on_nodes_the_decision_after_a_decision_changes_nothing(
-    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+@given(jobs_on_nodes())
+def test_on_nodes_a_decision_is_unchanged_once_it_is_applied(
+    case: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
-    """Both before its replicas are placed, and when they stand."""
-    jobs, nodes, demands = world
+    """Before the replicas are placed, and afterwards."""
+    jobs, nodes, demands = case
     capacity = NodeCapacity(nodes, demands)
     decided = counts(jobs, capacity)
     packing = capacity.pack(decided)
     assert packing is not None
-    standing = {
+    placed_demands = {
         name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
     }
-    for since in (None, NOW):
-        after = carried_out(jobs, decided, since)
+    for stable_since in (None, NOW):
+        after = applied(jobs, decided, stable_since)
         assert counts(after, capacity) == decided
-        again = counts(after, NodeCapacity(nodes, standing))
-        # Who was stopped where it had no room may find some elsewhere, now that it stands nowhere.
+        again = counts(after, NodeCapacity(nodes, placed_demands))
+        # A stopped job has no placed replicas any more, so it may fit on other nodes.
         assert again == decided or any(again[name] and not decided[name] for name in decided)
 
 
-@given(worlds_on_nodes())
+@given(jobs_on_nodes())
 @settings(max_examples=50)
 def test_on_nodes_repeated_decisions_converge(
-    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+    case: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
-    jobs, nodes, demands = world
-    seen: list[dict[str, int]] = []
+    jobs, nodes, demands = case
+    decisions: list[dict[str, int]] = []
     for _ in range(40):
         capacity = NodeCapacity(nodes, demands)
         decided = counts(jobs, capacity)
         if decided == {state.id: state.replicas for state in jobs}:
             return
-        assert decided not in seen[1:]
-        seen.append(decided)
+        assert decided not in decisions[1:]
+        decisions.append(decided)
         packing = capacity.pack(decided)
         assert packing is not None
         demands = {
             name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
         }
         jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
-    pytest.fail(f"they never come to rest: {seen[-3:]}")
+    pytest.fail(f"the decisions do not converge: {decisions[-3:]}")
 
 
-@given(worlds, st.lists(st.integers(0, 8), max_size=3), st.integers(1, 2), st.booleans())
-def test_on_nodes_equal_replicas_are_allocated_like_a_number(
-    jobs: Sequence[JobState], sizes: Sequence[int], request: int, stand: bool
+@given(several_jobs, st.lists(st.integers(0, 8), max_size=3), st.integers(1, 2), st.booleans())
+def test_on_nodes_equal_replicas_are_allocated_as_with_a_replica_capacity(
+    jobs: Sequence[JobState], sizes: Sequence[int], request: int, are_placed: bool
 ) -> None:
     nodes = [gpus(name, size) for name, size in zip("mno", sizes, strict=False)]
     demands = {state.id: on(request) for state in jobs}
-    if stand:
+    if are_placed:
         demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
     number = sum(size // request for size in sizes)
     decided = decide(jobs, number, NOW)
@@ -760,11 +761,11 @@ def test_on_nodes_equal_replicas_are_allocated_like_a_number(
     assert decide(jobs, ReplicaCapacity(number), NOW) == decided
 
 
-@given(worlds_on_nodes())
+@given(jobs_on_nodes())
 def test_on_nodes_a_later_job_never_stops_an_earlier_one(
-    world: tuple[Sequence[JobState], Sequence[Node], Demands],
+    case: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:
-    jobs, nodes, demands = world
+    jobs, nodes, demands = case
     capacity = NodeCapacity(nodes, demands)
     ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
     running = {name for name, count in counts(ordered, capacity).items() if count}

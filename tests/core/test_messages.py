@@ -139,7 +139,7 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "expected"),
     [
         (
             JobSpec(8, 64, (4, 16), scale_invariant_steps=20000, efficiency_target=0.7),
@@ -153,10 +153,10 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_environment_of_a_spec_unsets_what_the_spec_does_not_set(
-    spec: JobSpec, told: dict[str, str | None]
+def test_the_environment_of_a_spec_unsets_the_variables_of_missing_fields(
+    spec: JobSpec, expected: dict[str, str | None]
 ) -> None:
-    assert spec.environment() == {f"ADASCALE_{name}": value for name, value in told.items()}
+    assert spec.environment() == {f"ADASCALE_{name}": value for name, value in expected.items()}
 
 
 WIDE, NARROW = JobSpec(8, 64, (4, 16)), JobSpec(8, 8, (4, 8))
@@ -170,7 +170,7 @@ WIDE, NARROW = JobSpec(8, 64, (4, 16)), JobSpec(8, 8, (4, 8))
         (WIDE, None, 2, WIDE),
         (WIDE, NARROW, 2, WIDE),
         (NARROW, WIDE, 2, NARROW),
-        (NARROW, WIDE, 4, WIDE),  # edited while 4 are on their way: they are not to fail
+        (NARROW, WIDE, 4, WIDE),  # edited while 4 replicas start: they must not fail
         (NARROW, None, 4, None),
         (None, WIDE, 4, WIDE),
         (NARROW, WIDE, 0, WIDE),
@@ -183,28 +183,28 @@ def test_an_allocation_gets_the_declared_spec_if_its_count_is_valid(
     assert active.with_spec(declared, before) == replace(active, spec=chosen)
 
 
-def view(active: int | None, *, broken: bool = False) -> AllocationView:
+def view_of(active: int | None, *, broken: bool = False) -> AllocationView:
     allocation = None if active is None else ActiveAllocation(active, 2, "host", 1234)
     return AllocationView(1, None, allocation, broken=broken, complete=False)
 
 
 @pytest.mark.parametrize(
-    ("seen", "own", "over", "enters"),
+    ("view", "generation", "ended", "enters"),
     [
-        (view(None), 0, False, False),
-        (view(None), 3, False, False),  # the service has lost its data: training goes on
-        (view(1), 0, True, True),
-        (view(3), 3, False, False),
-        (view(3), 2, True, True),
-        (view(3), 4, False, False),  # the service knows less than the trainer: training goes on
-        (view(3, broken=True), 3, True, False),
-        (view(3, broken=True), 2, True, False),
-        (view(3, broken=True), 4, False, False),
+        (view_of(None), 0, False, False),
+        (view_of(None), 3, False, False),  # the service has lost its data: training continues
+        (view_of(1), 0, True, True),
+        (view_of(3), 3, False, False),
+        (view_of(3), 2, True, True),
+        (view_of(3), 4, False, False),  # the service is behind the trainer: training continues
+        (view_of(3, broken=True), 3, True, False),
+        (view_of(3, broken=True), 2, True, False),
+        (view_of(3, broken=True), 4, False, False),
     ],
 )
 def test_a_view_shows_which_generations_have_ended_and_which_is_next(
-    seen: AllocationView, own: int, over: bool, enters: bool
+    view: AllocationView, generation: int, ended: bool, enters: bool
 ) -> None:
-    assert seen.has_ended(own) is over
-    following: Any = seen.next_allocation(own)
-    assert following == (seen.active if enters else None)
+    assert view.has_ended(generation) is ended
+    following: Any = view.next_allocation(generation)
+    assert following == (view.active if enters else None)

@@ -1,4 +1,4 @@
-"""Last words: read as they were written, and never longer than Kubernetes takes."""
+"""Termination messages: a round trip through text, within the length that Kubernetes accepts."""
 
 import pytest
 from hypothesis import given
@@ -7,30 +7,32 @@ from hypothesis import strategies as st
 from adascale_core.termination_message import LIMIT, TerminationMessage
 
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
-words = st.builds(
+messages = st.builds(
     TerminationMessage, generation=st.integers(0, 10**9), exit_code=st.integers(0, 255), log=texts
 )
 
 
-@given(words)
-def test_a_short_message_is_parsed_as_it_was_written(said: TerminationMessage) -> None:
-    assert TerminationMessage.parse(said.to_text()) == said
+@given(messages)
+def test_a_short_message_is_equal_after_a_round_trip_through_text(message: TerminationMessage) -> None:
+    assert TerminationMessage.parse(message.to_text()) == message
 
 
-@given(words, st.integers(60, 400))
-def test_a_long_message_keeps_its_first_line_and_its_end(said: TerminationMessage, limit: int) -> None:
-    text = said.to_text(limit)
+@given(messages, st.integers(60, 400))
+def test_a_long_message_keeps_its_first_line_and_its_end(message: TerminationMessage, limit: int) -> None:
+    text = message.to_text(limit)
     assert len(text.encode()) <= limit
-    read = TerminationMessage.parse(text)
-    assert read is not None
-    assert (read.generation, read.exit_code) == (said.generation, said.exit_code)
-    assert said.log.endswith(read.log)
-    whole = read.log == said.log or said.log[: -len(read.log) or None].endswith("\n")
-    assert whole or "\n" not in read.log.rstrip("\n"), "lines are whole, but for a last one that is too long"
+    parsed = TerminationMessage.parse(text)
+    assert parsed is not None
+    assert (parsed.generation, parsed.exit_code) == (message.generation, message.exit_code)
+    assert message.log.endswith(parsed.log)
+    complete_lines = parsed.log == message.log or message.log[: -len(parsed.log) or None].endswith("\n")
+    assert complete_lines or "\n" not in parsed.log.rstrip("\n"), (
+        "only complete lines, or the end of a last line that is too long"
+    )
 
 
 @pytest.mark.parametrize(
-    ("said", "first"),
+    ("message", "text"),
     [
         (TerminationMessage(7, 1), "generation 7: exit code 1"),
         (TerminationMessage(0, 1), "before any generation: exit code 1"),
@@ -40,11 +42,11 @@ def test_a_long_message_keeps_its_first_line_and_its_end(said: TerminationMessag
         (TerminationMessage(1, 200), "generation 1: exit code 200"),
     ],
 )
-def test_the_message_is_plain_text(said: TerminationMessage, first: str) -> None:
-    assert said.to_text() == first
+def test_the_message_is_plain_text(message: TerminationMessage, text: str) -> None:
+    assert message.to_text() == text
 
 
-def test_a_long_log_keeps_its_last_whole_lines() -> None:
+def test_a_long_log_keeps_its_last_complete_lines() -> None:
     log = "\n".join(f"line {number}: żółć" for number in range(1000))
     lines = TerminationMessage(3, 1, log).to_text().split("\n")
     assert lines[0] == "generation 3: exit code 1"
@@ -54,8 +56,8 @@ def test_a_long_log_keeps_its_last_whole_lines() -> None:
 
 
 def test_the_end_of_a_line_that_is_too_long_is_kept() -> None:
-    said = TerminationMessage(1, 1, "first\n" + 5000 * "é" + "!")
-    assert said.to_text(40) == f"generation 1: exit code 1\n{6 * 'é'}!"
+    message = TerminationMessage(1, 1, "first\n" + 5000 * "é" + "!")
+    assert message.to_text(40) == f"generation 1: exit code 1\n{6 * 'é'}!"
 
 
 def test_unpaired_surrogates_leave_the_message_valid() -> None:
@@ -69,7 +71,7 @@ def test_unpaired_surrogates_leave_the_message_valid() -> None:
         "",
         "\n",
         "Traceback (most recent call last):\n  File ...",
-        "epoch 3: loss 0.1\ngeneration 7: exit code 1",  # the end of a log: taken where nothing was said
+        "epoch 3: loss 0.1\ngeneration 7: exit code 1",  # the end of a log without a termination message
         "generation 7",
         "generation 0: exit code 1",
         "generation 7: exit code one",

@@ -1,4 +1,4 @@
-"""Step times are recovered where they were measured enough, and guessed with care where not."""
+"""Step time models: fitted to measurements, with cautious priors where measurements are missing."""
 
 import math
 from dataclasses import replace
@@ -29,47 +29,53 @@ def measured(model: StepTimeModel, *plans: tuple[int, int, int]) -> list[StepTim
         (BatchPlan(5, 8, 2), 2 * (0.1 + 8 * 0.01) + 0.05 + 3 * 0.002),
     ],
 )
-def test_a_step_takes_its_micro_batches_and_one_synchronisation(plan: BatchPlan, seconds: float) -> None:
+def test_a_step_takes_the_time_of_its_micro_batches_and_of_a_synchronization(
+    plan: BatchPlan, seconds: float
+) -> None:
     model = StepTimeModel(fixed=0.1, per_sample=0.01, sync=0.05, sync_per_replica=0.002)
     assert model.step_time(plan) == pytest.approx(seconds)
     assert model.throughput(plan) == pytest.approx(1 / seconds)
 
 
-def test_without_measurements_there_is_no_model() -> None:
+def test_without_measurements_the_model_is_none() -> None:
     assert StepTimeModel.fit([]) is None
     assert StepTimeModel.fit([StepTime(1, 8, 1, 0.0)]) is None, "a step time of 0 is not measured yet"
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e-3, 1.0, 1e3, 1e9])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_one_measurement_is_met_and_the_rest_follows_the_prior(seconds: float, accumulation: int) -> None:
+def test_the_model_meets_a_single_measurement_and_extrapolates_by_the_prior(
+    seconds: float, accumulation: int
+) -> None:
     model = StepTimeModel.fit([StepTime(1, 8, accumulation, seconds)])
     assert model is not None
     assert not model.separates_batch_size
     assert model.step_time(BatchPlan(1, 8, accumulation)) == pytest.approx(seconds)
     assert model.step_time(BatchPlan(1, 16, accumulation)) == pytest.approx(1.5 * seconds)
     assert model.step_time(BatchPlan(1, 8, 2 * accumulation)) == pytest.approx(2 * seconds)
-    assert model.step_time(BatchPlan(4, 8, accumulation)) == pytest.approx(seconds), "so that it tries it"
+    assert model.step_time(BatchPlan(4, 8, accumulation)) == pytest.approx(seconds), (
+        "optimistic, so that more replicas are tried"
+    )
 
 
-def test_a_first_measurement_on_two_replicas_is_met_as_well() -> None:
+def test_the_model_meets_a_single_measurement_on_two_replicas() -> None:
     model = StepTimeModel.fit([StepTime(2, 8, 1, 0.3)])
     assert model is not None
     assert model.step_time(BatchPlan(2, 8)) == pytest.approx(0.3)
 
 
-def test_measurements_of_one_count_make_neither_more_nor_fewer_replicas_look_faster() -> None:
-    told = [StepTime(4, size, 1, 1.0 + 0.01 * size) for size in (8, 16, 32)]
-    model = StepTimeModel.fit(told)
+def test_measurements_on_a_single_count_predict_the_same_time_for_other_counts() -> None:
+    measurements = [StepTime(4, size, 1, 1.0 + 0.01 * size) for size in (8, 16, 32)]
+    model = StepTimeModel.fit(measurements)
     assert model is not None
-    for one in told:
+    for measurement in measurements:
         for replicas in (1, 2, 8):
-            assert model.step_time(replace(one.plan, replicas=replicas)) == pytest.approx(
-                one.step_time, rel=0.05
+            assert model.step_time(replace(measurement.plan, replicas=replicas)) == pytest.approx(
+                measurement.step_time, rel=0.05
             )
 
 
-def test_a_second_count_of_replicas_tells_the_synchronisation() -> None:
+def test_a_second_count_of_replicas_separates_the_synchronization_time() -> None:
     model = StepTimeModel.fit([StepTime(1, 8, 1, 0.1), StepTime(2, 8, 1, 0.16)])
     assert model is not None
     assert not model.separates_batch_size
@@ -96,7 +102,7 @@ def test_step_times_are_recovered_from_enough_measurements(
         assert model.step_time(plan) == pytest.approx(truth.step_time(plan), rel=0.02)
 
 
-def test_the_parameters_themselves_are_recovered() -> None:
+def test_the_parameters_are_recovered_from_exact_measurements() -> None:
     truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
     model = StepTimeModel.fit(measured(truth, *product((1, 2, 4, 8), (8, 32, 128), (1, 2))))
     assert model is not None
@@ -107,7 +113,7 @@ def test_the_parameters_themselves_are_recovered() -> None:
 
 
 def test_contradicting_measurements_are_averaged() -> None:
-    """More samples that take less time can't be; the model then takes time as the same for both."""
+    """More samples cannot take less time, so the model predicts the same time for both."""
     model = StepTimeModel.fit([StepTime(1, 8, 1, 0.4), StepTime(1, 16, 1, 0.2)])
     assert model is not None
     assert 0.2 <= model.step_time(BatchPlan(1, 8)) <= model.step_time(BatchPlan(1, 16)) <= 0.4
@@ -127,7 +133,7 @@ def test_no_neighbouring_model_has_a_smaller_error() -> None:
 
     def error(fixed: float, per_sample: float, sync: float, sync_per_replica: float) -> float:
         other = StepTimeModel(fixed, per_sample, sync, sync_per_replica)
-        return mean((other.step_time(one.plan) / one.step_time - 1) ** 2 for one in noisy)
+        return mean((other.step_time(time.plan) / time.step_time - 1) ** 2 for time in noisy)
 
     best = (model.fixed, model.per_sample, model.sync, model.sync_per_replica)
     for index, sign in product(range(4), (-1, 1)):
@@ -156,11 +162,11 @@ def test_impossible_step_times_are_ignored(bad: float) -> None:
     plans,
 )
 def test_step_times_are_positive_finite_and_deterministic_for_any_measurements(
-    told: list[StepTime], plan: BatchPlan
+    measurements: list[StepTime], plan: BatchPlan
 ) -> None:
-    model = StepTimeModel.fit(told)
-    assert model == StepTimeModel.fit(told)
-    assert (model is None) == all(not 1e-9 <= one.step_time <= 1e9 for one in told)
+    model = StepTimeModel.fit(measurements)
+    assert model == StepTimeModel.fit(measurements)
+    assert (model is None) == all(not 1e-9 <= measurement.step_time <= 1e9 for measurement in measurements)
     if model is None:
         return
     parameters = (model.fixed, model.per_sample, model.sync, model.sync_per_replica)
@@ -169,24 +175,24 @@ def test_step_times_are_positive_finite_and_deterministic_for_any_measurements(
     assert 0 < model.throughput(plan) < math.inf
 
 
-def test_accumulation_that_seems_to_cost_nothing_leaves_one_replica_a_time_above_zero() -> None:
+def test_accumulation_without_measured_cost_leaves_the_predicted_time_above_zero() -> None:
     model = StepTimeModel.fit([StepTime(2, 8, 1, 1.0), StepTime(2, 8, 64, 0.5)])
     assert model is not None
     assert model.throughput(BatchPlan(1, 8)) <= 1e3
 
 
-def test_time_never_falls_with_more_of_anything() -> None:
+def test_predicted_time_does_not_fall_with_replicas_local_batch_or_accumulation() -> None:
     model = StepTimeModel.fit([StepTime(2, 8, 1, 0.1), StepTime(1, 8, 1, 0.4), StepTime(1, 64, 1, 0.3)])
     assert model is not None
     for replicas, local_bsz, accumulation in product((1, 2, 4), (8, 64), (1, 2)):
-        least = model.step_time(BatchPlan(replicas, local_bsz, accumulation))
-        assert least <= model.step_time(BatchPlan(2 * replicas, local_bsz, accumulation))
-        assert least <= model.step_time(BatchPlan(replicas, 2 * local_bsz, accumulation))
-        assert least <= model.step_time(BatchPlan(replicas, local_bsz, 2 * accumulation))
+        base = model.step_time(BatchPlan(replicas, local_bsz, accumulation))
+        assert base <= model.step_time(BatchPlan(2 * replicas, local_bsz, accumulation))
+        assert base <= model.step_time(BatchPlan(replicas, 2 * local_bsz, accumulation))
+        assert base <= model.step_time(BatchPlan(replicas, local_bsz, 2 * accumulation))
 
 
 @pytest.mark.timeout(10)
-def test_many_measurements_are_fitted_in_one_pass() -> None:
+def test_4096_measurements_are_fitted_within_the_timeout() -> None:
     truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
     table = list(product(range(1, 65), range(8, 264, 8), (1, 2)))
     model = StepTimeModel.fit(measured(truth, *table))
