@@ -34,7 +34,7 @@ class BatchBounds:
 
     Raises:
         InvalidBoundsError: a size is not a positive integer, lower is greater than upper, or
-            `max_batch_size` is below `batch_size`.
+            `max_batch_size` is less than `batch_size`.
     """
 
     batch_size: int
@@ -47,7 +47,7 @@ class BatchBounds:
             _require_positive_integer("max_batch_size", self.max_batch_size)
             if self.max_batch_size < self.batch_size:
                 raise InvalidBoundsError(
-                    f"max_batch_size {self.max_batch_size} is below batch_size {self.batch_size}: "
+                    f"max_batch_size {self.max_batch_size} is less than batch_size {self.batch_size}: "
                     "raise max_batch_size, or lower batch_size"
                 )
         if self.local_bsz_bounds is not None:
@@ -57,7 +57,8 @@ class BatchBounds:
             _require_positive_integer("local_bsz_bounds upper", upper)
             if lower > upper:
                 raise InvalidBoundsError(
-                    f"local_bsz_bounds lower {lower} is over upper {upper}: lower must be at most upper"
+                    f"local_bsz_bounds lower {lower} is greater than upper {upper}: "
+                    "lower must be at most upper"
                 )
 
     @property
@@ -184,12 +185,13 @@ def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> l
     """
     if minimum > maximum:
         raise InvalidJobError(
-            f"minReplicas {minimum} is over maxReplicas {maximum}: minReplicas must be at most maxReplicas"
+            f"minReplicas {minimum} is greater than maxReplicas {maximum}: "
+            "lower minReplicas, or raise maxReplicas"
         )
     counts = [count for count in valid_replicas(bounds, maximum) if count >= minimum]
     if not counts:
         raise InvalidJobError(
-            f"no replica count between {minimum} and {maximum} is valid with {_describe(bounds)}: "
+            f"no replica count from {minimum} to {maximum} is valid with {_describe(bounds)}: "
             f"widen the bounds, or change minReplicas and maxReplicas; {_describe_valid(bounds)}"
         )
     return counts

@@ -328,12 +328,12 @@ OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"maxBatchSize": 16},
         "spec.maxBatchSize",
-        "16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
+        "16 is less than batchSize 32: raise maxBatchSize, or lower batchSize",
     ),
     (
         {"localBszBounds": {"lower": 128, "upper": 16}},
         "spec.localBszBounds",
-        "lower 128 is over upper 16: lower must be at most upper",
+        "lower 128 is greater than upper 16: lower must be at most upper",
     ),
     (
         {"minReplicas": 9},
@@ -343,7 +343,7 @@ OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"minReplicas": 6, "maxReplicas": 7},
         "spec",
-        f"no replica count between 6 and 7 is valid with batchSize 32: {COUNTS}; valid are the divisors of "
+        f"no replica count from 6 to 7 is valid with batchSize 32: {COUNTS}; valid are the divisors of "
         "batchSize",
     ),
     (
@@ -354,13 +354,13 @@ OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
             "localBszBounds": {"lower": 99, "upper": 200},
         },
         "spec",
-        "no replica count between 11 and 12 is valid with batchSize 32, maxBatchSize 1000, "
+        "no replica count from 11 to 12 is valid with batchSize 32, maxBatchSize 1000, "
         f"localBszBounds 99 to 200: {COUNTS}; no count above 10 is valid",
     ),
     (
         {"maxReplicas": 1, "localBszBounds": {"lower": 33, "upper": 64}},
         "spec",
-        "no replica count between 1 and 1 is valid with batchSize 32, localBszBounds 33 to 64: "
+        "no replica count from 1 to 1 is valid with batchSize 32, localBszBounds 33 to 64: "
         f"{COUNTS}; valid are 2 and more",
     ),
     (

@@ -96,7 +96,7 @@ def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> No
         assert failed.returncode == 2
         assert failed.stdout == ""
         assert failed.stderr.splitlines() == [
-            f"adascale: {job}:8: spec.maxBatchSize: 2 is below batchSize 4: "
+            f"adascale: {job}:8: spec.maxBatchSize: 2 is less than batchSize 4: "
             "raise maxBatchSize, or lower batchSize",
             f"          {job}:9: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
         ]

@@ -331,11 +331,11 @@ INVALID_FIELDS = [
     # The core's checks, with the names of the YAML.
     (
         job(maxBatchSize=16),
-        "spec.maxBatchSize: 16 is below batchSize 32: raise maxBatchSize, or lower batchSize",
+        "spec.maxBatchSize: 16 is less than batchSize 32: raise maxBatchSize, or lower batchSize",
     ),
     (
         job(localBszBounds={"lower": 128, "upper": 16}),
-        "spec.localBszBounds: lower 128 is over upper 16: lower must be at most upper",
+        "spec.localBszBounds: lower 128 is greater than upper 16: lower must be at most upper",
     ),
     (
         job(minReplicas=9),
@@ -343,12 +343,12 @@ INVALID_FIELDS = [
     ),
     (
         job(minReplicas=6, maxReplicas=7),
-        "spec: no replica count between 6 and 7 is valid with batchSize 32: widen the bounds, or change "
+        "spec: no replica count from 6 to 7 is valid with batchSize 32: widen the bounds, or change "
         "minReplicas and maxReplicas",
     ),
     (
         job(minReplicas=11, maxReplicas=12, maxBatchSize=1000, localBszBounds={"lower": 100, "upper": 200}),
-        "spec: no replica count between 11 and 12 is valid with batchSize 32, maxBatchSize 1000, "
+        "spec: no replica count from 11 to 12 is valid with batchSize 32, maxBatchSize 1000, "
         "localBszBounds 100 to 200",
     ),
 ]
@@ -383,9 +383,10 @@ spec:
     with pytest.raises(JobFileError) as raised:
         parse_job(text, "jobs/digits.yaml")
     assert str(raised.value).splitlines() == [
-        "jobs/digits.yaml:7: spec.maxBatchSize: 16 is below batchSize 32: "
+        "jobs/digits.yaml:7: spec.maxBatchSize: 16 is less than batchSize 32: "
         "raise maxBatchSize, or lower batchSize",
-        "jobs/digits.yaml:8: spec.localBszBounds: lower 9 is over upper 8: lower must be at most upper",
+        "jobs/digits.yaml:8: spec.localBszBounds: lower 9 is greater than upper 8: "
+        "lower must be at most upper",
         "jobs/digits.yaml:11: spec.maxReplicas: must be an integer, got the string '8'",
         "jobs/digits.yaml:12: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
         "jobs/digits.yaml:17: spec.template.spec.containers[0].command[0]: must be a string, got 1: "

@@ -391,11 +391,11 @@ def test_no_plan_leaves_the_bounds_and_the_same_question_has_the_same_answer(
         ((None,), "batch_size must be a positive integer, got None"),
         ((8, 0), "max_batch_size must be a positive integer, got 0"),
         ((8, 16.5), "max_batch_size must be a positive integer, got 16.5"),
-        ((8, 7), "max_batch_size 7 is below batch_size 8"),
+        ((8, 7), "max_batch_size 7 is less than batch_size 8"),
         ((8, None, (0, 4)), "local_bsz_bounds lower must be a positive integer, got 0"),
         ((8, None, (1, -4)), "local_bsz_bounds upper must be a positive integer, got -4"),
         ((8, None, (1, 4.5)), "local_bsz_bounds upper must be a positive integer, got 4.5"),
-        ((8, None, (5, 4)), "local_bsz_bounds lower 5 is over upper 4"),
+        ((8, None, (5, 4)), "local_bsz_bounds lower 5 is greater than upper 4"),
         ((8, None, (4,)), "local_bsz_bounds must be a pair (lower, upper), got (4,)"),
         ((8, None, [4, 8]), "local_bsz_bounds must be a pair (lower, upper), got [4, 8]"),
         ((8, None, 4), "local_bsz_bounds must be a pair (lower, upper), got 4"),
@@ -415,11 +415,11 @@ def test_bounds_may_be_as_tight_as_a_single_size() -> None:
 @pytest.mark.parametrize(
     ("bounds", "minimum", "maximum", "parts"),
     [
-        (BatchBounds(200, 1000, (100, 200)), 11, 16, ["11 and 16", "100 to 200", "1000", "1 to 10"]),
-        (BatchBounds(7), 2, 6, ["2 and 6", "batch_size 7"]),
-        (BatchBounds(7, None, (2, 6)), 1, 1, ["1 and 1", "batch_size 7", "2 to 6"]),
-        (BatchBounds(8, 16, (9, 32)), 1, 4, ["1 and 4", "max_batch_size 16", "9 to 32"]),
-        (BatchBounds(8, 16), 4, 2, ["minReplicas 4 is over maxReplicas 2"]),
+        (BatchBounds(200, 1000, (100, 200)), 11, 16, ["11 to 16", "100 to 200", "1000", "1 to 10"]),
+        (BatchBounds(7), 2, 6, ["2 to 6", "batch_size 7"]),
+        (BatchBounds(7, None, (2, 6)), 1, 1, ["1 to 1", "batch_size 7", "2 to 6"]),
+        (BatchBounds(8, 16, (9, 32)), 1, 4, ["1 to 4", "max_batch_size 16", "9 to 32"]),
+        (BatchBounds(8, 16), 4, 2, ["minReplicas 4 is greater than maxReplicas 2"]),
     ],
 )
 def test_a_job_without_a_valid_count_is_refused_with_its_bounds(

@@ -42,5 +42,5 @@ def test_a_missing_batch_size_is_an_error() -> None:
 
 
 def test_contradictory_bounds_are_an_error() -> None:
-    with pytest.raises(InvalidBoundsError, match="max_batch_size 16 is below batch_size 32"):
+    with pytest.raises(InvalidBoundsError, match="max_batch_size 16 is less than batch_size 32"):
         resolve_settings(JobSettings(32, 16), JobSettings())

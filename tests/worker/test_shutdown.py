@@ -136,7 +136,7 @@ def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
 def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
     ended = run_code(FAILS_IN_THE_CONSTRUCTOR)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("adascale: max_batch_size 4 is below batch_size 8"), ended.stderr
+    assert ended.stderr.startswith("adascale: max_batch_size 4 is less than batch_size 8"), ended.stderr
     assert "Traceback" not in ended.stderr
 
 
