@@ -21,8 +21,8 @@ Workers post gain reports and register here; the controller declares jobs and se
 
 Writing needs a bearer token, `Authorization: Bearer TOKEN`: the token that the service was started with or,
 in a cluster, the token of a service account, which is valid for one job or for the operator. Every error has
-the form `ErrorBody`. Nothing of a refused request is stored. What was answered with 2xx survives a crash of
-the service.
+the form `ErrorBody`. A refused request stores nothing. Requests that are answered with 2xx survive a crash
+of the service.
 """
 
 

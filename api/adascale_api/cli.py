@@ -19,7 +19,7 @@ DEFAULT_DATABASE = "sqlite:///adascale.db"
 
 
 def main() -> NoReturn:
-    """Run the metrics service until it is asked to stop."""
+    """Run the metrics service until SIGTERM or SIGINT."""
     logging.basicConfig(format="adascale-api: %(levelname)s: %(message)s", level=logging.WARNING)
     try:
         run(sys.argv[1:], os.environ)
@@ -30,7 +30,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run the metrics service until it is asked to stop.
+    """Run the metrics service until SIGTERM or SIGINT.
 
     Raises:
         AdaScaleError: the options or the environment can't be used.

@@ -17,7 +17,7 @@ from adascale_core.errors import AdaScaleError
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 SHUTDOWN_GRACE = 2
-"""Seconds that open requests may take to finish after the service was asked to stop."""
+"""Seconds that open requests may take to finish after the service begins to stop."""
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open, longer than the interval of heartbeats."""
 
@@ -95,7 +95,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Calls `on_listening` once it listens, and `on_stopping` when it is asked to stop."""
+    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop."""
 
     def __init__(
         self, config: uvicorn.Config, on_listening: Callable[[], None], on_stopping: Callable[[], None]

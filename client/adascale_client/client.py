@@ -61,7 +61,7 @@ class MetricsServiceClient:
     # -- allocations ----------------------------------------------------------------------------------------
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
-        """Make `allocation` the desired one. Status 409 if a newer one is desired already."""
+        """Set the desired allocation. Status 409 if a newer allocation is desired already."""
         answer = self._transport.request("PUT", f"{_path(job_id)}/allocation", allocation.to_json())
         return self._parse(AllocationView.from_json, answer)
 
@@ -73,7 +73,7 @@ class MetricsServiceClient:
         Args:
             job_id: the job.
             known_version: the version that the caller has; None returns at once.
-            wait: seconds to wait while the version is still the known one.
+            wait: seconds to wait while the version is still `known_version`.
         """
         query = "" if known_version is None else f"?version={known_version}&wait={wait:g}"
         answer = self._transport.request("GET", f"{_path(job_id)}/allocation{query}", wait=wait)

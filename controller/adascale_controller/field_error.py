@@ -16,7 +16,7 @@ def format_path(path: FieldPath) -> str:
 
 @dataclass(frozen=True)
 class FieldError:
-    """What is wrong at one field.
+    """An error at one field.
 
     Args:
         path: the field; empty for the document itself.

@@ -201,7 +201,8 @@ class PodSpec(_OpenModel):
 
     containers: list[Container] = Field(
         min_length=1,
-        description="The containers. The one named worker trains, or the first if none has this name.",
+        description="The containers. The container named worker trains, or the first if no container has "
+        "this name.",
     )
 
     @field_validator("containers")

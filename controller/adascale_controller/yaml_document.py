@@ -54,7 +54,7 @@ class YamlDocument:
 
 
 def parse_document(text: str) -> YamlDocument:
-    """Parse the one document in `text`.
+    """Parse the document in `text`.
 
     Raises:
         YamlDocumentError: `text` is not YAML, or contains no document or several.

@@ -122,25 +122,25 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
     """Return the local batch sizes that `replicas` replicas may use; empty if none is valid.
 
     A single replica keeps the global batch at `batch_size`, with accumulation if that exceeds the upper
-    bound, so its range has at most one size. So has that of a job without bounds, whose batch is divided by
-    the replicas.
+    bound, so its range has at most one size. The range of a job without bounds also has at most one size,
+    because the replicas divide the batch.
     """
-    none = range(0)
+    empty = range(0)
     if replicas < 1:
-        return none
+        return empty
     if not bounds.elastic:
-        share, remainder = divmod(bounds.batch_size, replicas)
-        return range(share, share + 1) if share and not remainder else none
+        quotient, remainder = divmod(bounds.batch_size, replicas)
+        return range(quotient, quotient + 1) if quotient and not remainder else empty
     if replicas == 1:
         local_bsz = _default_local_bsz(bounds)
-        return range(local_bsz, local_bsz + 1) if local_bsz else none
+        return range(local_bsz, local_bsz + 1) if local_bsz else empty
     limits = []
     if bounds.upper is not None:
         limits.append(bounds.upper)
     if bounds.max_batch_size is not None:
         limits.append(bounds.max_batch_size // replicas)
     largest = min(limits)
-    return range(bounds.lower, largest + 1) if largest >= bounds.lower else none
+    return range(bounds.lower, largest + 1) if largest >= bounds.lower else empty
 
 
 def _default_local_bsz(bounds: BatchBounds) -> int | None:
@@ -304,7 +304,7 @@ def plan_batch(
     section 3).
 
     Args:
-        bounds: what the job allows.
+        bounds: the batch sizes that the job allows.
         replicas: number of replicas (K).
         estimate: squared norm and variance of the gradient; None if not measured.
         throughput: predicted optimizer steps per second of a plan; None if not measured.

@@ -13,7 +13,7 @@ _IMPOSSIBLE = -(10**30)
 
 
 def allocate_replicas(jobs: Sequence[JobUtility], total: int, now: float) -> list[int]:
-    """Return one replica count per job, of the highest total utility that `total` replicas allow.
+    """Return one replica count per job, with the highest total utility that `total` replicas allow.
 
     Args:
         jobs: the jobs, in the order of their arrival.
@@ -41,10 +41,10 @@ def _admitted_utilities(jobs: Sequence[JobUtility], total: int, now: float) -> l
 
 
 def _maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
-    """Return one count per job, of the highest total utility, of those that sum to at most `total`.
+    """Return one count per job, with the highest total utility and a sum of at most `total`.
 
     `best[i][free]` is the highest total utility of the last i jobs with `free` replicas. Of several solutions
-    with the same utility, the one that gives more replicas to earlier jobs is returned.
+    with the same utility, the solution with more replicas for earlier jobs is returned.
 
     Args:
         utilities: count -> utility for each job.

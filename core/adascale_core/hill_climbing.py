@@ -72,11 +72,11 @@ def _admit(jobs: Sequence[JobUtility], capacity: NodeCapacity) -> dict[str, JobU
 
 
 class HillClimbing:
-    """A sequence of changes, each of one job's count, that raise the total utility.
+    """A sequence of changes that raise the total utility. Each changes the count of one job.
 
     Args:
         utilities: job id -> count -> utility, in the order of arrival.
-        capacity: what the counts have to fit into.
+        capacity: the capacity into which the counts must fit.
         packing: a packing of `start`.
         start: job id -> count to start from.
     """
@@ -132,7 +132,7 @@ class HillClimbing:
         return self._start | dict(self._changes[:last])
 
     def _grow(self) -> None:
-        """Raise counts, the one of the highest density first, as long as one fits."""
+        """Raise counts as long as a larger count fits, in descending order of density."""
         jobs = list(self._utilities)
         rejected: dict[str, int] = {}
         queue: list[tuple[float, int, int]] = []

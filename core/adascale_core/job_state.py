@@ -21,7 +21,7 @@ class JobState:
         bounds: the batch sizes that it allows.
         min_replicas, max_replicas: the bounds of its replica count.
         limit: the largest count that could be scheduled; None if no count has failed. The smallest valid
-            count is always tried, since there is no smaller one.
+            count is always tried, since no smaller count is valid.
         replicas: its present replica count; 0 if it does not run.
         stable_since: when training on the present count began, in seconds; None while a change is in
             progress.

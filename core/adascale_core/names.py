@@ -16,7 +16,7 @@ KIND = "AdaScaleJob"
 PLURAL = "adascalejobs"
 DEFAULT_NAMESPACE = "default"
 WORKER_CONTAINER = "worker"
-"""The container that runs the agent; without a container of this name, the first one does."""
+"""The container that runs the agent; without a container of this name, the first container."""
 
 # -- other Kubernetes objects ---------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ ENV_TOKEN_FILE = "ADASCALE_TOKEN_FILE"
 ENV_REPLICA = "ADASCALE_REPLICA"
 """Index of the replica, from 0."""
 ENV_ADDRESS = "ADASCALE_ADDRESS"
-"""Host name or IP address at which other replicas reach this one."""
+"""Host name or IP address at which other replicas reach this replica."""
 ENV_SERVICE_TIMEOUT = "ADASCALE_SERVICE_TIMEOUT"
 """Seconds within which the metrics service must answer an agent for the first time."""
 ENV_INCARNATION = "ADASCALE_INCARNATION"
@@ -92,9 +92,9 @@ MAX_NAME_LENGTH = 58
 MAX_BATCH_SIZE = 2**20
 """Samples in a global batch."""
 MAX_STEPS = 2**53 - 1
-"""Steps of a job: integers up to this one are exact in every JSON parser."""
+"""Steps of a job: integers up to this limit are exact in every JSON parser."""
 MAX_REPLICAS = 1024
-"""Replicas of a job: validation examines every count up to this one."""
+"""Replicas of a job: validation examines every count up to this limit."""
 
 # -- intervals and timeouts, in seconds -----------------------------------------------------------------
 

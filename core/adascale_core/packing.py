@@ -17,7 +17,7 @@ _REPACKING_BUDGET = 200_000
 """How many (job, node) pairs `Packing.resize` may examine in all to pack everything again."""
 
 Request = tuple[tuple[int, int], ...]
-"""(index of a resource, units) of what one replica takes."""
+"""(index of a resource, units) for each resource that one replica takes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Demand:
             them, but keeps the replicas that are placed on it.
         placed: rank -> name of the node on which that replica is placed. A replica on a node that no longer
             exists is lost and has to be placed again.
-        one_node: whether all replicas must share a node: the one where most are placed, or any.
+        one_node: whether all replicas must share a node: the node with most placed replicas, or any
+            if no replica is placed.
     """
 
     request: Mapping[str, int]
@@ -61,7 +62,7 @@ class IndexedDemand:
 
     Args:
         job: the job id.
-        request: what one replica takes.
+        request: the resources that one replica takes.
         node_order: the nodes that may get a new replica, in the order in which they are tried.
         placed: rank -> node, of the replicas that are placed on an existing node.
         shared_node: the node that new replicas must use; None if it is not decided yet, or not needed.

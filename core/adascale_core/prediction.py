@@ -52,7 +52,7 @@ def predict(
         counts: replica counts, each valid with `bounds`.
         estimate: squared norm and variance of the gradient.
         model: the step time of any batch plan.
-        efficiency_target: lower bound of the efficiency while the model cannot tell the cost of a sample.
+        efficiency_target: lower bound of the efficiency while the model cannot separate the cost of a sample.
 
     Raises:
         InvalidJobError: a count is not valid with `bounds`.

@@ -8,17 +8,17 @@ without waiting for the controller.
 Invariants, for any order of events, while the state is not lost:
 - The generations of `desired` and `active` never decrease, and `active` is never newer than `desired`.
 - An allocation becomes active only when each of its replicas is idle, or runs a generation that has not
-  ended and has its next trainer ready if it prepares one. Its generation is newer than any that they have
-  been in.
+  ended and has its next trainer ready if it prepares one. Its generation is newer than any that its
+  replicas have been in.
 - Only the agents that were present when it became active may enter it, so a replaced agent cannot.
 - Each port of rank 0 is assigned to one generation only.
 
 Protocol of an agent: it registers whenever its state changes, and again as a heartbeat. While its trainer
-runs and `view.has_ended(own generation)`, it makes the trainer leave. While it is idle, it enters
+runs and `view.has_ended(own generation)`, it stops the trainer. While it is idle, it enters
 `view.next_allocation(own generation)` if that `admits` it. The agent of rank 0 keeps a listening socket for
-the next generation. It opens another one when a trainer has taken over the socket. It also opens another one
-when it is idle, has no generation to enter, and `view.used_port` is its own port: then the port was assigned
-to a generation that it has missed.
+the next generation. It opens another socket when a trainer has taken this socket over, and when it is idle,
+has no generation to enter, and `view.used_port` is its own port: then the port was assigned to a generation
+that it has missed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _HISTORY_LENGTH = 256
 
 
 class StaleAllocationError(AdaScaleError):
-    """An allocation whose generation is not newer than the desired one."""
+    """An allocation whose generation is not newer than the desired generation."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None
         declared: the job's current spec, which the next active allocation gets; None if it is not declared.
 
     Raises:
-        StaleAllocationError: a newer allocation, or another one of this generation, is desired already.
+        StaleAllocationError: a newer allocation, or a different one of this generation, is desired already.
     """
     if state.desired is not None and allocation.generation <= state.desired.generation:
         if allocation == state.desired:

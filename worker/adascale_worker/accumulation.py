@@ -9,7 +9,7 @@ from adascale_worker.adascale import AdaScale
 
 
 class GradientAccumulation:
-    """Counts the micro-batches of a step; only in the last one do the replicas exchange gradients.
+    """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch.
 
     Args:
         optimizer: AdaScale around the program's optimizer.
@@ -46,7 +46,7 @@ class GradientAccumulation:
         self._optimizer.zero_grad()
 
     def advance(self) -> bool:
-        """Count a micro-batch, and return whether it was the last one of its step."""
+        """Count a micro-batch, and return whether it was the last of its step."""
         self._micro_batch = (self._micro_batch + 1) % self._accumulation
         self._set_gradient_sync()
         return self._micro_batch == 0

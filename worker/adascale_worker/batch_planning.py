@@ -24,7 +24,7 @@ REPLAN_INTERVAL = 1.0
 
 
 class BatchPlanner:
-    """Holds the current batch plan, and chooses a new one.
+    """Holds the current batch plan, and chooses the next plan.
 
     Args:
         bounds: the job's batch size and bounds.

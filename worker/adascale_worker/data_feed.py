@@ -87,7 +87,7 @@ class DataFeed:
         return iter(loader)
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return the length of the data set, if one was opened, and the seed."""
+        """Return the length of the data set (None before it is opened) and the seed."""
         return {"samples": self._length, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:

@@ -14,7 +14,7 @@ class EnvironmentVariableError(WorkerError):
 
 
 class StaleBatchSizeError(WorkerError):
-    """The program trains an epoch with a local batch size that is no longer the current one."""
+    """The program trains an epoch with a local batch size that is no longer current."""
 
 
 class DatasetError(WorkerError):

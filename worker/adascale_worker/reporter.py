@@ -21,7 +21,7 @@ JOB_NOT_FOUND = 404
 INVALID_REPORT = frozenset({400, 413, 422})
 """Statuses that the same reports would get again."""
 MIN_BACKOFF = 0.1
-"""Seconds after the first failed request until the next one."""
+"""Seconds from the first failed request to the next request."""
 MAX_BACKOFF = 5.0
 """Seconds between two requests while the service does not answer."""
 IDLE_INTERVAL = 1.0

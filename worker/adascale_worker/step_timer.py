@@ -44,7 +44,7 @@ class StepTimer:
         self._last_step_at = now
 
     def pause(self) -> None:
-        """Leave out the time between the last step and the next one."""
+        """Leave out the time between the last step and the next step."""
         self._last_step_at = None
 
     def lap(self) -> float:

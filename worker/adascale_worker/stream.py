@@ -64,7 +64,7 @@ def _combine(seed: int, number: int) -> int:
 
 
 class MicroBatches(Sampler[list[int]]):
-    """The endless sequence of one replica's micro-batches, as lists of sample indices.
+    """The endless sequence of a replica's micro-batches, as lists of sample indices.
 
     Args:
         stream: the job's stream of samples.

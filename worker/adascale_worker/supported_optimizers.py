@@ -15,7 +15,7 @@ class UnsupportedOptimizerError(AdaScaleError, TypeError):
 
 
 def require_sgd(optimizer: object) -> None:
-    """Raise UnsupportedOptimizerError unless `optimizer` is a `torch.optim.SGD` or a wrapper of one."""
+    """Raise UnsupportedOptimizerError unless `optimizer` is a `torch.optim.SGD` or a wrapper of an SGD."""
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     if isinstance(optimizer, torch.optim.SGD) or isinstance(inner, torch.optim.SGD):
         return

@@ -61,7 +61,7 @@ def _private(owner: Any, name: str, purpose: str) -> Any:
 backward_pass_id: Callable[[], int] = _private(
     torch._C, "_current_graph_task_id", "to count the backward passes of a step"
 )
-"""Return the number of the backward pass that runs on this thread; -1 outside of one.
+"""Return the number of the backward pass that runs on this thread; -1 outside of a backward pass.
 
 A function of torch itself and not wrapped, because hooks call it for every gradient.
 """
@@ -76,7 +76,7 @@ gradient would not do: which gradient is the last is not known.
 """
 
 current_autograd_node: Callable[[], Any] = _private(
-    torch._C, "_current_autograd_node", "to tell a backward pass inside another one from the outer one"
+    torch._C, "_current_autograd_node", "to distinguish a backward pass inside another from the outer pass"
 )
 """Return the node of the graph that autograd evaluates now; None outside of a node.
 
@@ -87,8 +87,8 @@ At the end of a backward pass that a node of another pass started (re-entrant ch
 def accumulates_gradient(parameter: Tensor) -> bool:
     """Whether the current backward pass adds to `parameter.grad`.
 
-    It does not in `torch.autograd.grad`, which calls the same hooks. The engine is asked whether it evaluates
-    the node that accumulates the gradient. That node is found behind a view of the parameter.
+    It does not in `torch.autograd.grad`, which calls the same hooks. The function queries whether the engine
+    evaluates the node that accumulates the gradient. That node is found behind a view of the parameter.
     """
     with torch.enable_grad():
         view_node = parameter.view_as(parameter).grad_fn
@@ -103,7 +103,7 @@ def accumulates_gradient(parameter: Tensor) -> bool:
 def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:
     """Remove a hook on the gradient of `tensor`, and the empty collection that its removal leaves behind.
 
-    Autograd enters Python for each tensor with a collection of hooks, even an empty one.
+    Autograd enters Python for each tensor with a collection of hooks, even if the collection is empty.
     """
     handle.remove()
     if not _private(tensor, "_backward_hooks", "to remove its hooks without a trace"):
@@ -172,7 +172,7 @@ def tcp_store(
         world_size: number of ranks.
         is_master: whether this rank is the server.
         timeout: of the operations of the store.
-        listen_fd: file descriptor of the listening socket, on the server; None to open one.
+        listen_fd: file descriptor of the listening socket, on the server; None to open a socket.
     """
 
     def make(**options: Any) -> TCPStore:
@@ -211,13 +211,15 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:
     """Return the functions that were registered by `ddp.register_comm_hook`."""
-    hooks = _private(ddp, "_comm_hooks", "to tell whether gradients are compressed before they are averaged")
+    hooks = _private(
+        ddp, "_comm_hooks", "to detect whether gradients are compressed before they are averaged"
+    )
     return [hook for hook, _ in hooks]
 
 
 def is_in_join(joinable: Joinable) -> bool:
     """Whether `joinable` takes part in a `torch.distributed.algorithms.join.Join` context now."""
-    config = _private(joinable, "_join_config", "to tell whether peers may have run out of data")
+    config = _private(joinable, "_join_config", "to detect whether peers may have run out of data")
     return bool(config.enable)
 
 
@@ -349,7 +351,7 @@ def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGro
 
 
 def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
-    """FSDP2's own objects. Older versions have at most one for each module, under another name."""
+    """FSDP2's own objects. Older versions have at most one object for each module, under another name."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[Any] = state._fsdp_param_groups

@@ -28,7 +28,7 @@ class ReportNotFoundError(JobNotFoundError):
 
     def __init__(self, job_id: str) -> None:
         super(JobNotFoundError, self).__init__(
-            f"job {job_id} has no report yet: the first one follows its first optimizer step"
+            f"job {job_id} has no report yet: the first report follows its first optimizer step"
         )
 
 

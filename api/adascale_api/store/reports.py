@@ -105,7 +105,7 @@ _report_count = select(func.coalesce(func.max(reports.c.number) + 1, 0)).where(_
 _plan = tuple_(*(reports.c[name] for name in _PLAN))
 _next_plan = (
     select(*(reports.c[name] for name in _PLAN), reports.c.step_time)
-    # From the least plan after the last one. With `>` the last plan, SQLite would read all its reports.
+    # From the smallest plan after the last plan. With `>` the last plan, SQLite would read all its reports.
     .where(_of_job, has_step_time, _plan >= tuple_(*(bindparam(name) for name in _PLAN)))
     .order_by(*(reports.c[name] for name in _PLAN), reports.c.number.desc())
     .limit(REPORTS_PER_STEP_TIME)

@@ -10,10 +10,10 @@ DistributedDataParallel their order matters. The first hook of a pass queues a c
 of DDP, when gradients are still local. It queues a second callback, which runs after that of DDP, when
 gradients are averaged.
 
-Re-entrant checkpointing runs whole backward passes inside an outer one. Their callbacks run while a node of
+Re-entrant checkpointing runs whole backward passes inside an outer pass. Their callbacks run while a node of
 the outer pass is evaluated, which distinguishes them. The outer pass may reach no parameter itself; it is
 then detected at the nodes that follow that node. A parameter that two such inner passes use gets its gradient
-in two parts, and neither is a micro-gradient. The step in which this is first seen is left out; from then on
+in two parts, and neither is a micro-gradient. The step in which this first happens is left out; afterwards
 the parts of such a parameter are added up in a copy.
 """
 
@@ -201,7 +201,7 @@ class BackwardObserver:
             self._begin_pass()
 
     def _enter_pass(self, index: int) -> bool:
-        """Begin a pass, or one inside it. False in `torch.autograd.grad`, which does not change .grad."""
+        """Begin a pass, or a pass inside it. False in `torch.autograd.grad`, which does not change .grad."""
         if backward_pass_id() in self._ignored_ids:
             return False
         if not accumulates_gradient(self._parameters[index]):

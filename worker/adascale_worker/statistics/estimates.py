@@ -39,7 +39,7 @@ def from_micro_gradients(
 
     With n micro-gradients g_i of equal batch size, L = mean |g_i|^2 and M = |mean g_i|^2:
     grad_sqr = (n M - L) / (n - 1) and grad_var = (L - M) S / (n - 1). (Appendix B.3 of the paper, with
-    the variance converted to B0, whatever batch size a micro-gradient has.)
+    the variance converted to B0 from any batch size of a micro-gradient.)
 
     Args:
         count: n, replicas times accumulation steps.

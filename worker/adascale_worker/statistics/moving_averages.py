@@ -23,7 +23,7 @@ class MovingAverages:
 
     Weighted sums and weights are kept separately, and divided when they are read. So an average is debiased
     (nothing pulls it to an initial value), and stays right when the smoothing changes. Each group has two
-    averages: one of estimates from micro-gradients, and one that also contains estimates from consecutive
+    averages: of estimates from micro-gradients, and of these together with estimates from consecutive
     gradients. The second starts from the first, and the next unbiased estimate deletes it.
 
     Immutable: `updated` returns new averages.
@@ -166,7 +166,7 @@ class MovingAverages:
         )
 
     def _latest(self) -> tuple[Tensor, Tensor]:
-        """Sums and counts of the average that is read: the biased one if there is one, for each group."""
+        """Sums and counts of the average that is read: the biased average if it exists, for each group."""
         has_biased = self._sums[BIASED, WEIGHT] > 0.0
         return (
             torch.where(has_biased, self._sums[BIASED], self._sums[UNBIASED]),

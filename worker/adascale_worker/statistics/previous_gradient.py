@@ -42,7 +42,7 @@ class PreviousGradient:
         self.step: PreviousStep | None = None
 
     def preceding(self, step_number: int, parameters: Parameters) -> PreviousStep | None:
-        """Return the numbers of the copied step if it is the one before `step_number`, else None.
+        """Return the numbers of the copied step if it is the step before `step_number`, else None.
 
         Also None if the parameter groups have changed since.
         """

@@ -39,7 +39,7 @@ class Cluster(Protocol):
     async def list_events(
         self, namespace: str, involved_uid: str, reason: str | None = None
     ) -> Sequence[ApiObject]:
-        """Return the Events about an object, of one reason or of all."""
+        """Return the Events about an object, with one reason or with any."""
 
     async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob by server-side apply, and return the AdaScaleJob.
@@ -48,7 +48,7 @@ class Cluster(Protocol):
         """
 
     async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
-        """Create an Indexed Job. `ClusterError.status` is 409 if one of this name exists."""
+        """Create an Indexed Job. `ClusterError.status` is 409 if a Job of this name exists."""
 
     async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
         """Change an Indexed Job by a merge patch. `ClusterError.status` is 409 if it has another uid."""

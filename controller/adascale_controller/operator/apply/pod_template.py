@@ -276,9 +276,9 @@ def _mount_volumes(worker: Manifest, spec: Manifest, workload: Workload, warning
 
 
 def _claim_volume(spec: Manifest, volumes: list[Any], claim_name: str, warnings: list[str]) -> str:
-    """Return the name of the pod's volume of a claim: the user's if there is one, or a new one.
+    """Return the name of the pod's volume of a claim: the user's if it has one, or a new volume.
 
-    The kubelet mounts a claim once per pod: a pod with two volumes of one claim stays in ContainerCreating.
+    The kubelet mounts a claim once per pod: a pod with two of its volumes stays in ContainerCreating.
     A volume that is read-only becomes writable, and the user's mounts of it read-only.
     """
     for volume in _objects(volumes):
@@ -312,7 +312,7 @@ def _mount_path(mount: Mapping[str, Any]) -> str:
 
 
 def _is_same_mount(mount: Manifest, required: Sequence[Manifest]) -> bool:
-    """Whether a mount of the user's is one of ours, so that replacing it changes nothing."""
+    """Whether a mount of the user equals a mount of the operator, so that replacing it changes nothing."""
     normalized = {**mount, "mountPath": _mount_path(mount)}
     return {key: value for key, value in normalized.items() if value} in required
 

@@ -124,7 +124,7 @@ def with_start_problems(pods: Sequence[Pod], results: LookupResults, now: float)
     """Return the pods, those that start no container with the reason.
 
     A pod with an Event about a failed start has that as its problem after `CONTAINER_START_TIMEOUT`; any
-    other is reported as slow after `CONTAINER_CREATING_TIMEOUT`, with its newest Event if there is one.
+    other is reported as slow after `CONTAINER_CREATING_TIMEOUT`, with its newest Event if it has any.
     """
     return [_with_start_problem(pod, results, now) for pod in pods]
 

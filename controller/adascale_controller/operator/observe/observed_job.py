@@ -159,7 +159,7 @@ class ObservedJob:
 
     @property
     def own_pods(self) -> Sequence[Pod]:
-        """The pods, if they belong to this AdaScaleJob and not to an earlier one of its name."""
+        """The pods, if they belong to this AdaScaleJob and not to an earlier AdaScaleJob of its name."""
         owned = self.indexed_job is not None and self.indexed_job.owner == self.resource.uid
         return self.pods if owned else ()
 
@@ -215,7 +215,7 @@ class ObservedJob:
         return None
 
     def start_problem(self, ranks: range) -> PodProblem | None:
-        """Return why one of these ranks can't start, or else why one starts slowly."""
+        """Return why one of these ranks can't start, or else why one of them starts slowly."""
         live = self.live_pods
         problems = (live[rank].problem for rank in ranks if rank in live)
         return self.placement_problem(ranks) or next((problem for problem in problems if problem), None)

@@ -68,7 +68,7 @@ class PodExit:
         exit_code: exit code of the worker, or of the container that failed the pod. None if no container ran.
         reason: Kubernetes' reason: Completed, Error, OOMKilled, StartError, Evicted, DeadlineExceeded.
         message: the message of the container, or else of the pod.
-        termination: the termination message of the agent, if it wrote one.
+        termination: the termination message of the agent; None if it wrote none.
         disruption: whether the pod has the condition DisruptionTarget: eviction, preemption, a lost node.
         of_worker: whether the exit code is that of the worker.
     """
@@ -176,7 +176,7 @@ def _state(container: ApiObject | None) -> ApiObject:
 
 
 def _worker_status(spec: ApiObject, status: ApiObject) -> ApiObject | None:
-    """Return the status of the container named `worker`, or of the first. None before it has one."""
+    """Return the status of the container named `worker`, or of the first. None before it has a status."""
     containers = [container["name"] for container in spec["containers"]]
     worker = names.WORKER_CONTAINER if names.WORKER_CONTAINER in containers else containers[0]
     statuses = _statuses(status, "containerStatuses")
@@ -262,7 +262,7 @@ def _exit(spec: ApiObject, status: ApiObject) -> PodExit:
 
 
 def _decisive_container(status: ApiObject, worker: ApiObject | None) -> ApiObject | None:
-    """Return the container that decided how the pod ended: the worker, unless only another one failed."""
+    """Return the container that decided the result: the worker, unless only another container failed."""
 
     def failed(container: ApiObject | None) -> bool:
         return bool((_state(container).get("terminated") or {}).get("exitCode"))

@@ -18,7 +18,7 @@ MAX_MESSAGE = 1000
 
 
 def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) -> Iterator[Event]:
-    """Yield the Events for the changes from a job's current status to a new one."""
+    """Yield the Events for the changes from a job's current status to its new status."""
     current, allocation = observed.resource.status, scheduled.allocation
     recorded, training = observed.resource.recorded_allocation, status["replicas"]
     if allocation is not None and recorded is not None and allocation.generation > recorded.generation:
@@ -48,7 +48,7 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
 
 
 def has_new_bounds(observed: ObservedJob) -> bool:
-    """Whether the spec differs from the one declared at the metrics service."""
+    """Whether the spec differs from the spec that is declared at the metrics service."""
     job = observed.resource.job
     declared = observed.service.spec if observed.service is not None else None
     return job is not None and declared is not None and declared != job.spec

@@ -105,7 +105,7 @@ def _reason(name: str, default: Reason) -> Reason:
 def last_failure(observed: ObservedJob) -> str:
     """Return a description of the program's latest failure with the last lines of its output.
 
-    Empty if no pod holds one.
+    Empty if no pod holds a claim.
     """
     pod = next(reversed(failed_pods(observed.own_pods)), None)
     if pod is None or pod.exit is None or pod.exit.exit_code is None:

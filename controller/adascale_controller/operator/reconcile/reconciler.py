@@ -156,7 +156,7 @@ def _parallelism(observed: ObservedJob, assessment: Assessment, allocation: Allo
 
 
 def _active_deadline(observed: ObservedJob) -> int | None:
-    """Return `activeDeadlineSeconds` of the spec, or the current one if the spec is invalid."""
+    """Return `activeDeadlineSeconds` of the spec, or the current deadline if the spec is invalid."""
     if observed.resource.job is not None:
         return observed.resource.job.active_deadline_seconds
     indexed_job = observed.own_indexed_job
@@ -231,7 +231,7 @@ def _lost_pods(observed: ObservedJob) -> Iterator[str]:
 
 
 def _is_expired(observed: ObservedJob, assessment: Assessment, status: Status) -> bool:
-    """Whether `ttlSecondsAfterFinished` is over."""
+    """Whether `ttlSecondsAfterFinished` has passed."""
     job = observed.resource.job
     ttl = job.ttl_seconds_after_finished if job is not None else None
     ended_at = seconds(status.get("completionTime"))

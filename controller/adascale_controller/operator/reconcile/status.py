@@ -62,7 +62,7 @@ class ScheduledJob:
         assessment: the phase of the job.
         allocation: the allocation that it gets.
         reason: the reason that the decision gives.
-        changed: whether the allocation is not the recorded one.
+        changed: whether the allocation differs from the recorded allocation.
         failed_placement: a larger count that could not be placed.
     """
 

@@ -36,7 +36,7 @@ class ErrorIsolation:
                 logger.exception("%s: unexpected error; the job is skipped", job_id)
 
     def clear(self, job_id: str) -> None:
-        """Drop a job's last error, so that the next one is logged even if it is the same."""
+        """Drop a job's last error, so that the next error is logged even if it is the same."""
         self._last_errors.pop(job_id, None)
 
     def retain(self, job_ids: set[str]) -> None:

@@ -21,7 +21,7 @@ class ProbeAddressError(AdaScaleError):
 
 
 class Health:
-    """Records the cycles of the operator. Before the first one, the operator may wait for its lease."""
+    """Records the cycles of the operator. Before the first cycle, the operator may wait for its lease."""
 
     def __init__(self) -> None:
         self._last_cycle: float | None = None
@@ -32,7 +32,7 @@ class Health:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last cycle. 0 before the first one."""
+        """Seconds since the last cycle. 0 before the first cycle."""
         return 0.0 if self._last_cycle is None else time.monotonic() - self._last_cycle
 
     @asynccontextmanager

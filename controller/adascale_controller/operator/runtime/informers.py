@@ -32,7 +32,7 @@ _SELECTORS: Mapping[Resource, tuple[str, ...]] = {
 
 
 class _EndlessBackoffs:
-    """The pauses between tries. Each iteration starts with the first one."""
+    """The pauses between tries. Each iteration starts with the first pause."""
 
     def __iter__(self) -> Any:
         return chain(ERROR_BACKOFFS, repeat(ERROR_BACKOFFS[-1]))

@@ -1,10 +1,10 @@
 """Leader election with a Lease of coordination.k8s.io: one operator runs at a time.
 
-`kubernetes.aio.leaderelection` is not usable here: a lost connection ends it with an exception that nobody
+`kubernetes.aio.leaderelection` is not usable here: a lost connection ends it with an exception that no task
 awaits, errors of the leader's task are lost, and the lease is never released.
 
 Why two operators never run at once: the holder measures from before it sends a renewal, and stops when
-`renew_deadline` has passed since the last successful one. A candidate measures from when it observed the last
+`renew_deadline` has passed since the last success. A candidate measures from when it observed the last
 change of the lease, which is later, and waits longer. Both use their own monotonic clock; the timestamps in
 the lease are for people.
 """
@@ -251,7 +251,7 @@ class Election:
 
 
 class LeaseElection(Election):
-    """The election of the one operator of a cluster that runs.
+    """The election of the operator that runs in a cluster.
 
     Args:
         api: the client.
@@ -275,7 +275,7 @@ class LeaseElection(Election):
 
 
 class KubernetesLease:
-    """The Lease of one name at the API server: implements `LeaseApi`."""
+    """A Lease at the API server: implements `LeaseApi`."""
 
     def __init__(self, api: ApiClient, namespace: str, name: str) -> None:
         self._api = api

@@ -46,7 +46,7 @@ _NEVER = float("-inf")
 
 @dataclass
 class _JobLookups:
-    """What is fetched for one job.
+    """The lookups for one job.
 
     Args:
         results: the newest results.

@@ -53,7 +53,7 @@ def pod_request(spec: ApiObject) -> dict[str, int]:
     """Return the resources that a pod requests, in the units of `amount`.
 
     The sum of its containers, or the largest request of an init container together with the sidecars started
-    before it, if that is more; plus the pod's overhead; and one of "pods".
+    before it, if that is more; plus the pod's overhead; and 1 of "pods".
     """
     running = Counter[str]()
     for container in _objects(spec.get("containers")):
@@ -215,7 +215,7 @@ def _meets(requirement: ApiObject, attributes: Mapping[str, str]) -> bool:
 
 
 def _integers(texts: Sequence[str | None]) -> list[int] | None:
-    """Return two texts as integers. None if there are not two, or one is not an integer."""
+    """Return two texts as integers. None if there are not two, or if either is not an integer."""
     if len(texts) != 2:
         return None
     try:

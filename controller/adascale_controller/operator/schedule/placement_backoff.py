@@ -23,7 +23,7 @@ MAX_PAUSE = 900.0
 
 
 class PlacementBackoff:
-    """The failed placement of one job, if it has one."""
+    """The failed placement of a job; None if it has none."""
 
     def __init__(self) -> None:
         self._failed: FailedPlacement | None = None

@@ -22,7 +22,7 @@ from adascale_core.views import JobView
 
 @dataclass
 class _JobMemory:
-    """What the scheduler remembers of one job. A restarted operator measures it again."""
+    """The scheduler's state of one job. A restarted operator measures it again."""
 
     measurements: JobMeasurements = field(default_factory=JobMeasurements)
     backoff: PlacementBackoff = field(default_factory=PlacementBackoff)

@@ -53,8 +53,8 @@ class Actions:
 
     Args:
         status: the new status.
-        status_changed: whether the status differs from the current one in more than telemetry.
-        telemetry_changed: whether the status differs from the current one at all.
+        status_changed: whether the status differs from the current status in more than telemetry.
+        telemetry_changed: whether the status differs from the current status at all.
         deregister: whether to delete the job of an earlier AdaScaleJob of this name from the metrics service.
         declare: the spec to declare at the metrics service.
         allocate: the allocation to request at the metrics service.

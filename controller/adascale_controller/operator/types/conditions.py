@@ -10,7 +10,7 @@ from typing import Any
 from adascale_controller.operator.types.kubernetes import timestamp
 
 MAX_MESSAGE = 4096
-"""The maximum length of a message, in characters. The API allows 32768, which nobody reads."""
+"""The maximum length of a message, in characters. The API allows 32768, which is too long to read."""
 
 
 class ConditionType(StrEnum):
