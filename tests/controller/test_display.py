@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from adascale_controller.formatting import clock, count, duration, plural, significant, trimmed
+from adascale_controller.formatting import age, clock, count, duration, plural, significant, trimmed
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
 from adascale_controller.local.generations import GenerationSummary, Range
@@ -130,6 +130,15 @@ def test_a_result_is_shown_with_the_names_that_the_program_gave() -> None:
         (clock(75), "1:15"),
         (clock(3675), "1:01:15"),
         (clock(-1), "0:00"),
+        (age(-1), "0s"),
+        (age(119.9), "119s"),
+        (age(132), "2m12s"),
+        (age(180), "3m"),
+        (age(601), "10m"),
+        (age(3 * 3600 + 60), "3h1m"),
+        (age(4 * 3600), "4h"),
+        (age(47 * 3600), "47h"),
+        (age(48 * 3600), "2d"),
         (duration(1.23), "1.2 s"),
         (duration(59.97), "1 min 0 s"),
         (duration(61), "1 min 1 s"),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adascale_controller.local import run_history, service_file
+from adascale_controller.local.run_history import RunRecord
+from adascale_controller.local.service_file import RunningService
 from adascale_controller.local.state_dir import StateDir, StateDirError
-from adascale_controller.local.state_lock import StateLock
+from adascale_controller.local.state_lock import StateLock, running_process
 
 HOLD = """
 import signal, subprocess, sys, time
@@ -73,6 +75,23 @@ def test_the_lock_is_free_when_the_last_process_of_a_killed_run_has_exited(
     assert messages == ["The previous run was killed; waiting for its processes to save and exit"]
 
 
+def test_the_process_of_a_run_is_found_while_it_runs(
+    folder: StateDir, holder: tuple[subprocess.Popen[str], int]
+) -> None:
+    run, _ = holder
+    assert running_process(folder) == run.pid
+    run.kill()
+    run.wait()
+    assert running_process(folder) is None
+
+
+def test_a_folder_without_a_run_has_no_process(folder: StateDir) -> None:
+    assert running_process(folder) is None
+    StateLock(folder, pytest.fail).release()
+    # This process still runs, but it no longer holds the lock.
+    assert running_process(folder) is None
+
+
 def test_waiting_for_the_lock_can_be_cancelled(
     folder: StateDir, holder: tuple[subprocess.Popen[str], int]
 ) -> None:
@@ -90,22 +109,31 @@ def test_a_released_lock_is_free(folder: StateDir) -> None:
 
 
 def test_the_starts_of_all_runs_are_recorded(folder: StateDir) -> None:
-    assert run_history.record_start(folder, "default.a", 1.0) == [1.0]
-    assert run_history.record_start(folder, "default.a", 2.0) == [1.0, 2.0]
+    assert run_history.record_start(folder, RunRecord("default.a", 1.0)) == [1.0]
+    assert run_history.record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
+
+
+def test_the_history_has_the_exit_codes_of_runs_that_ended(folder: StateDir) -> None:
+    assert run_history.read_runs(folder) == []
+    ended, killed = RunRecord("default.a", 1.0, 100, "/data"), RunRecord("default.a", 2.0)
+    run_history.record_start(folder, ended)
+    run_history.record_end(folder, 143)
+    run_history.record_start(folder, killed)
+    assert run_history.read_runs(folder) == [replace(ended, exit_code=143), killed]
 
 
 def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:
-    run_history.record_start(folder, "default.a", 1.0)
+    run_history.record_start(folder, RunRecord("default.a", 1.0))
     with folder.history_file.open("a") as file:
         file.write('\n{"job": "defa')
-    assert run_history.record_start(folder, "default.a", 2.0) == [1.0, 2.0]
-    assert run_history.record_start(folder, "default.a", 3.0) == [1.0, 2.0, 3.0]
+    assert run_history.record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
+    assert run_history.record_start(folder, RunRecord("default.a", 3.0)) == [1.0, 2.0, 3.0]
 
 
 def test_the_folder_of_another_job_is_an_error(folder: StateDir) -> None:
-    run_history.record_start(folder, "default.a", 1.0)
+    run_history.record_start(folder, RunRecord("default.a", 1.0))
     with pytest.raises(StateDirError, match=r"contains the state of job default\.a, not of default\.b"):
-        run_history.record_start(folder, "default.b", 2.0)
+        run_history.record_start(folder, RunRecord("default.b", 2.0))
 
 
 def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> None:
@@ -123,7 +151,7 @@ def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> Non
     theirs = [folder.path / "notes.txt", elsewhere / "checkpoint-best.pt", elsewhere / "data.pt"]
     for file in (*ours, *theirs):
         file.touch()
-    run_history.record_start(folder, "default.a", 1.0)
+    run_history.record_start(folder, RunRecord("default.a", 1.0))
     folder.delete_saved_state(elsewhere)
     assert [file for file in (*ours, folder.history_file) if file.exists()] == []
     assert [file for file in theirs if not file.exists()] == []
@@ -139,15 +167,15 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_address_of_the_service_is_in_a_file_until_it_is_removed(folder: StateDir) -> None:
-    service_file.write(folder, "http://127.0.0.1:1", "default.a")
-    assert json.loads(folder.service_file.read_text()) == {
-        "url": "http://127.0.0.1:1",
-        "pid": os.getpid(),
-        "job": "default.a",
-    }
+    service = RunningService("http://127.0.0.1:1", os.getpid(), "default.a")
+    service_file.write(folder, service)
+    assert service_file.read(folder) == service
+    service_file.mark_stopping(folder)
+    assert service_file.read(folder) == replace(service, stopping=True)
     assert service_file.find_urls(folder.path, "default.a") == ["http://127.0.0.1:1"]
     assert service_file.find_urls(folder.path.parent, "default.a") == ["http://127.0.0.1:1"]
     assert service_file.find_urls(folder.path, "default.b") == []
     service_file.remove(folder)
+    service_file.mark_stopping(folder)
     assert not folder.service_file.exists()
     assert service_file.find_urls(folder.path, "default.a") == []

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from adascale_controller.jobfile import load_job
 from adascale_controller.local import run_history
+from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.checkpoint_manifest import Manifest
 from e2e.local_run import (
@@ -194,10 +197,71 @@ def test_runs_that_start_together_get_a_port_each(tmp_path: Path) -> None:
         assert len(urls) == len(jobs)
 
 
+def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.02, minReplicas=2, maxReplicas=3)
+    with running(job, state) as run:
+        run.wait_for_step(5)
+        (listed,) = json.loads(adascale_in_process("list", "--state-dir", tmp_path, "-o", "json").stdout)
+        assert (listed["name"], listed["state"], listed["process"]) == ("test", "Running", run.process.pid)
+        assert listed["replicas"] == listed["desiredReplicas"] >= 2
+        shown = adascale_in_process("status", "test", "--state-dir", state).stdout
+        assert f"Running (process {run.process.pid})" in shown
+        assert re.search(r"^1 +running +\d", shown, re.MULTILINE)
+        refused = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
+        assert refused.returncode == 1
+        assert "test needs at least 2 replicas, but --replicas is 1" in refused.stderr
+        scaled = adascale_in_process("scale", "test", "--replicas", 2, "--state-dir", state)
+        assert scaled.stdout == "test scaled to at most 2 replicas\n", scaled.stderr
+        assert "Scaled to at most 2 replicas, was 3" in run.output
+        follower = subprocess.Popen(
+            [sys.executable, "-m", "adascale_controller", "logs", "test", "-f", "--state-dir", state],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stopped = adascale_in_process("stop", "test", "--state-dir", state)
+        assert re.fullmatch(r"test stopped, saved at step [\d,]+\n", stopped.stdout), stopped.stderr
+        assert run.wait_for_exit() == 143
+        assert "Received SIGTERM: saving and stopping" in run.output
+        assert run.processes() == []
+        output, _ = follower.communicate(timeout=20)
+        assert output.startswith("enters generation 1 at step 0\n")
+    (listed,) = json.loads(adascale_in_process("list", "--state-dir", tmp_path, "-o", "json").stdout)
+    assert (listed["state"], listed["process"], listed["exitCode"]) == ("Stopped", None, 143)
+
+
+def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
+    with running(job, state) as run:
+        run.wait_for_step(20)
+        command = [sys.executable, "-m", "adascale_controller", "stop", "test", "--state-dir", str(state)]
+        stops = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert run.wait_for_exit() == 143
+        outputs = [stop.communicate(timeout=20)[0] for stop in stops]
+        assert any("stopped, saved at step" in output for output in outputs)
+        assert "Killed" not in run.output
+
+
+def test_a_stop_that_takes_too_long_is_an_error(tmp_path: Path, state: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "stubborn")
+    with running(job, state) as run:
+        run.wait_for_trainer()
+        failed = adascale_in_process("stop", "test", "--state-dir", state, "--timeout", 0.5)
+        assert failed.returncode == 1
+        assert failed.stderr == (
+            "adascale: job test has not ended within 0.5 s: wait longer with --timeout, or stop it without "
+            f"saving with `kill {run.process.pid}`\n"
+        )
+        (listed,) = json.loads(adascale_in_process("list", "--state-dir", state, "-o", "json").stdout)
+        assert listed["state"] == "Stopping"
+        again = adascale_in_process("stop", "test", "--state-dir", state, "--timeout", 0.5)
+        assert again.returncode == 1
+        assert "Killed" not in run.output
+
+
 def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> None:
     folder = StateDir(state)
     folder.create()
-    run_history.record_start(folder, "default.test", time.time())
+    run_history.record_start(folder, RunRecord("default.test", time.time()))
     other = write_light_job(tmp_path / "other.yaml", "sleep", name="other")
     run = adascale_in_process("run", other, "--state-dir", state)
     assert run.returncode == 2
@@ -285,6 +349,20 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
     assert longer.returncode == 0, longer.stdout
     assert "Resuming at step" in longer.stdout
     assert "Finished at progress 13," in longer.stdout
+
+
+@pytest.mark.slow
+def test_a_job_shrinks_when_it_is_scaled(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.01, maxReplicas=2)
+    with running(job, state) as run:
+        run.wait_for_output("trains on 2 replicas")
+        scaled = adascale("scale", "test", "--replicas", 1, "--state-dir", state)
+        assert scaled.stdout == "test scaled to at most 1 replica\n", scaled.stderr
+        run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")
+        run.wait_for_output("Generation 3 trains on 1 replica")
+        stopped = adascale("scale", "test", "--replicas", 0, "--state-dir", state)
+        assert "test stopped, saved at step" in stopped.stdout, stopped.stderr
+        assert run.wait_for_exit() == 143
 
 
 @pytest.mark.slow

@@ -10,8 +10,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from adascale_controller.cli.gain import gain
+from adascale_controller.cli.list import list_jobs
+from adascale_controller.cli.logs import logs
 from adascale_controller.cli.operator import operator
 from adascale_controller.cli.run import run
+from adascale_controller.cli.scale import scale
+from adascale_controller.cli.status import status
+from adascale_controller.cli.stop import stop
 from adascale_controller.cli.validate import validate
 from adascale_core.errors import AdaScaleError
 
@@ -22,8 +27,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, validate, gain, operator):
-    app.command()(command)
+for name, command in (
+    ("run", run),
+    ("validate", validate),
+    ("list", list_jobs),
+    ("status", status),
+    ("logs", logs),
+    ("gain", gain),
+    ("scale", scale),
+    ("stop", stop),
+    ("operator", operator),
+):
+    app.command(name)(command)
 
 
 def main() -> NoReturn:

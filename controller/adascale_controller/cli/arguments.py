@@ -1,7 +1,8 @@
-"""Arguments that several commands have."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,4 +10,25 @@ import typer
 
 JobFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="A YAML file with an AdaScaleJob.", show_default=False)
+]
+JobName = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's name, or <namespace>.<name>.", show_default=False)
+]
+StateRoot = Annotated[
+    Path,
+    typer.Option(
+        "--state-dir", metavar="DIR", help="The state folder of the run, or a folder of state folders."
+    ),
+]
+
+
+class Output(StrEnum):
+    """The format of an output."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+OutputFormat = Annotated[
+    Output, typer.Option("--output", "-o", metavar="FORMAT", help="The format: text or json.")
 ]

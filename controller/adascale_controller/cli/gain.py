@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
+from adascale_controller.cli.arguments import JobName, StateRoot
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.local import service_file
 from adascale_controller.local.state_dir import DEFAULT_ROOT
@@ -20,10 +20,7 @@ from adascale_core.job_id import parse_job_id
 
 
 def gain(
-    job: Annotated[
-        str,
-        typer.Argument(metavar="JOB", help="The job's name, or <namespace>.<name>.", show_default=False),
-    ],
+    job: JobName,
     url: Annotated[
         str | None,
         typer.Option(
@@ -34,12 +31,7 @@ def gain(
             show_default=False,
         ),
     ] = None,
-    state_dir: Annotated[
-        Path,
-        typer.Option(
-            "--state-dir", metavar="DIR", help="The state folder of the run, or a folder of state folders."
-        ),
-    ] = DEFAULT_ROOT,
+    state_dir: StateRoot = DEFAULT_ROOT,
     as_json: Annotated[
         bool,
         typer.Option("--json", metavar="", help="Print the metrics service's JSON.", show_default=False),

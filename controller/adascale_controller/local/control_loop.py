@@ -12,6 +12,7 @@ from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.event_messages import EventMessages
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.run_result import RunResult
+from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements
@@ -39,6 +40,7 @@ class ControlLoop:
         until: the progress at which the user wants the job to stop; None for the job's own end.
         display: shows status and messages to the user.
         signals: the user's requests to stop.
+        scale_requests: the user's requests for another `replica_limit`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ControlLoop:
         until: float | None,
         display: Display,
         signals: StopSignals,
+        scale_requests: ScaleRequests,
     ) -> None:
         self._job = job
         self._service = service
@@ -60,6 +63,7 @@ class ControlLoop:
         self._until = until
         self._display = display
         self._signals = signals
+        self._scale_requests = scale_requests
         self._measurements = JobMeasurements()
         self._started_at = time.monotonic()
         self._events = EventMessages(replicas, display, self._started_at)
@@ -117,6 +121,7 @@ class ControlLoop:
         if failure is not None:
             return RunResult(failure.message, 1, log=failure.log)
         self._measure(view, now)
+        self._replica_limit = self._scale_requests.apply(self._replica_limit)
         self._reallocate(view, now)
         self._replicas.start_and_stop(view, now)
         self._display.update(self._status(view))
@@ -144,9 +149,10 @@ class ControlLoop:
             self._client.allocate(self._job.id, Allocation(view.generation + 1, decision.replicas))
         except ServiceError:
             return  # The next iteration decides again, from a new view.
-        self._display.message(
-            f"Rescaling {view.desired.replicas} -> {decision.replicas}: {decision.reason}", "cyan"
-        )
+        reason = decision.reason
+        if view.desired.replicas > self._replica_limit:
+            reason = f"limited to {plural(self._replica_limit, 'replica')} by `adascale scale`"
+        self._display.message(f"Rescaling {view.desired.replicas} -> {decision.replicas}: {reason}", "cyan")
 
     def _stopped_by_user(self) -> RunResult:
         if self._signals.first is signal.SIGINT:

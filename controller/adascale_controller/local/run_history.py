@@ -1,42 +1,82 @@
-"""The history of the runs in a state folder: a file with a line of JSON for each run."""
+"""The history of the runs in a state folder: a file with a line of JSON for each start and end of a run."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from adascale_controller.local.state_dir import StateDir, StateDirError
 
 
-def record_start(folder: StateDir, job_id: str, now: float) -> list[float]:
-    """Record the start of a run, and return the starts of all runs of the job, this one last.
+@dataclass(frozen=True)
+class RunRecord:
+    """A run.
 
     Args:
-        folder: the state folder.
-        job_id: the job of the run.
-        now: seconds since 1970.
+        job: the id of its job.
+        began: when it started, in seconds since 1970.
+        steps: the job's scaleInvariantSteps; None if unset.
+        checkpoints: the folder of the job's checkpoints; None for that in the state folder.
+        exit_code: its exit code; None if it runs or was killed.
+    """
+
+    job: str
+    began: float
+    steps: int | None = None
+    checkpoints: str | None = None
+    exit_code: int | None = None
+
+
+def record_start(folder: StateDir, run: RunRecord) -> list[float]:
+    """Record the start of a run, and return the starts of all runs of the job, this one last.
 
     Raises:
         StateDirError: the folder is another job's.
     """
-    runs = _read_lines(folder.history_file)
-    other = next((run["job"] for run in runs if run["job"] != job_id), None)
+    runs = read_runs(folder)
+    other = next((earlier.job for earlier in runs if earlier.job != run.job), None)
     if other is not None:
         raise StateDirError(
-            f"{folder.path} contains the state of job {other}, not of {job_id}: use another folder with "
+            f"{folder.path} contains the state of job {other}, not of {run.job}: use another folder with "
             "--state-dir"
         )
-    with folder.history_file.open("a") as file:
+    start = {"job": run.job, "began": run.began, "steps": run.steps, "checkpoints": run.checkpoints}
+    _append(folder.history_file, start)
+    return [*(earlier.began for earlier in runs), run.began]
+
+
+def record_end(folder: StateDir, exit_code: int) -> None:
+    """Record the end of the last run."""
+    _append(folder.history_file, {"exit_code": exit_code})
+
+
+def read_runs(folder: StateDir) -> list[RunRecord]:
+    """Return the runs in a state folder, the latest last; empty if it is no state folder."""
+    runs: list[RunRecord] = []
+    for line in _read_lines(folder.history_file):
+        if "began" in line:
+            runs.append(RunRecord(line["job"], line["began"], line.get("steps"), line.get("checkpoints")))
+        elif runs:
+            runs[-1] = replace(runs[-1], exit_code=line.get("exit_code"))
+    return runs
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
         # The line break comes first, in case a crash cut off the last line.
-        file.write("\n" + json.dumps({"job": job_id, "began": now}))
-    return [*(run["began"] for run in runs), now]
+        file.write("\n" + json.dumps(line))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a file of JSON lines, without lines that a crash cut off."""
+    try:
+        text = path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in text.splitlines():
         try:
             lines.append(json.loads(line))
         except ValueError:

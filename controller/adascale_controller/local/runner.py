@@ -20,8 +20,11 @@ from adascale_controller.local.local_command import LocalCommand, resolve_comman
 from adascale_controller.local.machine import cpu_cores, visible_gpus
 from adascale_controller.local.replica_limit import replica_limit
 from adascale_controller.local.replicas import Replicas
+from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.run_report import completed_message, print_start, print_summary
 from adascale_controller.local.run_result import RunResult
+from adascale_controller.local.scale_requests import ScaleRequests
+from adascale_controller.local.service_file import RunningService
 from adascale_controller.local.service_process import ServiceProcess, listen
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir
@@ -83,9 +86,15 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
             if completed is not None:
                 display.message(completed)
                 return 0
-            run_starts = run_history.record_start(folder, job.id, time.time())
+            record = RunRecord(job.id, time.time(), job.spec.scale_invariant_steps, job.checkpoint.path)
+            run_starts = run_history.record_start(folder, record)
             run = _Run(job, options, display, signals, folder, checkpoints, lock.descriptor, run_starts)
-            return run.execute(command, environ, devices, limit)
+            exit_code = 1
+            try:
+                exit_code = run.execute(command, environ, devices, limit)
+            finally:
+                run_history.record_end(folder, exit_code)
+            return exit_code
         finally:
             lock.release()
 
@@ -131,7 +140,7 @@ class _Run:
                 if not service.start(lambda: self._signals.stop_requested):
                     self._display.message("Stopped before training started")
                     return self._signals.exit_code
-                service_file.write(self._folder, service.url, self._job.id)
+                service_file.write(self._folder, RunningService(service.url, os.getpid(), self._job.id))
                 checkpoint = newest_manifest(self._checkpoints)
                 print_start(self._display, self._job, service.url, self._folder, limit, command, checkpoint)
                 return self._train(command, devices, limit, service)
@@ -159,6 +168,7 @@ class _Run:
             self._options.until,
             display,
             signals,
+            ScaleRequests(self._folder, job, devices, display),
         )
         try:
             loop.start()
@@ -176,6 +186,7 @@ class _Run:
         """Stop the agents that still run, after they have saved."""
         if result.message:
             self._display.message(result.message, "red" if result.log else "")
+        service_file.mark_stopping(self._folder)
         if not agents.ranks:
             return
         killed = agents.stop_all(lambda: self._signals.kill_requested, lambda: loop.show_status("saving"))

@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from adascale_controller.local.state_dir import StateDir
 
 
-def write(folder: StateDir, url: str, job_id: str) -> None:
+@dataclass(frozen=True)
+class RunningService:
+    """The metrics service of a run.
+
+    Args:
+        url: its address.
+        pid: the process of the run.
+        job: the job of the run.
+        stopping: whether the run saves and stops.
+    """
+
+    url: str
+    pid: int
+    job: str
+    stopping: bool = False
+
+
+def write(folder: StateDir, service: RunningService) -> None:
     """Write the address of the metrics service of a job's run."""
     draft = folder.service_file.with_suffix(".draft")
-    draft.write_text(json.dumps({"url": url, "pid": os.getpid(), "job": job_id}) + "\n")
+    draft.write_text(json.dumps(asdict(service)) + "\n")
     draft.replace(folder.service_file)
+
+
+def mark_stopping(folder: StateDir) -> None:
+    """Record that the run saves and stops, so that `adascale stop` does not request it again."""
+    service = read(folder)
+    if service is not None:
+        write(folder, replace(service, stopping=True))
 
 
 def remove(folder: StateDir) -> None:
     """Remove the address of the metrics service."""
     folder.service_file.unlink(missing_ok=True)
     folder.port_file.unlink(missing_ok=True)
+
+
+def read(folder: StateDir) -> RunningService | None:
+    """Return the metrics service of the run in a state folder; None if there is none."""
+    try:
+        content = json.loads(folder.service_file.read_text())
+        return RunningService(
+            str(content["url"]), int(content["pid"]), str(content["job"]), bool(content.get("stopping"))
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def find_urls(root: Path, job_id: str) -> list[str]:
@@ -29,12 +64,5 @@ def find_urls(root: Path, job_id: str) -> list[str]:
         root: a state folder, or a folder of state folders.
         job_id: the job.
     """
-    urls = []
-    for file in (StateDir(folder).service_file for folder in (root, *sorted(root.glob("*")))):
-        try:
-            content = json.loads(file.read_text())
-            if content["job"] == job_id:
-                urls.append(str(content["url"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return urls
+    services = [read(StateDir(folder)) for folder in (root, *sorted(root.glob("*")))]
+    return [service.url for service in services if service is not None and service.job == job_id]

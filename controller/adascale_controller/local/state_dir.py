@@ -58,8 +58,23 @@ class StateDir:
         return self.path / "service.json"
 
     @property
+    def stop_lock_file(self) -> Path:
+        """The file that `adascale stop` locks while it stops the run."""
+        return self.path / "stop.lock"
+
+    @property
+    def scale_request_file(self) -> Path:
+        """The file in which `adascale scale` requests another limit of replicas."""
+        return self.path / "scale-request.json"
+
+    @property
+    def scale_answer_file(self) -> Path:
+        """The file in which the run answers the request."""
+        return self.path / "scale-answer.json"
+
+    @property
     def history_file(self) -> Path:
-        """The file with a line of JSON for each run."""
+        """The file with the starts and ends of the runs."""
         return self.path / "runs.jsonl"
 
     @property

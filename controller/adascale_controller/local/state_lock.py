@@ -60,8 +60,8 @@ class StateLock:
     ) -> None:
         deadline = time.monotonic() + TIMEOUT
         waiting = False
-        while not self._try_lock():
-            holder = self._holder()
+        while not _try_lock(self.descriptor, fcntl.LOCK_EX):
+            holder = _holder(self.descriptor)
             if holder is not None:
                 raise StateDirError(
                     f"{folder.path} is in use by another run (process {holder}): wait for it, stop it with "
@@ -79,21 +79,37 @@ class StateLock:
                 show_message("The previous run was killed; waiting for its processes to save and exit")
             time.sleep(0.1)
 
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
-    def _holder(self) -> int | None:
-        """Return the process of the run that holds the lock; None if it no longer runs."""
-        try:
-            identity = json.loads(os.pread(self.descriptor, 4096, 0))
-            return int(identity["pid"]) if _process_identity(identity["pid"]) == identity else None
-        except (ValueError, KeyError, TypeError):
-            # The holder has locked the file, but not written its identity yet.
-            return None
+def running_process(folder: StateDir) -> int | None:
+    """Return the process of the run that holds the lock of a state folder; None if no run does."""
+    try:
+        descriptor = os.open(folder.lock_file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = _holder(descriptor)
+        # The lock is only tried if the holder runs, so that no other run that starts is hindered.
+        return None if holder is None or _try_lock(descriptor, fcntl.LOCK_SH) else holder
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, operation: int) -> bool:
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(descriptor: int) -> int | None:
+    """Return the process of the run that holds the lock; None if it no longer runs."""
+    try:
+        identity = json.loads(os.pread(descriptor, 4096, 0))
+        return int(identity["pid"]) if _process_identity(identity["pid"]) == identity else None
+    except (ValueError, KeyError, TypeError):
+        # The holder has locked the file, but not written its identity yet.
+        return None
 
 
 def _process_identity(pid: int) -> dict[str, Any]:

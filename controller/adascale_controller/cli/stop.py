@@ -1,0 +1,38 @@
+"""`adascale stop`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from adascale_controller.cli.arguments import JobName, StateRoot
+from adascale_controller.formatting import count
+from adascale_controller.local.local_jobs import LocalJob, find_job
+from adascale_controller.local.state_dir import DEFAULT_ROOT
+from adascale_controller.local.stop_run import stop_run
+
+STOP_TIMEOUT = 60.0
+"""Seconds to wait for the end of the run, by default."""
+
+
+def stop(
+    job: JobName,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", "-t", metavar="SECONDS", min=0, help="The seconds to wait for the end of the run."
+        ),
+    ] = STOP_TIMEOUT,
+    state_dir: StateRoot = DEFAULT_ROOT,
+) -> None:
+    """Save and stop a job that runs on this machine; `adascale run` resumes it."""
+    stop_and_report(find_job(state_dir, job), timeout)
+
+
+def stop_and_report(job: LocalJob, timeout: float) -> None:
+    """Stop the run of `job`, and print its last step."""
+    stop_run(job, timeout)
+    checkpoint = job.checkpoint
+    saved = f", saved at step {count(checkpoint.step)}" if checkpoint else ", no checkpoint was saved"
+    typer.echo(f"{job.short_id} stopped{saved}")

@@ -1,0 +1,106 @@
+"""Requests of `adascale scale` for another limit of replicas, which the run answers.
+
+Both are files in the state folder. The control loop reads the request at its next iteration.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from adascale_controller.formatting import plural
+from adascale_controller.job import Job
+from adascale_controller.local.display import Display
+from adascale_controller.local.replica_limit import ReplicaLimitError, replica_limit
+from adascale_controller.local.state_dir import StateDir
+from adascale_core.errors import AdaScaleError
+
+
+class ScaleError(AdaScaleError):
+    """A request that the run refuses, or does not answer."""
+
+
+class ScaleRequests:
+    """Reads and answers the requests. A request of an earlier run is deleted.
+
+    Args:
+        folder: the state folder.
+        job: the job of the run.
+        devices: the GPUs of this machine; empty to train on the CPU.
+        display: shows changes to the user.
+    """
+
+    def __init__(self, folder: StateDir, job: Job, devices: Sequence[str], display: Display) -> None:
+        self._folder = folder
+        # As with `kubectl scale`, the request replaces spec.replicas.
+        self._job = replace(job, replicas=None)
+        self._devices = devices
+        self._display = display
+        folder.scale_request_file.unlink(missing_ok=True)
+
+    def apply(self, limit: int) -> int:
+        """Return the most replicas at once: that of a new request if it is valid, else `limit`."""
+        request = _read(self._folder.scale_request_file)
+        if request is None:
+            return limit
+        self._folder.scale_request_file.unlink(missing_ok=True)
+        try:
+            requested = replica_limit(self._job, int(request["replicas"]), self._devices)
+        except ReplicaLimitError as error:
+            self._answer(request, {"error": str(error)})
+            return limit
+        self._answer(request, {"limit": requested})
+        if requested != limit:
+            self._display.message(f"Scaled to at most {plural(requested, 'replica')}, was {limit}")
+        return requested
+
+    def _answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        _write(self._folder.scale_answer_file, {"id": request.get("id"), **answer})
+
+
+def request_limit(folder: StateDir, replicas: int, runs: Callable[[], bool], timeout: float) -> int:
+    """Request the run in a state folder to use at most `replicas`, and return the limit that it uses.
+
+    Args:
+        folder: the state folder.
+        replicas: the requested limit, at least 1.
+        runs: whether the run still runs.
+        timeout: seconds to wait for its answer.
+
+    Raises:
+        ScaleError: the run refuses the limit, ends, or does not answer.
+    """
+    request_id = secrets.token_hex(8)
+    _write(folder.scale_request_file, {"id": request_id, "replicas": replicas})
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        answer = _read(folder.scale_answer_file)
+        if answer is not None and answer.get("id") == request_id:
+            folder.scale_answer_file.unlink(missing_ok=True)
+            if "error" in answer:
+                raise ScaleError(answer["error"])
+            return int(answer["limit"])
+        if not runs():
+            raise ScaleError("the run has ended before it read the request")
+        time.sleep(0.05)
+    folder.scale_request_file.unlink(missing_ok=True)
+    raise ScaleError(f"the run has not answered within {timeout:.0f} s; it may not have started to train yet")
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(content) + "\n")
+    draft.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
