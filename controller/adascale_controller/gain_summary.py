@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from adascale_controller.fitting_table import Column, FittingTable
 from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
 from adascale_core.views import GainView, PredictionView
 
@@ -53,21 +53,19 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
     return facts
 
 
-def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
-    for header in ("replicas", "local batch", "scale", "gain", "efficiency", "progress per second"):
-        table.add_column(header, justify="right")
-    for prediction in predictions:
-        batch = str(prediction.local_bsz)
-        if prediction.accumulation > 1:
-            batch += f" x {prediction.accumulation}"
-        table.add_row(
-            str(prediction.replicas),
-            batch,
-            trimmed(prediction.scale),
-            significant(prediction.gain),
-            percent(prediction.efficiency),
-            significant(prediction.goodput),
-            style="bold" if prediction.replicas == replicas else "",
-        )
-    return table
+def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> FittingTable:
+    columns = [
+        Column("replicas", [str(each.replicas) for each in predictions]),
+        Column("local batch", [_batch(each) for each in predictions], 3),
+        Column("scale", [trimmed(each.scale) for each in predictions], 2),
+        Column("gain", [significant(each.gain) for each in predictions], 1),
+        Column("efficiency", [percent(each.efficiency) for each in predictions], 4),
+        Column("progress per second", [significant(each.goodput) for each in predictions]),
+    ]
+    styles = ["bold" if each.replicas == replicas else "" for each in predictions]
+    return FittingTable(columns, padding=(0, 1), row_styles=styles)
+
+
+def _batch(prediction: PredictionView) -> str:
+    batch = str(prediction.local_bsz)
+    return batch if prediction.accumulation == 1 else f"{batch} x {prediction.accumulation}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from adascale_controller.fitting_table import Column, FittingTable
 from adascale_controller.formatting import count, plural, trimmed
 from adascale_controller.job import Job
 from adascale_core.batch import BatchChoice, batch_choice, require_valid_replicas
@@ -18,18 +17,21 @@ def render_valid_replicas(job: Job) -> RenderableType:
     """Return a table of the valid replica counts of a job, with the batches that each may use."""
     spec = job.spec
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
-    for header in ("replicas", "local batch", "accumulation", "global batch", "largest scale"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for replicas in counts[:MAX_ROWS]:
-        choice = batch_choice(spec.bounds, replicas)
-        table.add_row(
-            str(replicas),
-            _format_range(choice.local_bsz[0], choice.local_bsz[-1]),
-            str(choice.accumulation),
-            _format_range(choice[0].global_bsz, _largest_batch(choice)),
-            trimmed(_largest_batch(choice) / spec.batch_size),
-        )
+    rows = [(replicas, batch_choice(spec.bounds, replicas)) for replicas in counts[:MAX_ROWS]]
+    table = FittingTable(
+        [
+            Column("replicas", [str(replicas) for replicas, _ in rows]),
+            Column("local batch", [_format_range(each.local_bsz[0], each.local_bsz[-1]) for _, each in rows]),
+            Column("accumulation", [str(each.accumulation) for _, each in rows], 3),
+            Column(
+                "global batch",
+                [_format_range(each[0].global_bsz, _largest_batch(each)) for _, each in rows],
+                1,
+            ),
+            Column("largest scale", [trimmed(_largest_batch(each) / spec.batch_size) for _, each in rows], 2),
+        ],
+        padding=(0, 1),
+    )
     parts: list[RenderableType] = [table]
     if len(counts) > MAX_ROWS:
         others = counts[MAX_ROWS:]

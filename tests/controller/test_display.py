@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
 
 from adascale_controller.formatting import age, clock, count, duration, plural, significant, trimmed
+from adascale_controller.gain_summary import render_gain
+from adascale_controller.job import Job
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
 from adascale_controller.local.generations import GenerationSummary, Range
 from adascale_controller.local.generations_table import generations_table, repeated_steps
 from adascale_controller.local.run_report import format_result
-from adascale_core.messages import GainReport
+from adascale_controller.valid_replicas import render_valid_replicas
+from adascale_core.messages import GainReport, JobSpec
+from adascale_core.views import GainView, PredictionView
 
 REPORT = GainReport(
     generation=2, step=1704, progress=4512.4, epoch=3, replicas=2, local_bsz=32, accumulation=1, scale=16.0,
@@ -93,6 +98,55 @@ def test_the_table_of_generations_fits_80_columns() -> None:
         "   1         1         4           1   1.0    100%  1,496     20.4",
         "   2         2  31 to 64  15.5 to 32    24     81%    757   1205.5  2.9 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (120, set()),
+        (80, {"local"}),
+        (60, {"local", "effi-", "seconds"}),
+        (40, {"local", "effi-", "seconds", "down-", "scale"}),
+        (24, {"local", "effi-", "seconds", "down-", "scale", "steps"}),
+    ],
+)
+def test_columns_that_do_not_fit_are_left_out(width: int, left_out: set[str]) -> None:
+    columns = {
+        "gen.": ["1", "2", "12"],
+        "replicas": ["1", "2", "16"],
+        "local": ["4", "31 to 64", "1,024 to 2,048"],
+        "scale": ["1", "15.5 to 32", "4,096 to 8,192"],
+        "gain": ["1.0", "24", "901"],
+        "effi-": ["100%", "81%", "20%"],
+        "steps": ["1,496", "757", "123,456"],
+        "seconds": ["20.4", "1205.5", "3.0"],
+        "down-": ["", "2.9 s", "0.1 s"],
+    }
+    lines = rendered(generations_table(GENERATIONS), width)
+    assert max(map(len, lines)) <= width
+    assert len(lines) == 2 + 1 + len(GENERATIONS)
+    headers = " ".join(lines[:2]).split()
+    shown = [name for name in columns if name in headers]
+    assert set(columns) - set(shown) == left_out
+    for row, line in enumerate(lines[3:]):
+        cells = [cell for cell in re.split(r"  +", line.strip()) if cell]
+        assert cells == [columns[name][row] for name in shown if columns[name][row]]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_tables_of_gain_and_validate_fit_too(width: int) -> None:
+    predictions = [PredictionView(2, 128, 2, 128.0, 101.5, 0.79, 0.01, 12345.6)]
+    job = Job("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
+    for table in (
+        render_gain(GainView("default.test", REPORT, predictions), 100.0),
+        render_valid_replicas(job),
+    ):
+        lines = rendered(table, width)
+        assert max(map(len, lines)) <= width
+        assert "…" not in "".join(lines)
+        (header,) = [line for line in lines if line.strip().startswith("replicas")]
+        (row,) = [line for line in lines if line.split()[:1] == ["2"]]
+        assert len(re.split(r"  +", header.strip())) == len(re.split(r"  +", row.strip()))
 
 
 def test_a_row_shows_all_values_of_its_generation() -> None:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rich import box
-from rich.table import Table
-
+from adascale_controller.fitting_table import Column, FittingTable
 from adascale_controller.formatting import count, percent, plural, significant, trimmed
 from adascale_controller.local.generations import GenerationSummary, Range
 
 
-def generations_table(generations: Sequence[GenerationSummary]) -> Table:
+def generations_table(generations: Sequence[GenerationSummary]) -> FittingTable:
     """Return a table with a row for each generation."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
-    table.add_column("\ngen.", justify="right")
-    table.add_column("\nreplicas", justify="right")
-    table.add_column("local\nbatch", justify="right", no_wrap=True)
-    table.add_column("\nscale", justify="right", no_wrap=True)
-    table.add_column("\ngain", justify="right")
-    table.add_column("effi-\nciency", justify="right")
-    table.add_column("\nsteps", justify="right")
-    table.add_column("\nseconds", justify="right")
-    table.add_column("down-\ntime", justify="right", no_wrap=True)
-    for generation in generations:
-        table.add_row(
-            str(generation.generation),
-            str(generation.replicas),
-            _format_range(generation.local_bsz),
-            _format_range(generation.scale),
-            significant(generation.gain, 2),
-            percent(generation.efficiency),
-            count(generation.steps),
-            f"{generation.seconds:.1f}",
-            "" if generation.downtime is None else f"{generation.downtime:.1f} s",
-        )
-    return table
+
+    def column(header: str, rank: int, cell: Callable[[GenerationSummary], str]) -> Column:
+        return Column(header, [cell(generation) for generation in generations], rank)
+
+    columns = [
+        column("\ngen.", 0, lambda each: str(each.generation)),
+        column("\nreplicas", 0, lambda each: str(each.replicas)),
+        column("local\nbatch", 6, lambda each: _format_range(each.local_bsz)),
+        column("\nscale", 2, lambda each: _format_range(each.scale)),
+        column("\ngain", 0, lambda each: significant(each.gain, 2)),
+        column("effi-\nciency", 4, lambda each: percent(each.efficiency)),
+        column("\nsteps", 1, lambda each: count(each.steps)),
+        column("\nseconds", 5, lambda each: f"{each.seconds:.1f}"),
+        column("down-\ntime", 3, lambda each: "" if each.downtime is None else f"{each.downtime:.1f} s"),
+    ]
+    return FittingTable(columns, padding=(0, 1, 0, 0))
 
 
 def repeated_steps(generations: Sequence[GenerationSummary]) -> str | None:
