@@ -22,7 +22,7 @@ class Column:
     Args:
         header: its header, of one or more lines.
         cells: its cells, one for each row.
-        rank: 0 for a column that is always shown. Of the others, those with the highest rank are left out first.
+        rank: 0 for a column that is always shown; of the others, the highest rank is left out first.
     """
 
     header: str
