@@ -20,7 +20,7 @@ from sqlalchemy import (
     literal_column,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 metadata = MetaData()
@@ -91,6 +91,7 @@ reports = Table(
     Column("step_time", Double, nullable=False),
     Column("time", Double, nullable=False),
     Column("loss", Double),
+    Column("target", Double),
     UniqueConstraint("job_key", "generation", "step", name="reports_count_once"),
     sqlite_with_rowid=False,
 )

@@ -94,6 +94,16 @@ class JobMeasurements:
         )
 
 
+def training_target(job: Job, view: JobView) -> float | None:
+    """Return the progress at which a job ends: its scaleInvariantSteps, or what its trainers report.
+
+    None if the program decides, or before the first report.
+    """
+    if job.spec.scale_invariant_steps is not None:
+        return job.spec.scale_invariant_steps
+    return view.latest.target if view.latest is not None else None
+
+
 def _downtime(before: GainReport, after: GainReport) -> float:
     """Return the seconds from the last step of a generation to the first step of the next.
 

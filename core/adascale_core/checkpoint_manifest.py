@@ -48,11 +48,12 @@ class Manifest:
         epoch: epoch in which the checkpoint was saved, from 0.
         replicas: number of replicas that trained.
         generation: generation that saved the checkpoint; 0 without an agent.
-        finished: whether the job has made all its steps.
+        finished: whether training is over.
         result: result of the training, as the program has reported it.
         format: version of this format.
         incarnation: when the job was created, in seconds since 1970; 0 if unknown. It distinguishes a job
             from an earlier job of the same name, whose generations it may repeat.
+        finish_reason: why the program has ended training before its required steps or epochs; else empty.
     """
 
     number: int
@@ -67,6 +68,7 @@ class Manifest:
     result: dict[str, float | str] = field(default_factory=dict)
     format: int = FORMAT
     incarnation: int = 0
+    finish_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the members of the manifest's JSON object."""
@@ -104,6 +106,7 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "result": (dict,),
     "format": (int,),
     "incarnation": (int,),
+    "finish_reason": (str,),
 }
 
 

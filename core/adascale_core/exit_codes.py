@@ -17,6 +17,8 @@ EXIT_REENTRY: Final = 75
 """Of a trainer or agent that has saved its state and can be started again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PEER_LOST: Final = 76
 """Of a trainer that has lost a peer and can be started again, from the last checkpoint."""
+EXIT_INVALID_PROGRAM: Final = 78
+"""Of a trainer or agent whose program or settings must be changed (EX_CONFIG of sysexits.h)."""
 EXIT_COMMAND_NOT_FOUND: Final = 127
 """Of an agent that cannot start the program, as in shells."""
 
@@ -48,13 +50,15 @@ class ExitClass(Enum):
     """The agent could not reach the metrics service."""
     COMMAND_NOT_FOUND = auto()
     """The program could not be started."""
+    INVALID_PROGRAM = auto()
+    """The program or its settings must be changed: it would fail again."""
     PROGRAM_FAILURE = auto()
     """The program has failed by itself."""
 
     @property
     def is_failure(self) -> bool:
         """Whether the end counts against `backoffLimit` as a failure of the program."""
-        return self in {ExitClass.COMMAND_NOT_FOUND, ExitClass.PROGRAM_FAILURE}
+        return self in {ExitClass.COMMAND_NOT_FOUND, ExitClass.INVALID_PROGRAM, ExitClass.PROGRAM_FAILURE}
 
 
 _CLASSES: Final = {
@@ -62,6 +66,7 @@ _CLASSES: Final = {
     EXIT_SERVICE_UNAVAILABLE: ExitClass.SERVICE_UNAVAILABLE,
     EXIT_REENTRY: ExitClass.REENTRY,
     EXIT_PEER_LOST: ExitClass.PEER_LOST,
+    EXIT_INVALID_PROGRAM: ExitClass.INVALID_PROGRAM,
     EXIT_COMMAND_NOT_FOUND: ExitClass.COMMAND_NOT_FOUND,
 }
 

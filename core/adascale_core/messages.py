@@ -46,6 +46,7 @@ class GainReport(Message):
         step_time: mean seconds per optimizer step since the last report; 0 if not measured yet.
         time: when the step was made, in seconds since 1970 by the worker's clock.
         loss: mean training loss since the last report; None if the program does not report it.
+        target: the progress at which training ends; None if the program decides.
     """
 
     generation: int
@@ -62,6 +63,7 @@ class GainReport(Message):
     step_time: float
     time: float
     loss: float | None = None
+    target: float | None = None
 
     @property
     def efficiency(self) -> float:

@@ -23,7 +23,7 @@ TIMEOUT = 30.0
 
 REPORT = GainReport(
     generation=1, step=1, progress=2.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0, gain=2.0,
-    grad_sqr=0.5, grad_var=1.5, step_time=0.02, time=1.76e9, loss=0.7,
+    grad_sqr=0.5, grad_var=1.5, step_time=0.02, time=1.76e9, loss=0.7, target=20000.0,
 )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         step_time=numbers,
         time=numbers,
         loss=st.none() | numbers,
+        target=st.none() | numbers,
     ),
     st.builds(
         StepTime, replicas=sizes, local_bsz=sizes, accumulation=sizes, step_time=numbers, reports=sizes

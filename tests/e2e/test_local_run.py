@@ -146,7 +146,7 @@ def test_a_program_gets_its_environment_and_no_settings_of_another_job(tmp_path:
 
 
 def test_a_fresh_run_deletes_the_saved_state(tmp_path: Path, state: Path) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "exit", "0")
+    job = write_light_job(tmp_path / "job.yaml", "exit", "0", scaleInvariantSteps=9)
     (state / "checkpoints").mkdir(parents=True)
     (state / "checkpoints" / "checkpoint-00000001.json").write_text(
         json.dumps(Manifest(1, "00ff", 1, 9, 9.0, 0, 1, 1, True, {"accuracy": 0.5}).to_json())

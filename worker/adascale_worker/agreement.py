@@ -20,12 +20,14 @@ class Requests:
         replan: choose the batch plan again at the end of the epoch.
         agree_each_step: exchange requests on every step, because steps are slow. Otherwise they are
             exchanged on the steps that AdaScale measures.
+        finish: end training at the next step boundary.
     """
 
     exit: bool
     save: bool = False
     replan: bool = False
     agree_each_step: bool = False
+    finish: bool = False
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -40,12 +42,14 @@ class Agreement:
     save: bool = False
     replan: bool = False
     agree_each_step: bool = True
+    finish: bool = False
 
     def update(self, sums: tuple[float, ...] | None) -> None:
         """Add the summed requests of all replicas. None if this step had no exchange."""
         if sums is not None:
-            exit_sum, save_sum, replan_sum, agree_each_step_sum = sums
+            exit_sum, save_sum, replan_sum, agree_each_step_sum, finish_sum = sums
             self.exit = self.exit or exit_sum > 0
             self.save = self.save or save_sum > 0
             self.replan = self.replan or replan_sum > 0
             self.agree_each_step = agree_each_step_sum > 0
+            self.finish = self.finish or finish_sum > 0

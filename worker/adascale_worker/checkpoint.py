@@ -45,6 +45,7 @@ class CheckpointInfo:
     generation: int
     finished: bool
     incarnation: int = 0
+    finish_reason: str = ""
 
 
 class CheckpointFolder:

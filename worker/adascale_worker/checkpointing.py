@@ -13,6 +13,7 @@ from adascale_worker.errors import CheckpointError
 from adascale_worker.process_group import ReplicaGroup
 
 State = dict[str, Any]
+MakeState = Callable[[list[State]], State]
 
 
 class Checkpointing:
@@ -32,6 +33,7 @@ class Checkpointing:
         self._manifest: Manifest | None = None
         self._result: dict[str, float | str] = {}
         self._has_final = False
+        self._is_final_written = False
 
     @property
     def enabled(self) -> bool:
@@ -80,7 +82,7 @@ class Checkpointing:
         self,
         info: CheckpointInfo,
         rng_state: State,
-        make_state: Callable[[list[State]], State],
+        make_state: MakeState,
         *,
         final: bool = False,
     ) -> None:
@@ -108,6 +110,21 @@ class Checkpointing:
         if failure is not None:
             raise CheckpointError(failure)
         self._has_final = self._has_final or final
+        self._is_final_written = self._has_final
+
+    def save_on_rank_0(self, info: CheckpointInfo, rng_state: State, make_state: MakeState) -> None:
+        """Save the end of training on rank 0, without the random state of the others. Not a collective call.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written.
+        """
+        if self._folder is not None and self._group.is_main:
+            self._manifest = self._folder.save(make_state([rng_state]), info, self._result)
+            self._is_final_written = True
+
+    def keep_final(self) -> None:
+        """Continue to add results to the restored checkpoint, which has the end of training."""
+        self._has_final = self._is_final_written = self._manifest is not None and self._manifest.finished
 
     def report_result(self, result: dict[str, float | str]) -> None:
         """Add to the result of training, and to the manifest of the final checkpoint if it is saved.
@@ -116,5 +133,7 @@ class Checkpointing:
             CheckpointError: on rank 0, if the manifest cannot be written.
         """
         self._result.update(result)
-        if self._folder is not None and self._manifest is not None and self.has_final and self._group.is_main:
+        if not self._is_final_written or not self._group.is_main:
+            return
+        if self._folder is not None and self._manifest is not None:
             self._manifest = self._folder.annotate(self._manifest, self._result)

@@ -44,6 +44,34 @@ class TrainerComponents:
 
     @property
     def finished(self) -> bool:
-        """Whether all requested scale-invariant steps are done."""
-        steps = self.settings.scale_invariant_steps
-        return steps is not None and self.progress.progress >= steps
+        """Whether the program has finished training, or all requested steps or epochs are done."""
+        settings, progress = self.settings, self.progress
+        if progress.finish_reason is not None:
+            return True
+        if settings.scale_invariant_steps is not None:
+            return progress.progress >= settings.scale_invariant_steps
+        return settings.epochs is not None and progress.epoch >= settings.epochs
+
+    def target(self, samples: int) -> float | None:
+        """Return the progress at which training ends; None if the program decides.
+
+        Args:
+            samples: length of the data set.
+        """
+        settings = self.settings
+        if settings.scale_invariant_steps is not None or settings.epochs is None:
+            return settings.scale_invariant_steps
+        return settings.epochs * samples / settings.bounds.batch_size
+
+    @property
+    def unfinished(self) -> str | None:
+        """How far training is from its end, for a message; None if it is finished or has no required end."""
+        settings, progress = self.settings, self.progress
+        if self.finished:
+            return None
+        if settings.scale_invariant_steps is not None:
+            steps = settings.scale_invariant_steps
+            return f"progress {progress.progress:,.0f} of {steps:,} scale-invariant steps"
+        if settings.epochs is not None:
+            return f"epoch {progress.epoch} of {settings.epochs}"
+        return None

@@ -70,6 +70,7 @@ class JobSettings:
     scale_invariant_steps: int | None = None
     checkpoint_dir: Path | None = None
     checkpoint_interval: float | None = None
+    epochs: int | None = None
 
 
 def is_standby(environ: Mapping[str, str]) -> bool:

@@ -22,6 +22,7 @@ class TrainerSettings:
     bounds: BatchBounds
     efficiency_target: float
     scale_invariant_steps: int | None
+    epochs: int | None
     checkpoint_dir: Path | None
     checkpoint_interval: float
 
@@ -57,11 +58,14 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
             "batch_size is not set: pass ElasticTrainer(batch_size=...), the batch size that the learning "
             "rate was tuned for, or run the program as an AdaScaleJob"
         )
+    if program.epochs is not None and program.epochs < 1:
+        raise InvalidJobError(f"epochs is {program.epochs}: it must be at least 1")
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
     settings = TrainerSettings(
         bounds=BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds),
         efficiency_target=job.efficiency_target or program.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
         scale_invariant_steps=job.scale_invariant_steps or program.scale_invariant_steps,
+        epochs=program.epochs,
         checkpoint_dir=job.checkpoint_dir or program.checkpoint_dir,
         checkpoint_interval=DEFAULT_CHECKPOINT_INTERVAL if interval is None else interval,
     )

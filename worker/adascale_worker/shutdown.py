@@ -55,6 +55,38 @@ class ShutdownSignal:
         signal.signal(number, previous)
 
 
+class ExitStatus:
+    """Knows at the end of the process whether the program has failed.
+
+    The interpreter does not pass the exit code to exit functions, so `sys.exit` is replaced by a function
+    that records it. A code that is raised otherwise, as in `raise SystemExit(3)`, is not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._code: object = None
+        self._previous: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Record the argument of `sys.exit`."""
+        if self._previous is None:
+            self._previous = sys.exit
+            sys.exit = self._exit
+
+    def uninstall(self) -> None:
+        """Restore `sys.exit`, unless the program has replaced it since."""
+        if self._previous is not None and sys.exit == self._exit:
+            sys.exit, self._previous = self._previous, None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process ends by an uncaught error, or an exit code other than 0."""
+        return self._code not in (None, 0) or getattr(sys, "last_value", None) is not None
+
+    def _exit(self, code: object = None, /) -> NoReturn:
+        self._code = code
+        raise SystemExit(code)
+
+
 class FastExit:
     """Ends the process without finalizing the interpreter, which takes seconds once torch is imported.
 
@@ -64,6 +96,7 @@ class FastExit:
     def __init__(self) -> None:
         self.code: int | None = None
         """The exit code. None lets the interpreter finalize and exit with its own code."""
+        self._pid = os.getpid()
         atexit.register(self._exit_now)
 
     def exit(self, code: int) -> NoReturn:
@@ -72,11 +105,16 @@ class FastExit:
         sys.exit(code)
 
     def before(self, function: Callable[[], object]) -> None:
-        """Call `function` before the process ends."""
-        atexit.register(function)
+        """Call `function` before the process ends; not in processes that it forks."""
+
+        def call() -> None:
+            if os.getpid() == self._pid:
+                function()
+
+        atexit.register(call)
 
     def _exit_now(self) -> None:
-        if self.code is not None:
+        if self.code is not None and os.getpid() == self._pid:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self.code)

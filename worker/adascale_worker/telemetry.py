@@ -30,6 +30,7 @@ class Telemetry:
         self._reporter = reporter
         self._losses: list[torch.Tensor] = []
         self._reported_at = float("-inf")
+        self._reported_step = 0
         self.step_timer = StepTimer()
 
     @property
@@ -52,10 +53,16 @@ class Telemetry:
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL:
             self.report(plan, progress, optimizer)
 
+    def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
+        """Report the last step, unless it is reported, or no step was made."""
+        if progress.step > self._reported_step:
+            self.report(plan, progress, optimizer)
+
     def report(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
         """Report now."""
         if self._reporter is None:
             return
+        self._reported_step = progress.step
         self._reported_at = time.monotonic()
         self._reporter.report(
             GainReport(
@@ -73,6 +80,7 @@ class Telemetry:
                 step_time=self.step_timer.lap(),
                 time=time.time(),
                 loss=self._mean_loss(),
+                target=progress.target,
             )
         )
 

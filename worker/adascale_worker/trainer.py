@@ -1,6 +1,6 @@
 """The elastic trainer: a training loop that can stop at any step, save, and resume at another size.
 
-    trainer = ElasticTrainer(batch_size=32, max_batch_size=512, local_bsz_bounds=(16, 128))
+    trainer = ElasticTrainer(batch_size=32, max_batch_size=512, local_bsz_bounds=(16, 128), epochs=epochs)
     state = trainer.program_reentry(model, optimizer, lr_scheduler)
     for epoch in range(state.epoch, epochs):
         for x, y in trainer.dataloader(dataset):
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_client import MetricsServiceClient
 from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_worker import environment
 from adascale_worker.accumulation import GradientAccumulation
 from adascale_worker.adascale import AdaScale
@@ -43,7 +45,7 @@ from adascale_worker.program_state import ProgramState, Stateful, load_model
 from adascale_worker.reporter import Reporter
 from adascale_worker.rng_state import DeferredRngState
 from adascale_worker.settings import resolve_settings
-from adascale_worker.shutdown import FastExit, ShutdownSignal, UncaughtErrorHandler
+from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_loop import TrainingLoop
 from adascale_worker.training_progress import TrainingProgress
@@ -81,8 +83,9 @@ class ElasticTrainer:
         batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
         max_batch_size: upper bound of the global batch size, in samples. None: not bounded.
         local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples. None: not bounded.
-        scale_invariant_steps: steps at `batch_size` after which training is finished. None: the program's
-            own epochs decide.
+        scale_invariant_steps: steps at `batch_size` after which training is finished.
+        epochs: epochs after which training is finished, if `scale_invariant_steps` is not set. If neither is
+            set, training ends with the program.
         efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1].
         checkpoint_dir: folder of the checkpoints. None: nothing is saved.
         checkpoint_interval: seconds between two checkpoints.
@@ -101,6 +104,7 @@ class ElasticTrainer:
         local_bsz_bounds: Sequence[int] | None = None,
         *,
         scale_invariant_steps: int | None = None,
+        epochs: int | None = None,
         efficiency_target: float | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_interval: float | None = None,
@@ -109,6 +113,7 @@ class ElasticTrainer:
     ) -> None:
         self._fast_exit = FastExit()
         self._shutdown_signal = ShutdownSignal()
+        self._exit_status = ExitStatus()
         self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
         self._loop: TrainingLoop | None = None
         arguments = environment.JobSettings(
@@ -116,6 +121,7 @@ class ElasticTrainer:
             max_batch_size=max_batch_size,
             local_bsz_bounds=_pair(local_bsz_bounds),
             scale_invariant_steps=scale_invariant_steps,
+            epochs=epochs,
             efficiency_target=efficiency_target,
             checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
             checkpoint_interval=checkpoint_interval,
@@ -165,7 +171,10 @@ class ElasticTrainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all requested scale-invariant steps are done. Always False if none are requested."""
+        """Whether all requested scale-invariant steps or epochs are done, or `finish` has ended training.
+
+        Always False if the program decides how long it trains, and has not called `finish`.
+        """
         return self._trainer.finished
 
     @property
@@ -272,7 +281,17 @@ class ElasticTrainer:
             patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
         self._loop = loop
         self._handle_shutdown()
+        self._exit_status.install()
         progress = trainer.progress
+        if trainer.finished:
+            trainer.checkpointing.keep_final()
+            if self.is_main:
+                reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
+                print(
+                    f"adascale: training has already finished, at step {progress.step}, "
+                    f"progress {progress.progress:,.0f}{reason}",
+                    flush=True,
+                )
         return ReentryState(progress.epoch, progress.step, progress.progress, restored=restored is not None)
 
     def _handle_shutdown(self) -> None:
@@ -319,6 +338,7 @@ class ElasticTrainer:
         """
         loop = self._require_loop()
         stream = self._trainer.feed.open(dataset, shuffle=shuffle, options=options)
+        self._trainer.progress.target = self._trainer.target(stream.length)
         self._trainer.planner.acknowledge()
         return loop.epoch(dataset, stream, options)
 
@@ -326,7 +346,7 @@ class ElasticTrainer:
         """End the epoch `epoch`. Call it after the data loop of each epoch.
 
         Chooses the local batch size again, from the gain and the measured step times, and saves the end of
-        training when all scale-invariant steps are done.
+        training when all scale-invariant steps or epochs are done.
 
         Args:
             epoch: number of the current epoch, from 0.
@@ -337,6 +357,23 @@ class ElasticTrainer:
         """
         self._require_loop().end_epoch(epoch)
 
+    def finish(self, reason: str) -> None:
+        """End training before all requested steps or epochs are done, for example because of early stopping.
+
+        Saves the end of training. With one replica, `trainer.finished` is true at once, and the data loop
+        ends. With several, any of them may call this: the others learn of it in the next step, after which
+        `trainer.finished` is true and the data loop ends on all replicas. A program that leaves its loop
+        without waiting for that has to call `finish` on all replicas after the same step.
+
+        Args:
+            reason: shown in the result of the job.
+
+        Raises:
+            CheckpointError: the end of training cannot be saved.
+            WorkerError: `program_reentry` has not been called.
+        """
+        self._require_loop().finish(reason)
+
     def close(self) -> None:
         """Post outstanding reports, destroy the process group, and restore signal handlers and excepthook.
 
@@ -346,9 +383,18 @@ class ElasticTrainer:
         self._trainer.group.destroy()
         self._shutdown_signal.uninstall()
         self._uncaught_errors.uninstall()
+        self._exit_status.uninstall()
 
     def _release_at_exit(self) -> None:
-        """Do what the end of the process requires."""
+        """Do what the end of the process requires.
+
+        A program that ends before its training does fails: by itself it would exit with code 0.
+        """
+        if self._loop is not None and self._fast_exit.code is None and not self._exit_status.failed:
+            failure = self._loop.end_of_program()
+            if failure is not None:
+                print(f"adascale: {failure}", file=sys.stderr)
+                self._fast_exit.code = EXIT_INVALID_PROGRAM
         self._trainer.telemetry.close()
         self._trainer.group.destroy_before_finalization()
 

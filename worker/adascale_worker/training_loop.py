@@ -54,6 +54,7 @@ class TrainingLoop:
         self._delivered = 0
         self._inside_epoch = False
         self._current_epoch: object = None
+        self._finish_request: str | None = None
 
     @property
     def inside_epoch(self) -> bool:
@@ -103,20 +104,25 @@ class TrainingLoop:
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
 
     def _requests(self) -> Requests:
-        """What this replica requests. Only rank 0 requests anything but its exit."""
+        """What this replica requests. Ranks other than 0 request only their exit or the end of training."""
         trainer = self._trainer
         signaled = self._shutdown_signal.received is not None
+        finish = self._finish_request is not None
         if not trainer.group.is_main:
-            return Requests(exit=signaled)
+            return Requests(exit=signaled, finish=finish)
         return Requests(
             exit=signaled or trainer.telemetry.generation_is_over,
             save=trainer.checkpointing.is_due,
             replan=trainer.planner.is_due,
             agree_each_step=time.monotonic() - self._stepped_at >= SLOW_STEP,
+            finish=finish,
         )
 
     def _at_step_boundary(self) -> None:
-        """Save or exit if the replicas have agreed to."""
+        """Finish training, save or exit if the replicas have agreed to."""
+        if self._agreement.finish and not self._trainer.finished:
+            self._finish_together()
+            return
         if self._agreement.exit:
             self._save_and_exit()
         if self._agreement.save:
@@ -208,6 +214,42 @@ class TrainingLoop:
             self.apply_plan()
             self._withdraw_requests()
         self._at_step_boundary()
+
+    # -- the end of training ----------------------------------------------------------------------------
+
+    def finish(self, reason: str) -> None:
+        """End training: at once on one replica, else after the next step for which the replicas agree."""
+        trainer = self._trainer
+        if trainer.finished:
+            return
+        if trainer.group.replicas == 1:
+            trainer.progress.finish_reason = reason
+            self._save_final()
+            return
+        self._finish_request = reason
+        # The program may end before the next step.
+        trainer.progress.finish_reason = reason
+        trainer.checkpointing.save_on_rank_0(
+            self._state.info(), trainer.rng.current(), self._state.state_dict
+        )
+        trainer.progress.finish_reason = None
+
+    def _finish_together(self) -> None:
+        reasons = self._trainer.group.gather(self._finish_request)
+        self._trainer.progress.finish_reason = next(reason for reason in reasons if reason is not None)
+        self._save_final()
+
+    def end_of_program(self) -> str | None:
+        """Report the last step, and return an error message if training is not finished, else None."""
+        trainer = self._trainer
+        trainer.telemetry.report_last(trainer.planner.plan, trainer.progress, self.adascale)
+        unfinished = trainer.unfinished
+        if unfinished is None or self._finish_request is not None:
+            return None
+        return (
+            f"the program ended at {unfinished}. Train until trainer.finished is true, or call "
+            "trainer.finish(reason) to end training earlier"
+        )
 
     def _save_final(self) -> None:
         """Save the end of training, once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -14,12 +15,17 @@ class TrainingProgress:
         progress: sum of the gains, in scale-invariant steps (steps at `batch_size`).
         epoch: current epoch, from 0.
         consumed: samples of the stream consumed by all replicas together.
+        target: progress at which training ends; None if the program decides, or before the length of the
+            data set is known.
+        finish_reason: the argument of `ElasticTrainer.finish`; None if it was not called.
     """
 
     step: int = 0
     progress: float = 0.0
     epoch: int = 0
     consumed: int = 0
+    target: float | None = None
+    finish_reason: str | None = None
 
     def advance(self, gain: float, consumed: int) -> None:
         """Count one optimizer step.
@@ -32,13 +38,15 @@ class TrainingProgress:
         self.progress += gain
         self.consumed = consumed
 
-    def state_dict(self) -> dict[str, int | float]:
-        """Return the progress as plain numbers."""
+    def state_dict(self) -> dict[str, int | float | str | None]:
+        """Return the progress as plain values."""
         return dict(vars(self))
 
-    def load_state_dict(self, state: dict[str, int | float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved progress."""
         self.step = int(state["step"])
         self.progress = float(state["progress"])
         self.epoch = int(state["epoch"])
         self.consumed = int(state["consumed"])
+        self.target = state["target"]
+        self.finish_reason = state["finish_reason"]

@@ -34,6 +34,7 @@ class TrainingState:
             generation=trainer.generation,
             finished=trainer.finished,
             incarnation=trainer.incarnation,
+            finish_reason=progress.finish_reason or "",
         )
 
     def state_dict(self, rng_states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
-from adascale_controller.measurements import JobMeasurements
+from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision import decide
 from adascale_core.messages import Allocation
 from adascale_core.views import JobView
@@ -69,8 +69,6 @@ class ControlLoop:
         self._events = EventMessages(replicas, display, self._started_at)
         self._decided_at = self._started_at
         self._finished_at: float | None = None
-        ends = [end for end in (job.spec.scale_invariant_steps, until) if end is not None]
-        self._total = min(ends) if ends else None
 
     def start(self) -> None:
         """Declare the job to the metrics service and request its first allocation.
@@ -84,12 +82,13 @@ class ControlLoop:
             # A finished job has more steps to make now. Only a new job can be incomplete again.
             self._client.delete_job(self._job.id)
             self._client.declare_job(self._job.id, self._job.spec)
-        state = self._measurements.job_state(self._job, view, self._total)
+        total = self._total(view)
+        state = self._measurements.job_state(self._job, view, total)
         decision = decide([state], self._replica_limit, time.monotonic())[self._job.id]
         first = Allocation(view.generation + 1, decision.replicas)
         self._client.allocate(self._job.id, first)
         self._measurements.ignore_before(first.generation)
-        self._display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=self._total))
+        self._display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=total))
 
     def run(self) -> RunResult:
         """Iterate until the run ends.
@@ -138,7 +137,7 @@ class ControlLoop:
         """Request another replica count if the decision is for one."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
-        state = self._measurements.job_state(self._job, view, self._total)
+        state = self._measurements.job_state(self._job, view, self._total(view))
         if state.stable_since is None:
             return
         self._decided_at = now
@@ -178,14 +177,19 @@ class ControlLoop:
             return RunResult(f"activeDeadlineSeconds ({deadline}) exceeded: saving", 1)
         return None
 
+    def _total(self, view: JobView) -> float | None:
+        """Return the progress at which the run ends; None if it is not known."""
+        ends = [end for end in (training_target(self._job, view), self._until) if end is not None]
+        return min(ends) if ends else None
+
     def _status(self, view: JobView, activity: str = "") -> RunStatus:
-        report = view.latest
+        report, total = view.latest, self._total(view)
         if report is None:
-            return RunStatus(activity or "starting", total=self._total)
+            return RunStatus(activity or "starting", total=total)
         seconds_left = None
-        if self._total is not None and report.step_time > 0:
-            seconds_left = (self._total - report.progress) * report.step_time / report.gain
+        if total is not None and report.step_time > 0:
+            seconds_left = max(total - report.progress, 0.0) * report.step_time / report.gain
         if not activity and view.desired and report.generation < view.desired.generation:
             before, after = report.replicas, view.desired.replicas
             activity = f"{before} -> {after} replicas" if before != after else "restarting"
-        return RunStatus(activity, report.progress, self._total, report, seconds_left)
+        return RunStatus(activity, report.progress, total, report, seconds_left)

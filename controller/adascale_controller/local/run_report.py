@@ -28,12 +28,13 @@ def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) 
     if checkpoint is None:
         return None
     steps = job.spec.scale_invariant_steps
-    if checkpoint.finished and (steps is None or checkpoint.progress >= steps):
-        result = f": {format_result(checkpoint.result)}" if checkpoint.result else ""
-        return (
-            f"{job.short_id} has already finished, at progress {count(checkpoint.progress)}{result}. To "
-            "continue, raise spec.scaleInvariantSteps; to start over, use --fresh"
-        )
+    result = f": {format_result(checkpoint.result)}" if checkpoint.result else ""
+    finished = f"{job.short_id} has already finished, at progress {_progress(checkpoint)}{result}"
+    if checkpoint.finished and checkpoint.finish_reason:
+        return f"{finished}. To start over, use --fresh"
+    # A job without steps has as many epochs as its program now requires.
+    if checkpoint.finished and steps is not None and checkpoint.progress >= steps:
+        return f"{finished}. To continue, raise spec.scaleInvariantSteps; to start over, use --fresh"
     if until is not None and checkpoint.progress >= until:
         return f"{job.short_id} has already reached --until {until}: its progress is "
         f"{count(checkpoint.progress)}"
@@ -60,7 +61,12 @@ def print_start(
     display.message(f"output   {folder.replica_log(0)}")
     for setting in command.ignored:
         display.message(f"Ignored on this machine: {setting}", "yellow")
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint.finished:
+        display.message(
+            f"Finished before, at step {count(checkpoint.step)}, progress {_progress(checkpoint)}; "
+            "continuing if more is required now"
+        )
+    elif checkpoint is not None:
         display.message(f"Resuming at step {count(checkpoint.step)}, progress {count(checkpoint.progress)}")
 
 
@@ -69,6 +75,7 @@ def print_summary(
     result: RunResult,
     generations: Sequence[GenerationSummary],
     checkpoint: Manifest | None,
+    progress: float | None,
     seconds: float,
 ) -> None:
     """Print a table of the generations, and the result of the job.
@@ -78,6 +85,7 @@ def print_summary(
         result: why the run ends.
         generations: of the job.
         checkpoint: the newest checkpoint; None if there is none.
+        progress: the progress in the last report; None if there is none.
         seconds: the duration of the run.
     """
     if generations:
@@ -90,9 +98,12 @@ def print_summary(
     if result.log:
         display.print(Text(f"\nThe last lines of its output:\n{result.log}\n", "dim"))
     if result.finished:
-        progress = f" at progress {count(checkpoint.progress)}" if checkpoint else ""
+        # A program without a required end saves nothing when it ends.
+        at = f" at progress {count(progress)}" if progress is not None else ""
+        if checkpoint is not None and (checkpoint.finished or progress is None):
+            at = f" at progress {_progress(checkpoint)}"
         values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
-        display.message(f"Finished{progress} in {duration(seconds)}{values}", "bold green")
+        display.message(f"Finished{at} in {duration(seconds)}{values}", "bold green")
     elif checkpoint is None:
         display.message("No checkpoint was saved; run the same command to start over")
     else:
@@ -101,6 +112,12 @@ def print_summary(
             "run the same command to resume",
             "bold",
         )
+
+
+def _progress(checkpoint: Manifest) -> str:
+    """Return the progress of a checkpoint, and the reason for its end if the program has declared it."""
+    reason = f" ({checkpoint.finish_reason})" if checkpoint.finish_reason else ""
+    return f"{count(checkpoint.progress)}{reason}"
 
 
 def format_result(result: Mapping[str, float | str]) -> str:

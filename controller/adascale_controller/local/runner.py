@@ -209,5 +209,6 @@ class _Run:
             result,
             summarize_generations(reports, self._run_starts),
             newest_manifest(self._checkpoints),
+            reports[-1].progress if reports else None,
             time.monotonic() - self._started_at,
         )

@@ -184,8 +184,8 @@ def _rounded(value: float) -> float:
 
 def _progress(observed: ObservedJob, report: GainReport) -> str:
     job = observed.resource.job
-    steps = job.spec.scale_invariant_steps if job is not None else None
-    if steps is None:
+    steps = (job.spec.scale_invariant_steps if job is not None else None) or report.target
+    if not steps:
         return f"{int(report.progress)} steps"
     return f"{min(int(100 * report.progress / steps), 100)}%"
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from adascale_controller.measurements import JobMeasurements
+from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
@@ -86,7 +86,7 @@ class Scheduler:
         job, view = observed.resource.valid_job, observed.service or JobView.empty()
         memory = self._memories.setdefault(observed.resource.uid, _JobMemory())
         memory.measurements.update(view, time.monotonic())
-        state = memory.measurements.job_state(job, view, job.spec.scale_invariant_steps)
+        state = memory.measurements.job_state(job, view, training_target(job, view))
         current = observed.current_allocation
         trains_current = view.desired == current and observed.training_replicas > 0
         most = capacity.max_replicas(job.id)

@@ -1,0 +1,66 @@
+"""A training program that ends as END says, in step AT.
+
+END: `exit` (sys.exit(0)), `exit 3`, `break` (leaves its loops), `error`, `finish` (and continues its loop),
+`finish and exit`, or `` (does all epochs). ON_RANK: the rank that ends so; without it, all ranks.
+EPOCHS: epochs of its loop; if REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from adascale_worker import ElasticTrainer
+from support.training import samples
+
+end, at = os.environ.get("END", ""), int(os.environ.get("AT", "3"))
+epochs = int(os.environ.get("EPOCHS", "3"))
+arguments: dict[str, Any] = {}
+if os.environ.get("REQUIRED"):
+    arguments["epochs"] = epochs
+if os.environ.get("STEPS"):
+    arguments["scale_invariant_steps"] = int(os.environ["STEPS"])
+trainer = ElasticTrainer(batch_size=8, max_batch_size=16, local_bsz_bounds=(4, 8), **arguments)
+torch.manual_seed(1)
+model = nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = trainer.program_reentry(model, optimizer)
+step = state.step
+
+
+def ends() -> bool:
+    """End as END says; return whether to leave the loops."""
+    if step != at or trainer.rank != int(os.environ.get("ON_RANK", trainer.rank)):
+        return False
+    if end.startswith("finish"):
+        trainer.finish("no longer improves")
+    if end == "error":
+        raise ArithmeticError("raised by the program")
+    if end in ("exit", "finish and exit"):
+        sys.exit(0)
+    if end == "exit 3":
+        sys.exit(3)
+    return end == "break"
+
+
+def train() -> None:
+    """Train until the program ends."""
+    global step
+    for epoch in range(state.epoch, epochs):
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            step += 1
+            if ends():
+                return
+        trainer.step(epoch)
+        if trainer.finished:
+            return
+
+
+train()
+trainer.report_result(accuracy=0.5)
+print(f"rank {trainer.rank} ends after {step} steps, finished: {trainer.finished}", flush=True)

@@ -1,0 +1,146 @@
+"""Tests of a program that ends before its training does, or declares its end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.service import Service
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = str(TESTS / "support" / "programs" / "finishes.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PERMANENT = 78
+
+
+def environ(folder: Path, options: dict[str, object]) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(TESTS),
+        "ADASCALE_CHECKPOINT_DIR": str(folder),
+        **{name: str(value) for name, value in options.items()},
+    }
+
+
+def run(folder: Path, *launcher: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*(launcher or [sys.executable]), PROGRAM],
+        env=environ(folder, options),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    newest: dict[str, Any] = json.loads(max(folder.glob("*.json")).read_text())
+    return newest
+
+
+@pytest.mark.parametrize("end", ["exit", "break"])
+def test_a_program_that_ends_before_its_required_steps_fails(tmp_path: Path, end: str) -> None:
+    ended = run(tmp_path, END=end, STEPS=100_000)
+    assert ended.returncode == PERMANENT, ended.stderr
+    assert ended.stderr == (
+        "adascale: the program ended at progress 3 of 100,000 scale-invariant steps. Train until "
+        "trainer.finished is true, or call trainer.finish(reason) to end training earlier\n"
+    )
+
+
+def test_a_program_whose_epochs_do_not_reach_its_required_steps_fails(tmp_path: Path) -> None:
+    ended = run(tmp_path, STEPS=100, EPOCHS=2, REQUIRED=1)
+    assert ended.returncode == PERMANENT
+    assert "the program ended at progress 12 of 100 scale-invariant steps" in ended.stderr
+
+
+def test_a_program_that_ends_before_its_required_epochs_fails(tmp_path: Path) -> None:
+    ended = run(tmp_path, END="exit", AT=8, REQUIRED=1)
+    assert ended.returncode == PERMANENT
+    assert "adascale: the program ended at epoch 1 of 3. Train until trainer.finished is true" in ended.stderr
+
+
+def test_a_program_without_a_required_end_ends_when_it_wants_to(tmp_path: Path) -> None:
+    ended = run(tmp_path, END="exit")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("end", "code"), [("error", 1), ("exit 3", 3)])
+def test_a_program_that_fails_keeps_its_exit_code(tmp_path: Path, end: str, code: int) -> None:
+    ended = run(tmp_path, END=end, STEPS=100)
+    assert ended.returncode == code
+    assert "the program ended at" not in ended.stderr
+
+
+def test_finish_saves_the_end_of_training_with_its_reason(tmp_path: Path) -> None:
+    ended = run(tmp_path, END="finish", STEPS=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "rank 0 ends after 3 steps, finished: True\n"
+    saved = manifest(tmp_path)
+    assert (saved["step"], saved["finished"], saved["finish_reason"]) == (3, True, "no longer improves")
+    assert saved["result"] == {"accuracy": 0.5}
+    again = run(tmp_path, END="finish", STEPS=100)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith(
+        "adascale: training has already finished, at step 3, progress 3 (no longer improves)\n"
+    )
+
+
+def test_the_last_of_the_required_epochs_saves_the_end_of_training(tmp_path: Path) -> None:
+    ended = run(tmp_path, REQUIRED=1)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "rank 0 ends after 18 steps, finished: True\n"
+    saved = manifest(tmp_path)
+    assert (saved["step"], saved["finished"], saved["result"]) == (18, True, {"accuracy": 0.5})
+    again = run(tmp_path, REQUIRED=1)
+    assert "adascale: training has already finished, at step 18, progress 18\n" in again.stdout
+    more = run(tmp_path, REQUIRED=1, EPOCHS=4)
+    assert more.stdout == "rank 0 ends after 24 steps, finished: True\n", more.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_finish_on_one_rank_ends_training_on_all_ranks(tmp_path: Path, rank: int) -> None:
+    ended = run(tmp_path, *TORCHRUN, END="finish", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000)
+    assert ended.returncode == 0, ended.stderr
+    ends = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank"))
+    steps = manifest(tmp_path)["step"]
+    assert ends == [f"rank {rank} ends after {steps} steps, finished: True" for rank in range(2)]
+    assert manifest(tmp_path)["finish_reason"] == "no longer improves"
+
+
+def test_a_finish_on_all_ranks_that_then_exit_saves_the_end_of_training(tmp_path: Path) -> None:
+    ended = run(tmp_path, *TORCHRUN, END="finish and exit", STEPS=100_000)
+    assert ended.returncode == 0, ended.stderr
+    assert (manifest(tmp_path)["step"], manifest(tmp_path)["finished"]) == (3, True)
+
+
+def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: Path) -> None:
+    ended = run(tmp_path, *TORCHRUN, END="exit", STEPS=100_000)
+    assert ended.returncode == 1, "torchrun's own code"
+    assert "adascale: the program ended at progress " in ended.stderr
+    assert f"exitcode  : {PERMANENT}" in ended.stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit", PERMANENT), ("finish", 0)])
+def test_an_agent_exits_as_its_program_ends(tmp_path: Path, end: str, code: int) -> None:
+    service = Service(tmp_path)
+    command = [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, PROGRAM]
+    options: dict[str, object] = {**service.environ, "ADASCALE_REPLICA": 0, "END": end, "STEPS": 100_000}
+    service.allocate(1, 1)
+    agent = subprocess.run(
+        command,
+        env=environ(tmp_path, options),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    latest = service.job()["latest"]
+    service.stop()
+    assert agent.returncode == code, agent.stdout + agent.stderr
+    assert (latest["step"], latest["target"]) == (3, 100_000.0), "the last step is reported"
