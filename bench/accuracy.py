@@ -50,7 +50,7 @@ class Task:
         inputs, targets: training data.
         score: of a trained network, in percent or in bits.
         gradient: returns the squared norm of the true gradient of a network, and the variance of the gradient
-            of one sample; None if there is no closed form.
+            of one sample; None without a closed form.
     """
 
     name: str

@@ -6,7 +6,7 @@ Installs the operator as the tests do, and measures by a job whose steps take 50
 
 - from `kubectl apply` to the first optimizer step;
 - from a decision (the allocation in the job's status) to the first step at the new size, up and down;
-- how much of that training stood still: from the last step before to the first one after.
+- the downtime within that time: from the last step before the change to the first step after it.
 
 Times of steps are those of the workers' own reports, of decisions those at which this program saw them.
 """
@@ -52,23 +52,23 @@ def first_step(system: System, job: JobUnderTest, generation: int) -> tuple[floa
 
     wait_until(reported, f"a report of generation {generation}", patience=180)
     points = history(system, job)
-    first = next(one for one in points if one["generation"] >= generation)
-    earlier = [one for one in points if one["generation"] < generation]
+    first = next(point for point in points if point["generation"] >= generation)
+    earlier = [point for point in points if point["generation"] < generation]
     if not earlier:
         return first["time"] - (first["step"] - 1) * first["step_time"], None
     last = earlier[-1]
-    # The first report may be some steps late; what they took is no part of the change.
+    # The first report may be some steps late; the time of these steps is not part of the change.
     late = (first["step"] - last["step"] - 1) * max(first["step_time"], PACE)
     return first["time"] - late, max(first["time"] - late - last["time"], 0.0)
 
 
-def is_decided(job: JobUnderTest, known: int) -> bool:
-    """Whether there is a newer allocation."""
-    return bool(job.status()["allocation"]["generation"] > known)
+def is_decided(job: JobUnderTest, current: int) -> bool:
+    """Whether the status has a newer allocation."""
+    return bool(job.status()["allocation"]["generation"] > current)
 
 
 def one_round(system: System, namespace: str, found: dict[str, list[float]]) -> None:
-    """Start a job, and lead it through all sizes."""
+    """Start a job, and change its replica count to each size in turn."""
     workspace = Workspace(system, namespace)
     applied = time.time()
     job = workspace.submit(job_manifest(pace=PACE, minReplicas=SIZES[0], maxReplicas=SIZES[0]))
@@ -76,13 +76,13 @@ def one_round(system: System, namespace: str, found: dict[str, list[float]]) -> 
     found["apply -> first step"].append(began - applied)
     for before, after in pairwise(SIZES):
         job.wait_until_training(before)
-        known = job.status()["allocation"]["generation"]
+        current = job.status()["allocation"]["generation"]
         job.edit(minReplicas=after, maxReplicas=after)
-        wait_until(partial(is_decided, job, known), "a decision")
+        wait_until(partial(is_decided, job, current), "a decision")
         decided = time.time()
-        stepped, still = first_step(system, job, job.status()["allocation"]["generation"])
+        stepped, downtime = first_step(system, job, job.status()["allocation"]["generation"])
         found[f"{before} -> {after}: decision -> first step"].append(stepped - decided)
-        found[f"{before} -> {after}: of it standing still"].append(still or 0.0)
+        found[f"{before} -> {after}: downtime within it"].append(downtime or 0.0)
     job.delete()
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a cluster, which is the one in KUBECONFIG. Without it the tests are skipped.
+"""Fixtures of the tests on a cluster, which KUBECONFIG names. Without it the tests are skipped.
 
 Each test gets its own namespace, so that several runs may share a cluster.
 """
@@ -47,8 +47,8 @@ def kubeconfig() -> str:
 @pytest.fixture(scope="session")
 def api_client(kubeconfig: str) -> Iterator[client.ApiClient]:
     """A client with the permissions of the kubeconfig."""
-    with config.new_client_from_config(config_file=kubeconfig) as one:
-        yield one
+    with config.new_client_from_config(config_file=kubeconfig) as api:
+        yield api
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +84,7 @@ def crd(api_client: client.ApiClient) -> dict[str, Any]:
     def established() -> bool:
         status = definitions.read_custom_resource_definition(name).status
         conditions = (status and status.conditions) or []
-        return any(one.type == "Established" and one.status == "True" for one in conditions)
+        return any(condition.type == "Established" and condition.status == "True" for condition in conditions)
 
     wait_until(established, f"CustomResourceDefinition {name} to be established")
     return definition
@@ -112,9 +112,9 @@ def namespace(api_client: client.ApiClient) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def system(api_client: client.ApiClient, kubectl: Kubectl) -> System:
     """The operator and the metrics service, installed with kubectl. They stay installed after the tests."""
-    one = System(api_client, kubectl)
-    one.install()
-    return one
+    installed = System(api_client, kubectl)
+    installed.install()
+    return installed
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ class JobUnderTest:
         return found
 
     def status(self) -> Manifest:
-        """Return its status. Empty before the operator has written one."""
+        """Return its status. Empty before the operator has written it."""
         return dict(self.raw().get("status") or {})
 
     def edit(self, **spec: Any) -> None:

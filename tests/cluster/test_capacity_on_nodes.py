@@ -37,9 +37,9 @@ class Devices:
         self._system = system
         self.name = f"test.adascale.dev/{uuid4().hex[:10]}"
         ready = [
-            one.metadata.name
-            for one in system.core.list_node().items
-            if not one.spec.taints and not one.spec.unschedulable
+            node.metadata.name
+            for node in system.core.list_node().items
+            if not node.spec.taints and not node.spec.unschedulable
         ]
         if len(ready) < 2:
             pytest.skip(f"needs two nodes that take pods, and has {ready}")
@@ -60,7 +60,7 @@ class Devices:
             self._patch(node, [{"op": "remove", "path": self._path(place)} for place in places])
 
     def container(self) -> dict[str, Any]:
-        """Fields of a container that takes one."""
+        """Fields of a container that requests a device."""
         return {
             "resources": {
                 "requests": {"cpu": "50m", "memory": "256Mi", self.name: "1"},
@@ -150,11 +150,13 @@ def cordoned(system: System, node: str) -> Iterator[None]:
         succeeded(system.kubectl("uncordon", node))
 
 
-def wait_until_looked_at(job: JobUnderTest) -> dict[str, Any]:
-    """The status that is told after one more look at a job."""
+def wait_until_observed(job: JobUnderTest) -> dict[str, Any]:
+    """Wait until the operator has observed the job once more. Returns the status."""
     generation = job.raw()["metadata"]["generation"]
     job.edit(backoffLimit=generation)
-    return job.wait_for("another look", lambda status: status.get("observedGeneration", 0) > generation)
+    return job.wait_for(
+        "the next observation", lambda status: status.get("observedGeneration", 0) > generation
+    )
 
 
 def waits_for_room(job: JobUnderTest, replicas: str) -> None:
@@ -184,7 +186,7 @@ def test_jobs_share_the_free_resources_of_the_nodes(
             waits_for_room(first, "2 replicas")
             with cordoned(system, far):
                 taint.close()
-                wait_until_looked_at(first)
+                wait_until_observed(first)
                 waits_for_room(first, "2 replicas")
         # The room that is freed is used, and no more: the third of four is as far as it goes.
         status = first.wait_until_training(3)
@@ -221,7 +223,7 @@ def test_jobs_share_the_free_resources_of_the_nodes(
 def test_training_continues_at_the_old_size_when_replicas_are_unschedulable(
     workspace: Workspace, devices: Devices
 ) -> None:
-    # Of affinity between pods the operator knows nothing, so one place seems to be left far.
+    # The operator does not evaluate affinity between pods, so the second node seems to have capacity.
     _, far = devices.nodes
     apart = {"labelSelector": {"matchLabels": {"quiet": "please"}}, "topologyKey": "kubernetes.io/hostname"}
     affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
@@ -258,24 +260,26 @@ def test_training_continues_at_the_old_size_when_replicas_are_unschedulable(
 
 @contextmanager
 def own_installation(system: System, namespace: str) -> Iterator[None]:
-    """An operator and a metrics service in the namespace, for it alone; the others have no say in it."""
+    """Install an operator and a metrics service for this namespace, and bar the other operator from it."""
     objects = [
-        one
-        for one in yaml.safe_load_all(succeeded(system.kubectl("kustomize", str(DEPLOY / "one-namespace"))))
-        if one["kind"] not in ("CustomResourceDefinition", "Namespace")
+        manifest
+        for manifest in yaml.safe_load_all(
+            succeeded(system.kubectl("kustomize", str(DEPLOY / "one-namespace")))
+        )
+        if manifest["kind"] not in ("CustomResourceDefinition", "Namespace")
     ]
     of_cluster = []
-    for one in objects:
-        if "namespace" in one["metadata"]:
-            one["metadata"]["namespace"] = namespace
+    for manifest in objects:
+        if "namespace" in manifest["metadata"]:
+            manifest["metadata"]["namespace"] = namespace
         else:
-            one["metadata"]["name"] = f"{namespace}-{one['metadata']['name']}"
-            # Lest the rights of users grow by those of a test.
-            one["metadata"]["labels"] = {}
-            of_cluster.append(one)
-        if one.get("roleRef", {}).get("kind") == "ClusterRole":
-            one["roleRef"]["name"] = f"{namespace}-{one['roleRef']['name']}"
-        for subject in one.get("subjects", ()):
+            manifest["metadata"]["name"] = f"{namespace}-{manifest['metadata']['name']}"
+            # Without the labels that aggregate these permissions to the roles of users.
+            manifest["metadata"]["labels"] = {}
+            of_cluster.append(manifest)
+        if manifest.get("roleRef", {}).get("kind") == "ClusterRole":
+            manifest["roleRef"]["name"] = f"{namespace}-{manifest['roleRef']['name']}"
+        for subject in manifest.get("subjects", ()):
             subject["namespace"] = namespace
     barred = _barred(namespace)
     of_cluster += barred
@@ -291,8 +295,9 @@ def own_installation(system: System, namespace: str) -> Iterator[None]:
             )
         yield
     finally:
-        for one in of_cluster:
-            succeeded(system.kubectl("delete", one["kind"], one["metadata"]["name"], "--ignore-not-found"))
+        for manifest in of_cluster:
+            kind, name = manifest["kind"], manifest["metadata"]["name"]
+            succeeded(system.kubectl("delete", kind, name, "--ignore-not-found"))
 
 
 def _apply(system: System, objects: list[dict[str, Any]]) -> None:
@@ -301,7 +306,7 @@ def _apply(system: System, objects: list[dict[str, Any]]) -> None:
 
 
 def _barred(namespace: str) -> list[dict[str, Any]]:
-    """What keeps the operator of all namespaces from writing anything in this one."""
+    """Return admission rules that reject the writes of the operator of all namespaces in this namespace."""
     group = "admissionregistration.k8s.io"
     name = f"{namespace}-is-not-yours"
     rule = {"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["*"], "resources": ["*/*"]}
@@ -357,7 +362,7 @@ def test_an_operator_that_may_not_list_nodes_finds_what_fits_by_trying(
         job = workspace.submit(job_manifest(minReplicas=2, container=devices.container()))
         job.wait_until_training(2)
         two = job.uids()
-        # Four would be better still, so that is tried; one finds no place.
+        # The operator tries four replicas, and the fourth is unschedulable.
         condition = job.wait_for_condition("Rescaling", "Unschedulable")
         assert f"Insufficient {devices.name}" in condition["message"]
         assert job.status()["replicas"] in (2, 3)

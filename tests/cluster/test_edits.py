@@ -17,7 +17,7 @@ NEVER = {"claimName": "shared", "intervalSeconds": 3600}
 
 
 def step_of(job: JobUnderTest) -> int:
-    """The last step that the service has heard of, which is one of the active generation."""
+    """Wait for a report of the active generation, and return its step."""
 
     def latest_report() -> Any:
         view = job.view()
@@ -27,7 +27,7 @@ def step_of(job: JobUnderTest) -> int:
     return int(wait_until(latest_report, f"a report of {job.id}")["step"])
 
 
-def is_there(read: Any, *arguments: str) -> bool:
+def exists(read: Any, *arguments: str) -> bool:
     """Whether an object can be read."""
     try:
         read(*arguments)
@@ -38,8 +38,8 @@ def is_there(read: Any, *arguments: str) -> bool:
     return True
 
 
-def is_known(system: System, job: JobUnderTest) -> bool:
-    """Whether the metrics service knows a job."""
+def is_in_service(system: System, job: JobUnderTest) -> bool:
+    """Whether the metrics service has the job."""
     place = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
     path = f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/{place}/proxy/jobs/{job.id}"
     answer = system.kubectl("get", "--raw", path)
@@ -49,10 +49,10 @@ def is_known(system: System, job: JobUnderTest) -> bool:
 
 
 def wait_until_nothing_is_left(system: System, job: JobUnderTest) -> None:
-    """Wait until neither the cluster nor the service knows a job any more."""
+    """Wait until neither the cluster nor the service has anything of the job."""
     wait_until(lambda: not job.indexed_jobs(), "the end of its Job", patience=90)
     wait_until(lambda: not job.pods(ended=True), "the end of its pods", patience=90)
-    wait_until(lambda: not is_known(system, job), "the service to forget it")
+    wait_until(lambda: not is_in_service(system, job), "the service to delete it")
 
 
 def wait_until_at_rest(job: JobUnderTest, reason: str) -> None:
@@ -133,7 +133,7 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     job.wait_until_training(1)
     entered = job.entered()
     assert entered >= step > 0
-    assert [one.metadata.uid for one in job.indexed_jobs()] == [batch.metadata.uid]
+    assert [indexed_job.metadata.uid for indexed_job in job.indexed_jobs()] == [batch.metadata.uid]
 
     # A changed template replaces the pods, which continue from the last checkpoint.
     step = step_of(job)
@@ -142,14 +142,14 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     job.edit(template=template)
 
     def other_job() -> bool:
-        return batch.metadata.uid not in [one.metadata.uid for one in job.indexed_jobs()]
+        return batch.metadata.uid not in [indexed_job.metadata.uid for indexed_job in job.indexed_jobs()]
 
     wait_until(other_job, "the end of the Job", patience=90)
     job.wait_until_training(1, timeout=180)
     assert job.run_in(0, "import os; print(os.environ['ANOTHER'])").strip() == "template"
     assert job.entered() >= step >= entered
 
-    # It is over when it has made the steps that are asked for, and is cleaned up when that is asked for.
+    # The job completes at scaleInvariantSteps, and is deleted after ttlSecondsAfterFinished.
     job.edit(scaleInvariantSteps=1)
     job.kubectl("wait", "--for=condition=Complete", "asj/paced", "--timeout=120s", timeout=140)
     status = job.status()
@@ -157,9 +157,9 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     assert (status["disruptions"], status["failures"], status["restarts"]) == (0, 0, 0)
     assert "enters generation" in job.logs()
     job.edit(ttlSecondsAfterFinished=1)
-    wait_until(lambda: not is_there(job.raw), "the job's end")
+    wait_until(lambda: not exists(job.raw), "the job's end")
     wait_until_nothing_is_left(system, job)
-    assert is_there(system.core.read_namespaced_persistent_volume_claim, "shared", job.namespace)
+    assert exists(system.core.read_namespaced_persistent_volume_claim, "shared", job.namespace)
 
 
 def test_after_edits_in_quick_succession_the_last_holds_and_no_step_is_lost(workspace: Workspace) -> None:
@@ -203,7 +203,7 @@ def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Wo
     assert status["claim"] == "own-checkpoints"
     assert len({pod.spec.node_name for pod in own.pods().values()}) == 1
     assert "SingleNode" in [reason for reason, _ in own.events()]
-    assert is_there(read_claim, "own-checkpoints", own.namespace)
+    assert exists(read_claim, "own-checkpoints", own.namespace)
     own.delete()
 
     # A new job of the same name continues from the checkpoints in the claim.
@@ -218,11 +218,11 @@ def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Wo
     assert (status["rescales"], status["disruptions"], status["failures"]) == (0, 0, 0)
     assert again.entered() >= step > 0
 
-    wait_until(lambda: not is_there(own.raw), "the job's end")
+    wait_until(lambda: not exists(own.raw), "the job's end")
     wait_until_nothing_is_left(system, own)
-    wait_until(lambda: not is_there(read_claim, "own-checkpoints", own.namespace), "the end of its claim")
+    wait_until(lambda: not exists(read_claim, "own-checkpoints", own.namespace), "the end of its claim")
 
-    # A deadline that is over already ends a job that runs.
+    # A deadline that has already passed ends a running job.
     again.edit(activeDeadlineSeconds=1)
     again.kubectl("wait", "--for=condition=Failed", "asj/again", "--timeout=60s", timeout=80)
     condition = again.condition("Failed")
@@ -232,4 +232,4 @@ def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Wo
 
     again.delete()
     wait_until_nothing_is_left(system, again)
-    assert is_there(read_claim, "shared", again.namespace)
+    assert exists(read_claim, "shared", again.namespace)

@@ -51,24 +51,24 @@ def listed(objects: list[Manifest]) -> Manifest:
 def render(overlay: str, namespace: str) -> list[Manifest]:
     """The objects of an overlay, in a namespace of this test, and with names of its own in the cluster.
 
-    So the test neither needs nor harms an installation that is there already.
+    So the test neither needs nor changes an existing installation.
     """
     text = kubectl("kustomize", str(DEPLOY / overlay)).stdout
-    objects = [one for one in yaml.safe_load_all(text) if one]
-    (own,) = [one["metadata"]["name"] for one in objects if one["kind"] == "Namespace"]
-    for one in objects:
-        metadata = one["metadata"]
+    objects = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    (own,) = [manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == "Namespace"]
+    for manifest in objects:
+        metadata = manifest["metadata"]
         if metadata.get("namespace") == own:
             metadata["namespace"] = namespace
-        if one["kind"] == "Namespace":
+        if manifest["kind"] == "Namespace":
             metadata["name"] = namespace
-        if one["kind"] in CLUSTER_SCOPED:
+        if manifest["kind"] in CLUSTER_SCOPED:
             metadata["name"] = f"{namespace}-{metadata['name']}"
-            # Lest the rights of users grow by those of a test.
+            # Without the labels that aggregate these permissions to the roles of users.
             metadata["labels"] = {"adascale.dev/test": namespace}
-        if one.get("roleRef", {}).get("kind") == "ClusterRole":
-            one["roleRef"]["name"] = f"{namespace}-{one['roleRef']['name']}"
-        for subject in one.get("subjects", []):
+        if manifest.get("roleRef", {}).get("kind") == "ClusterRole":
+            manifest["roleRef"]["name"] = f"{namespace}-{manifest['roleRef']['name']}"
+        for subject in manifest.get("subjects", []):
             if subject["namespace"] == own:
                 subject["namespace"] = namespace
     return objects
@@ -86,8 +86,15 @@ def namespace() -> Iterator[str]:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_overlay_is_accepted_under_the_restricted_standard(overlay: str, namespace: str) -> None:
     objects = render(overlay, namespace)
-    kubectl("apply", "-f", "-", given=listed([one for one in objects if one["kind"] == "Namespace"]))
-    others = [one for one in objects if one["kind"] not in ("Namespace", "CustomResourceDefinition")]
+    kubectl(
+        "apply",
+        "-f",
+        "-",
+        given=listed([manifest for manifest in objects if manifest["kind"] == "Namespace"]),
+    )
+    others = [
+        manifest for manifest in objects if manifest["kind"] not in ("Namespace", "CustomResourceDefinition")
+    ]
     result = kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", given=listed(others))
     assert "Warning" not in result.stderr, result.stderr
     # What makes the pods is only warned of; the pods themselves would be refused.
@@ -116,7 +123,7 @@ def test_the_crd_is_accepted() -> None:
 # -- rights ---------------------------------------------------------------------------------------------
 
 Attributes = tuple[str, str, str, str]
-"""Group, resource with subresource, verb, and the name of the one object or ''."""
+"""Group, resource with subresource, verb, and the name of the object or ''."""
 
 CONTROLLER_MAY: list[Attributes] = [
     ("adascale.dev", "adascalejobs", "list", ""),
@@ -223,11 +230,11 @@ def test_the_permissions_of_the_operator_of_all_namespaces(namespace: str) -> No
         namespace,
         names.CONTROLLER,
         [
-            *[(where, one, True) for where in ("", "default") for one in CONTROLLER_MAY],
-            *[("", one, True) for one in NODES],
-            *[(namespace, one, True) for one in LEASE],
-            *[("default", one, False) for one in [*CONTROLLER_MAY_NOT, *LEASE]],
-            *[("", one, False) for one in CONTROLLER_MAY_NOT],
+            *[(where, attributes, True) for where in ("", "default") for attributes in CONTROLLER_MAY],
+            *[("", attributes, True) for attributes in NODES],
+            *[(namespace, attributes, True) for attributes in LEASE],
+            *[("default", attributes, False) for attributes in [*CONTROLLER_MAY_NOT, *LEASE]],
+            *[("", attributes, False) for attributes in CONTROLLER_MAY_NOT],
             (namespace, OTHERS_LEASE, False),
         ],
     )
@@ -239,9 +246,13 @@ def test_the_operator_of_one_namespace_has_no_permissions_outside_it(namespace: 
         namespace,
         names.CONTROLLER,
         [
-            *[(namespace, one, True) for one in [*CONTROLLER_MAY, *LEASE]],
-            *[(namespace, one, False) for one in [*CONTROLLER_MAY_NOT, OTHERS_LEASE]],
-            *[(where, one, False) for where in ("", "default") for one in [*CONTROLLER_MAY, *LEASE, *NODES]],
+            *[(namespace, attributes, True) for attributes in [*CONTROLLER_MAY, *LEASE]],
+            *[(namespace, attributes, False) for attributes in [*CONTROLLER_MAY_NOT, OTHERS_LEASE]],
+            *[
+                (where, attributes, False)
+                for where in ("", "default")
+                for attributes in [*CONTROLLER_MAY, *LEASE, *NODES]
+            ],
         ],
     )
 
@@ -252,7 +263,10 @@ def test_the_metrics_service_may_only_create_token_reviews(overlay: str, namespa
     compare(
         namespace,
         names.API_SERVICE,
-        [("", REVIEW, True), *[(where, one, False) for where in ("", namespace) for one in NOT_OF_SERVICE]],
+        [
+            ("", REVIEW, True),
+            *[(where, attributes, False) for where in ("", namespace) for attributes in NOT_OF_SERVICE],
+        ],
     )
 
 
@@ -260,11 +274,13 @@ def test_the_metrics_service_may_only_create_token_reviews(overlay: str, namespa
 def test_the_service_account_of_worker_pods_has_no_permissions(overlay: str, namespace: str) -> None:
     install_rights(overlay, namespace)
     everything = [*CONTROLLER_MAY, *CONTROLLER_MAY_NOT, *LEASE, *NODES, REVIEW, *NOT_OF_SERVICE]
-    compare(namespace, "default", [(namespace, one, False) for one in dict.fromkeys(everything)])
+    compare(
+        namespace, "default", [(namespace, attributes, False) for attributes in dict.fromkeys(everything)]
+    )
 
 
 def test_the_roles_edit_and_view_include_adascalejobs(namespace: str) -> None:
-    roles = [one for one in yaml.safe_load_all((DEPLOY / "base/users.yaml").read_text()) if one]
+    roles = [role for role in yaml.safe_load_all((DEPLOY / "base/users.yaml").read_text()) if role]
     for role in roles:
         role["metadata"]["name"] = f"{namespace}-{role['metadata']['name']}"
         role["metadata"]["labels"]["adascale.dev/test"] = namespace

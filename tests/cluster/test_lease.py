@@ -23,14 +23,14 @@ from adascale_controller.operator.runtime.lease import LeaseElection
 
 async def main(namespace, identity):
     await config.load_kube_config()
-    asked = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     async with client.ApiClient() as api:
         times = {"duration": 4, "renew_deadline": 2, "retry": 0.2}
         election = LeaseElection(api, namespace, "operator", identity, **times)
         await election.acquire()
         holding = asyncio.create_task(election.hold())
-        while not asked.is_set() and not holding.done():
+        while not terminated.is_set() and not holding.done():
             if election.held:
                 print(time.monotonic(), flush=True)
             await asyncio.sleep(0.05)
@@ -67,7 +67,7 @@ Start = Callable[[str], Operator]
 def start(namespace: str, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def one(identity: str) -> Operator:
+        def start_operator(identity: str) -> Operator:
             output = tmp_path / f"{identity}.txt"
             with output.open("wb") as out:
                 process = subprocess.Popen([sys.executable, "-c", PROGRAM, namespace, identity], stdout=out)
@@ -75,11 +75,11 @@ def start(namespace: str, tmp_path: Path) -> Iterator[Start]:
             stack.callback(process.kill)
             return Operator(process, output)
 
-        yield one
+        yield start_operator
 
 
 def took_over(first: Operator, second: Operator) -> float:
-    """Seconds between the last moment of the first and the first one of the second: never both."""
+    """Return the seconds from the last moment of the first operator to the first moment of the second."""
     return second.moments[0] - first.moments[-1]
 
 

@@ -35,28 +35,28 @@ def on_two_replicas(**spec: Any) -> Manifest:
     return manifest
 
 
-def wait_until_it_goes_on(job: JobUnderTest, disruptions: int) -> int:
-    """Wait until the job trains again after so many disruptions; the step at which it does."""
+def wait_until_training_continues(job: JobUnderTest, disruptions: int) -> int:
+    """Wait until the job trains again after `disruptions` disruptions. Returns its first step."""
 
-    def goes_on(status: Manifest) -> bool:
+    def is_running(status: Manifest) -> bool:
         return bool(status["disruptions"] >= disruptions and status["state"] == "Running")
 
-    status = job.wait_for(f"training after disruption {disruptions}", goes_on, 180)
+    status = job.wait_for(f"training after disruption {disruptions}", is_running, 180)
     counts = ("replicas", "disruptions", "failures", "restarts", "rescales")
-    assert [status[one] for one in counts] == [2, disruptions, 0, disruptions, 0], job.report()
+    assert [status[count] for count in counts] == [2, disruptions, 0, disruptions, 0], job.report()
     return job.entered()
 
 
 def wait_for_a_checkpoint_after(job: JobUnderTest, step: int) -> int:
-    """The step of a checkpoint that was saved while training went on."""
+    """Wait for a checkpoint after `step`, and return its step."""
     return int(wait_until(lambda: (saved := job.saved_step()) > step and saved, "a checkpoint"))
 
 
 def last_step_before(job: JobUnderTest) -> int:
-    """Return the last step that was reported by the generations before the active one."""
+    """Return the last step that was reported by the generations before the active generation."""
     active = job.view()["active"]["generation"]
     reports = job.history()
-    return max(int(one["step"]) for one in reports if one["generation"] < active)
+    return max(int(report["step"]) for report in reports if report["generation"] < active)
 
 
 def test_a_job_that_loses_replicas_continues_from_its_last_checkpoint(workspace: Workspace) -> None:
@@ -67,13 +67,13 @@ def test_a_job_that_loses_replicas_continues_from_its_last_checkpoint(workspace:
     step = wait_for_a_checkpoint_after(job, job.entered())
 
     job.run_in(1, KILL_TRAINERS)
-    again = wait_until_it_goes_on(job, 1)
+    again = wait_until_training_continues(job, 1)
     assert again >= step
     assert job.uids() == first
 
     step = wait_for_a_checkpoint_after(job, again)
     job.kubectl("delete", "pod", job.pods()[0].metadata.name, "--force", "--grace-period=0")
-    again = wait_until_it_goes_on(job, 2)
+    again = wait_until_training_continues(job, 2)
     assert again >= step
     second = job.uids()
     assert second[0] != first[0]
@@ -81,7 +81,7 @@ def test_a_job_that_loses_replicas_continues_from_its_last_checkpoint(workspace:
 
     step = wait_for_a_checkpoint_after(job, again)
     job.run_in(1, HUNGER)
-    assert wait_until_it_goes_on(job, 3) >= step
+    assert wait_until_training_continues(job, 3) >= step
     assert job.uids()[0] == second[0]
     reasons = [reason for reason, _ in job.events()]
     assert reasons.count("ReplicaLost") == 3
@@ -92,7 +92,7 @@ def test_a_job_that_loses_replicas_continues_from_its_last_checkpoint(workspace:
 def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
     system: System, workspace: Workspace
 ) -> None:
-    """Nothing is saved but by who leaves: first all pods at once, then one."""
+    """Only evicted pods save: first all pods at the same time, then a single pod."""
     checkpoint = {"claimName": "shared", "intervalSeconds": 3600}
     # A node is drained of pods by their labels, in all namespaces.
     job = workspace.submit(on_two_replicas(name=workspace.namespace, checkpoint=checkpoint))
@@ -107,7 +107,7 @@ def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(evict, job.pods().values()))
-    again = wait_until_it_goes_on(job, 1)
+    again = wait_until_training_continues(job, 1)
     assert again == last_step_before(job)
     second = job.uids()
     assert not set(first.values()) & set(second.values())
@@ -127,7 +127,7 @@ def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
     finally:
         uncordon = ("uncordon", drained.spec.node_name)
         wait_until(lambda: system.kubectl(*uncordon).returncode == 0, "the node to take pods again")
-    again = wait_until_it_goes_on(job, 2)
+    again = wait_until_training_continues(job, 2)
     assert again == last_step_before(job)
     assert job.uids()[1] != second[1]
     job.delete()

@@ -84,7 +84,7 @@ def ask(
 
 
 class Jobs:
-    """The Job of one workload."""
+    """The Job of a workload."""
 
     def __init__(self, api: client.ApiClient, made: Workload) -> None:
         self.api = api
@@ -103,7 +103,7 @@ class Jobs:
     def pods(self) -> dict[int, Pod]:
         path = f"/api/v1/namespaces/{self.made.namespace}/pods"
         found = ask(self.api, "GET", path, labelSelector=f"{names.LABEL_JOB}={self.made.name}")
-        pods = [read_pod(one) for one in found["items"]]
+        pods = [read_pod(pod) for pod in found["items"]]
         assert len({pod.rank for pod in pods}) == len(pods)
         return {pod.rank: pod for pod in pods}
 

@@ -1,4 +1,4 @@
-"""The operator as a process of its own: killed before each of its writes, beside another one, and idle.
+"""The operator as a process of its own: killed before each of its writes, beside another operator, and idle.
 
 Its jobs have pods that no node takes. An installed operator that would act on them too is away meanwhile.
 """
@@ -108,7 +108,7 @@ def place(
 
 
 def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
-    """Whether a count is decided, desired, and what the one Job has."""
+    """Whether a count is decided, desired, and that of the only Job."""
     status = job.status()
     recorded = status.get("allocation", {"generation": 0, "replicas": -1})
     batches = job.indexed_jobs()
@@ -197,7 +197,7 @@ def test_an_idle_operator_makes_no_calls(place: Place) -> None:
     jobs = [place.submit(f"idle-{number}", suspend=True) for number in range(5)]
     operator = place.operator()
     wait_until(lambda: all(job.status().get("state") == "Suspended" for job in jobs), "all of them suspended")
-    seen: list[Counter[str]] = []
+    observed: list[Counter[str]] = []
 
     def is_quiet() -> bool:
         """Whether the operator sent nothing to the cluster in some cycles."""
@@ -206,11 +206,11 @@ def test_an_idle_operator_makes_no_calls(place: Place) -> None:
         wait_until(lambda: (operator.calls - before)["service GET jobs"] > IDLE_CYCLES, "some more cycles")
         made = operator.calls - before
         print(dict(made))
-        seen.append(made)
+        observed.append(made)
         same = [job.raw()["metadata"]["resourceVersion"] for job in jobs] == versions
         return same and not any(kind.startswith("cluster") for kind in made)
 
-    # A watch that the API server ends is begun again, so some spans may have calls; with a hot loop all do.
+    # A watch that the API server ends is started again, so some intervals may have calls.
     wait_until(is_quiet, "some cycles without a call to the cluster")
-    assert not any(kind.split()[1] in WRITES for made in seen[1:] for kind in made), seen
+    assert not any(kind.split()[1] in WRITES for made in observed[1:] for kind in made), observed
     assert operator.stop() == 0

@@ -44,21 +44,21 @@ def command(variable: str, what: str) -> Callable[..., None]:
 
 
 def steps(job: JobUnderTest) -> int:
-    """The steps that the service has heard of."""
+    """Return the last reported step; 0 if there is no report."""
     latest = job.view()["latest"]
     return latest["step"] if latest else 0
 
 
-def goes_on(job: JobUnderTest, more: int = 40) -> None:
-    """Wait until it has made some more steps."""
+def wait_for_steps(job: JobUnderTest, more: int = 40) -> None:
+    """Wait until the job has reported `more` more steps."""
     before = steps(job)
     wait_until(lambda: steps(job) >= before + more, f"{more} more steps after {before}", patience=120)
 
 
-def is_one_job(job: JobUnderTest, replicas: int) -> None:
-    """One Job, of the right size, and one generation that status and service agree on."""
+def assert_one_job(job: JobUnderTest, replicas: int) -> None:
+    """Assert that a single Job has the replicas, and that status and service agree on the generation."""
     batches = job.indexed_jobs()
-    assert [one.metadata.name for one in batches] == [job.name]
+    assert [indexed_job.metadata.name for indexed_job in batches] == [job.name]
     assert batches[0].spec.completions == batches[0].spec.parallelism == replicas
     view, status = job.view(), job.status()
     assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]
@@ -73,15 +73,15 @@ def test_training_continues_without_the_operator_and_later_edits_are_applied(
     uids = job.uids()
     with system.scaled(f"deployment/{names.CONTROLLER}", 0):
         wait_until(lambda: not system.pods_of(names.CONTROLLER), "the operator's end")
-        goes_on(job)
+        wait_for_steps(job)
         # A replica is lost meanwhile: service, agents and the Job controller do without the operator.
         job.kubectl("delete", "pod", job.pods()[1].metadata.name, "--grace-period=0", "--force")
         wait_until(lambda: job.uids().get(1) not in (None, uids[1]), "another pod of rank 1")
-        goes_on(job)
+        wait_for_steps(job)
         job.edit(maxReplicas=1, minReplicas=1)
     job.wait_until_training(1)
     wait_until(lambda: job.uids() == {0: uids[0]}, "the end of rank 1")
-    is_one_job(job, 1)
+    assert_one_job(job, 1)
     status = job.status()
     assert status["disruptions"] == 1
     assert status["failures"] == 0
@@ -98,7 +98,7 @@ def test_a_job_grows_while_the_operator_is_killed_repeatedly(system: System, wor
         desired = job.status()["desiredReplicas"]
     system.kill(names.CONTROLLER)
     job.wait_until_training(4)
-    is_one_job(job, 4)
+    assert_one_job(job, 4)
     assert job.status()["failures"] == 0
 
 
@@ -110,7 +110,7 @@ def wants_more_than(job: JobUnderTest, replicas: int) -> bool:
 def test_a_killed_metrics_service_keeps_what_it_has_answered(system: System, workspace: Workspace) -> None:
     job = workspace.submit(job_manifest(**LONG))
     job.wait_until_training(2)
-    goes_on(job)
+    wait_for_steps(job)
     uids = job.uids()
     generation = job.view()["active"]["generation"]
     history = system.get(f"/jobs/{job.id}/gain/history")["points"]
@@ -122,17 +122,17 @@ def test_a_killed_metrics_service_keeps_what_it_has_answered(system: System, wor
         wait_until(lambda: time.monotonic() - away > names.HEARTBEAT_TIMEOUT + 5, "the time", patience=60)
         assert job.uids() == uids
     wait_until(lambda: answers(system, job), "the service's answer", patience=120)
-    goes_on(job)
+    wait_for_steps(job)
     after = system.get(f"/jobs/{job.id}/gain/history?points=5000")["points"]
-    known = {(one["generation"], one["step"]) for one in after}
-    assert {(one["generation"], one["step"]) for one in history} <= known
+    known = {(report["generation"], report["step"]) for report in after}
+    assert {(report["generation"], report["step"]) for report in history} <= known
     assert job.view()["active"]["generation"] == generation
     assert job.uids() == uids
     assert (job.status()["disruptions"], job.status()["failures"]) == (0, 0)
 
 
 def answers(system: System, job: JobUnderTest) -> Any:
-    """The service's answer, as soon as there is one."""
+    """Return the gain view of the service; None if it does not answer."""
     try:
         return system.get(f"/jobs/{job.id}/gain")
     except AssertionError:
@@ -164,7 +164,7 @@ def test_training_continues_during_an_outage_of_the_api_server(system: System, w
     # The operator works, whether it has held out or was started again.
     job.edit(maxReplicas=1, minReplicas=1)
     job.wait_until_training(1)
-    is_one_job(job, 1)
+    assert_one_job(job, 1)
 
 
 def is_reachable(job: JobUnderTest) -> bool:
@@ -180,17 +180,17 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     system: System, workspace: Workspace
 ) -> None:
     run = command("ADASCALE_TEST_NODE", "a node")
-    nodes = [one.metadata.name for one in system.core.list_node().items if not keeps_out(one)]
+    nodes = [node.metadata.name for node in system.core.list_node().items if not is_reserved(node)]
     if len(nodes) < 2 or not system.storage.shared:
         pytest.skip("needs two nodes and a volume that both can mount")
     resources = {"requests": {"cpu": "50m"}, "limits": {"nvidia.com/gpu": "1"}}
     capacity = {
-        one.metadata.name: one.status.allocatable.get("nvidia.com/gpu")
-        for one in system.core.list_node().items
+        node.metadata.name: node.status.allocatable.get("nvidia.com/gpu")
+        for node in system.core.list_node().items
     }
     if any(capacity[name] != "4" for name in nodes[:2]):
         pytest.skip("needs two nodes of four nvidia.com/gpu each, as `--gpus 4` claims")
-    # One that was not heard of may just have come back.
+    # A node of an earlier test may become ready only now.
     wait_until(lambda: all(is_ready(system, name) for name in nodes), "all nodes", patience=120)
     # More than a node holds, so that both are needed.
     job = workspace.submit(
@@ -198,7 +198,7 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
             container={"resources": resources}, minReplicas=2, maxReplicas=6, maxBatchSize=24, pace=0.1
         )
     )
-    lost = have_both_parts_on_one(system, nodes[:2])
+    lost = run_operator_beside_service(system, nodes[:2])
     job.wait_until_training(4, timeout=180)
     job.wait_for("replicas on both nodes", lambda _: len(places(job)) == 2, timeout=180)
     job.wait_until_training(6, timeout=240)
@@ -211,7 +211,7 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
             timeout=90,
         )
         assert time.monotonic() - declared < 60
-        goes_on(job)
+        wait_for_steps(job)
         assert status["failures"] == 0
     wait_until(lambda: is_ready(system, lost), f"{lost} to be back", patience=120)
     job.wait_until_training(6, timeout=300)
@@ -219,11 +219,11 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     assert job.status()["failures"] == 0
 
 
-def have_both_parts_on_one(system: System, nodes: list[str]) -> str:
-    """Have the operator and the service on the same one of two nodes; the other one."""
+def run_operator_beside_service(system: System, nodes: list[str]) -> str:
+    """Move the operator to the node of the service. Returns the other node."""
     (service,) = system.pods_of(names.API_SERVICE)
-    home = system.core.read_namespaced_pod(service, names.SYSTEM_NAMESPACE).spec.node_name
-    other = next(name for name in nodes if name != home)
+    service_node = system.core.read_namespaced_pod(service, names.SYSTEM_NAMESPACE).spec.node_name
+    other = next(name for name in nodes if name != service_node)
     succeeded(system.kubectl("cordon", other))
     try:
         system.kill(names.CONTROLLER)
@@ -239,7 +239,7 @@ def have_both_parts_on_one(system: System, nodes: list[str]) -> str:
 
 
 def places(job: JobUnderTest) -> set[str]:
-    """The nodes that its pods run on."""
+    """Return the nodes of the job's pods."""
     return {
         pod.spec.node_name
         for pod in job.pods().values()
@@ -247,13 +247,13 @@ def places(job: JobUnderTest) -> set[str]:
     }
 
 
-def keeps_out(node: Any) -> bool:
-    """Whether a node is not meant for everyone's pods."""
+def is_reserved(node: Any) -> bool:
+    """Whether a node has a taint other than those of an unavailable node."""
     passing = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
     return any(taint.key not in passing for taint in node.spec.taints or ())
 
 
 def is_ready(system: System, name: str) -> bool:
-    """Whether a node is heard of."""
+    """Whether a node is ready."""
     conditions = system.core.read_node(name).status.conditions
-    return any(one.type == "Ready" and one.status == "True" for one in conditions)
+    return any(condition.type == "Ready" and condition.status == "True" for condition in conditions)

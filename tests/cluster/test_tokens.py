@@ -55,10 +55,10 @@ def token_of(api_client: client.ApiClient) -> TokenOf:
         except client.ApiException as error:
             if error.status != 409:
                 raise
-        asked = client.AuthenticationV1TokenRequest(
+        request = client.AuthenticationV1TokenRequest(
             spec=client.V1TokenRequestSpec(audiences=list(audiences), expiration_seconds=seconds)
         )
-        made = core.create_namespaced_service_account_token(account, namespace, asked)
+        made = core.create_namespaced_service_account_token(account, namespace, request)
         assert made.status is not None
         return str(made.status.token)
 
@@ -81,13 +81,13 @@ def reviewing(folder: Path, kubeconfig: str, controller: str) -> Iterator[Servic
 
 def call(service: ServiceProcess, token: str | None, job: str, name: str) -> Answer:
     method, path, body = CALLS[name]
-    with Client(service.port, token) as one:
-        return one.call(method, f"/jobs/{job}{path}", body)
+    with Client(service.port, token) as connection:
+        return connection.call(method, f"/jobs/{job}{path}", body)
 
 
 def jobs(service: ServiceProcess) -> Any:
-    with Client(service.port, None) as one:
-        return one.get("/jobs")
+    with Client(service.port, None) as connection:
+        return connection.get("/jobs")
 
 
 def test_the_operators_token_may_write_everything_and_a_workers_its_job(
@@ -188,8 +188,8 @@ def test_protected_reads_require_the_jobs_or_the_operators_token(
             "/healthz": (200, 200, 200),
         }.items():
             for token, status in zip((None, worker, operator), statuses, strict=True):
-                with Client(service.port, token) as one:
-                    assert (one.call("GET", path).status, path) == (status, path)
+                with Client(service.port, token) as connection:
+                    assert (connection.call("GET", path).status, path) == (status, path)
 
 
 def test_a_metrics_service_that_may_not_review_tokens_names_the_permission(

@@ -205,7 +205,7 @@ def test_pods_are_restricted_and_write_to_volumes_only(workload: dict[str, Any])
 
 
 def test_the_metrics_service_never_has_two_pods() -> None:
-    # A StatefulSet starts a pod only when the one before is known to be gone; a Deployment does not.
+    # A StatefulSet starts a pod only after the previous pod has been deleted; a Deployment does not.
     service = find(EVERYWHERE, "StatefulSet", names.API_SERVICE)
     assert service["spec"]["replicas"] == 1
     (claim,) = service["spec"]["volumeClaimTemplates"]
@@ -276,7 +276,7 @@ def stage(name: str) -> str:
 @pytest.mark.parametrize("part", PARTS)
 def test_no_image_runs_as_root(part: str) -> None:
     users = re.findall(r"^USER (\S+)$", stage(part), re.MULTILINE)
-    # By number: a kubelet can't tell whether a name is root's.
+    # By number: a kubelet can't check whether a user name is that of root.
     assert users == ["65532:65532"]
 
 

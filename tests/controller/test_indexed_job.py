@@ -296,8 +296,8 @@ def test_the_operators_claim_has_the_storage_of_the_spec() -> None:
         "accessModes": ["ReadWriteOnce"],
         "resources": {"requests": {"storage": "1Gi"}},
     }
-    asked = CheckpointSettings(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
-    made = claim_manifest(workload(checkpoint=asked))
+    checkpoint = CheckpointSettings(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
+    made = claim_manifest(workload(checkpoint=checkpoint))
     assert made is not None
     assert made["spec"] == {
         "accessModes": ["ReadWriteMany"],
@@ -628,7 +628,7 @@ def test_the_digest_is_the_same_as_in_earlier_versions() -> None:
     assert template_digest(workload(), single_node=False) == "9e9aa2eeed5f97d5796c8bdbfc5767c2"
 
 
-# -- whatever the template ---------------------------------------------------------------------------------
+# -- properties of any template -----------------------------------------------------------------------------
 
 words = st.text("abcxyz", min_size=1, max_size=3)
 scalars = st.one_of(words, st.integers(0, 99), st.booleans(), st.none())

@@ -1,4 +1,4 @@
-"""One operator runs at a time: the election in virtual time, with an API server that fails."""
+"""Leader election in virtual time, with an API server that fails: at most one operator runs at a time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from adascale_controller.operator.runtime.lease import (
 T = TypeVar("T")
 
 
-# -- virtual time ------------------------------------------------------------------------------------------
+# -- virtual time ---------------------------------------------------------------------------------------
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting takes no time."""
+    """An event loop whose clock advances without waiting."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -62,11 +62,11 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# -- an API server with one lease --------------------------------------------------------------------------
+# -- an API server with one lease -----------------------------------------------------------------------
 
 
 class Server:
-    """The lease, with the versions that guard it."""
+    """A lease that is only replaced by a write with its current resource version."""
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
@@ -144,15 +144,15 @@ class Connection:
         return answer
 
 
-def election(line: Connection, identity: str) -> Election:
-    return Election(line, identity, clock=now)
+def election(connection: Connection, identity: str) -> Election:
+    return Election(connection, identity, clock=now)
 
 
 class Operator:
-    """An operator that works while it holds the lease."""
+    """A simulated operator that runs while it holds the lease."""
 
-    def __init__(self, line: Connection, identity: str) -> None:
-        self.election = election(line, identity)
+    def __init__(self, connection: Connection, identity: str) -> None:
+        self.election = election(connection, identity)
         self.working = False
         self.lost = 0
         self._task = asyncio.ensure_future(self._live())
@@ -179,8 +179,8 @@ class Operator:
 
 
 @asynccontextmanager
-async def operators(*lines: Connection) -> AsyncIterator[list[Operator]]:
-    made = [Operator(line, f"operator-{number}") for number, line in enumerate(lines)]
+async def operators(*connections: Connection) -> AsyncIterator[list[Operator]]:
+    made = [Operator(connection, f"operator-{number}") for number, connection in enumerate(connections)]
     try:
         yield made
     finally:
@@ -197,7 +197,7 @@ async def seconds_until(holds: Callable[[], bool]) -> float:
     return now() - began
 
 
-# -- taking turns -------------------------------------------------------------------------------------------
+# -- takeover -------------------------------------------------------------------------------------------
 
 
 def test_the_first_operator_runs_and_the_second_waits() -> None:
@@ -263,10 +263,10 @@ def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
 def test_the_holder_stops_before_the_lease_expires() -> None:
     async def main() -> None:
         server = Server()
-        line = Connection(server)
-        async with operators(line, Connection(server, lambda count: 0.02)) as (first, second):
+        connection = Connection(server)
+        async with operators(connection, Connection(server, lambda count: 0.02)) as (first, second):
             await seconds_until(lambda: first.working)
-            line.fault = lambda count: "lost"
+            connection.fault = lambda count: "lost"
             stopped = await seconds_until(lambda: not first.working)
             assert 16 <= stopped <= 20.1
             assert not first.election.held
@@ -276,7 +276,7 @@ def test_the_holder_stops_before_the_lease_expires() -> None:
 
 
 def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
-    """Its process was stopped (SIGSTOP) and finds that out when it continues."""
+    """As after SIGSTOP and SIGCONT."""
 
     async def main() -> None:
         server = Server()
@@ -294,16 +294,16 @@ def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
 
 
 @pytest.mark.parametrize("fault", ["lost", "deaf"])
-def test_an_outage_shorter_than_the_renew_deadline_changes_nothing(fault: str) -> None:
+def test_the_holder_keeps_running_in_an_outage_shorter_than_the_renew_deadline(fault: str) -> None:
     async def main() -> None:
         server = Server()
-        line = Connection(server)
-        async with operators(line) as (only,):
+        connection = Connection(server)
+        async with operators(connection) as (only,):
             await seconds_until(lambda: only.working)
             for _ in range(5):
-                line.fault = lambda count: fault
+                connection.fault = lambda count: fault
                 await asyncio.sleep(15)
-                line.fault = lambda count: ""
+                connection.fault = lambda count: ""
                 await asyncio.sleep(5)
             assert only.working
             assert only.lost == 0
@@ -329,7 +329,7 @@ def test_operators_run_again_after_an_outage_of_the_api_server() -> None:
     run(main)
 
 
-def test_a_new_label_on_the_lease_does_not_end_it() -> None:
+def test_a_new_label_on_the_lease_does_not_stop_the_holder() -> None:
     async def main() -> None:
         server = Server()
         async with operators(Connection(server)) as (only,):
@@ -385,13 +385,13 @@ def test_a_lease_that_is_not_held_is_not_released() -> None:
 def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
     async def main() -> None:
         server = Server()
-        line = Connection(server)
-        only = Operator(line, "only")
+        connection = Connection(server)
+        only = Operator(connection, "only")
         await seconds_until(lambda: only.working)
-        line.delay = lambda count: 0.5
-        asked = line.count
-        await seconds_until(lambda: line.count > asked)
-        await asyncio.sleep(0.6)  # it has arrived, its answer is under way
+        connection.delay = lambda count: 0.5
+        calls = connection.count
+        await seconds_until(lambda: connection.count > calls)
+        await asyncio.sleep(0.6)  # the server has the request, the client does not have its answer
         await only.leave()
         assert server.holder == ""
         await asyncio.sleep(10)
@@ -405,11 +405,11 @@ def test_inconsistent_durations_are_rejected(bad: tuple[float, float, float]) ->
         Election(Connection(Server()), "a", *bad)
 
 
-# -- whatever happens --------------------------------------------------------------------------------------
+# -- random faults --------------------------------------------------------------------------------------
 
 delays = st.lists(st.sampled_from([0.0, 0.1, 1.0, 4.0, 12.0, 40.0]), min_size=1, max_size=12)
 faults = st.lists(st.sampled_from(["", "", "", "lost", "deaf"]), min_size=1, max_size=12)
-lines = st.lists(st.tuples(delays, faults), min_size=2, max_size=3)
+connections = st.lists(st.tuples(delays, faults), min_size=2, max_size=3)
 events = st.lists(
     st.tuples(
         st.sampled_from([0.0, 5.0, 15.0, 25.0, 60.0]),
@@ -421,66 +421,66 @@ events = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(lines, events)
-def test_two_operators_never_run_at_once_and_one_runs_in_the_end(
+@given(connections, events)
+def test_at_most_one_operator_runs_and_exactly_one_after_the_faults(
     made: list[tuple[list[float], list[str]]], events: list[tuple[float, int, str]]
 ) -> None:
     async def main() -> None:
         server = Server()
-        trouble = True
+        faulty = True
         cut: set[int] = set()
 
-        def line(position: int) -> Connection:
+        def connection(position: int) -> Connection:
             delays, faults = made[position]
             return Connection(
                 server,
-                lambda count: delays[count % len(delays)] if trouble else 0.01,
-                lambda count: "lost" if position in cut else faults[count % len(faults)] if trouble else "",
+                lambda count: delays[count % len(delays)] if faulty else 0.01,
+                lambda count: "lost" if position in cut else faults[count % len(faults)] if faulty else "",
             )
 
-        async with operators(*(line(position) for position in range(len(made)))) as all_of_them:
+        async with operators(*(connection(position) for position in range(len(made)))) as running:
 
             async def wait(seconds: float) -> None:
                 end = now() + seconds
                 while now() < end:
-                    assert sum(operator.election.held for operator in all_of_them) <= 1
-                    assert sum(operator.working for operator in all_of_them) <= 1
+                    assert sum(operator.election.held for operator in running) <= 1
+                    assert sum(operator.working for operator in running) <= 1
                     await asyncio.sleep(0.5)
 
             for number, (seconds, who, what) in enumerate(events):
                 await wait(seconds)
                 position = who % len(made)
-                operator = all_of_them[position]
+                operator = running[position]
                 if what in ("kill", "leave"):
                     await (operator.kill() if what == "kill" else operator.leave())
-                    all_of_them[position] = Operator(line(position), f"restarted-{number}")
+                    running[position] = Operator(connection(position), f"restarted-{number}")
                 elif what == "cut":
                     cut.add(position)
                 elif what == "mend":
                     cut.discard(position)
                 elif what == "delete":
                     # A user deletes the lease. No election is safe against that while the lease is held.
-                    if not any(operator.election.held for operator in all_of_them):
+                    if not any(operator.election.held for operator in running):
                         server.lease = None
                 else:
                     server.down = what == "down"
             await wait(100)
-            trouble = server.down = False
+            faulty = server.down = False
             cut.clear()
             await wait(100)
-            assert sum(operator.working for operator in all_of_them) == 1
+            assert sum(operator.working for operator in running) == 1
 
     run(main)
 
 
-# -- what the API server answers ---------------------------------------------------------------------------
+# -- answers of the API server --------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def answering(*answers: tuple[int, bytes] | Exception) -> AsyncIterator[tuple[ApiClient, list[Any]]]:
-    """A client whose requests are answered so, and what they were."""
-    left = list(answers)
-    asked: list[Any] = []
+    """Yield a client that gets these answers, and the list of its requests."""
+    remaining = list(answers)
+    requests: list[Any] = []
 
     class Answer:
         def __init__(self, status: int, content: bytes) -> None:
@@ -495,14 +495,14 @@ async def answering(*answers: tuple[int, bytes] | Exception) -> AsyncIterator[tu
         async def call(
             method: str, url: str, header_params: Any = None, body: Any = None, *rest: Any, **more: Any
         ) -> Answer:
-            asked.append((method, url.partition("/apis")[2], body))
-            answer = left.pop(0)
+            requests.append((method, url.partition("/apis")[2], body))
+            answer = remaining.pop(0)
             if isinstance(answer, Exception):
                 raise answer
             return Answer(*answer)
 
         api.call_api = call
-        yield api, asked
+        yield api, requests
 
 
 def body(spec: Mapping[str, Any], version: str = "7") -> bytes:
@@ -512,11 +512,11 @@ def body(spec: Mapping[str, Any], version: str = "7") -> bytes:
 def test_a_missing_lease_is_created() -> None:
     async def main() -> None:
         made = body({"holderIdentity": "me", "acquireTime": "t"})
-        async with answering((404, b"{}"), (201, made)) as (api, asked):
+        async with answering((404, b"{}"), (201, made)) as (api, requests):
             candidate = LeaseElection(api, "system", "controller", "me")
             await candidate.acquire()
             assert candidate.held
-        (_, read, _), (method, path, sent) = asked
+        (_, read, _), (method, path, sent) = requests
         assert read == "/coordination.k8s.io/v1/namespaces/system/leases/controller"
         assert (method, path) == ("POST", "/coordination.k8s.io/v1/namespaces/system/leases")
         assert sent["metadata"] == {"name": "controller", "namespace": "system"}
@@ -532,10 +532,10 @@ def test_a_lease_is_replaced_with_its_resource_version() -> None:
         mine = body({"holderIdentity": "me"}, "8")
         async with answering((200, body({"holderIdentity": "", "leaseTransitions": 4})), (200, mine)) as (
             api,
-            asked,
+            requests,
         ):
             await LeaseElection(api, "system", "controller", "me").acquire()
-        method, path, sent = asked[1]
+        method, path, sent = requests[1]
         assert (method, path.rpartition("/")[2]) == ("PUT", "controller")
         assert sent["metadata"]["resourceVersion"] == "7"
         assert sent["spec"]["leaseTransitions"] == 5
@@ -544,7 +544,7 @@ def test_a_lease_is_replaced_with_its_resource_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    "failure",
     [
         (403, b'{"message": "leases is forbidden"}'),
         (500, b"{}"),
@@ -556,13 +556,13 @@ def test_a_lease_is_replaced_with_its_resource_version() -> None:
         TimeoutError(),
     ],
 )
-def test_every_unexpected_answer_is_retried(trouble: tuple[int, bytes] | Exception) -> None:
+def test_every_unexpected_answer_is_retried(failure: tuple[int, bytes] | Exception) -> None:
     async def main() -> None:
         mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
-        async with answering(trouble, mine, (409, b"{}"), trouble, mine, mine) as (api, asked):
+        async with answering(failure, mine, (409, b"{}"), failure, mine, mine) as (api, requests):
             candidate = LeaseElection(api, "system", "controller", "me")
             await candidate.acquire()
             assert candidate.held
-            assert len(asked) == 6
+            assert len(requests) == 6
 
     run(main)

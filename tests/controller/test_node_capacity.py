@@ -273,7 +273,7 @@ GPU = {"key": "gpu", "value": "a100", "effect": "NoSchedule"}
 
 
 @pytest.mark.parametrize(
-    ("tolerations", "taint", "goes"),
+    ("tolerations", "taint", "tolerated"),
     [
         ([], None, True),
         ([], GPU, False),
@@ -294,9 +294,9 @@ GPU = {"key": "gpu", "value": "a100", "effect": "NoSchedule"}
         ([{"key": "gpu", "operator": "Gt", "value": "1"}], GPU, False),
     ],
 )  # fmt: skip
-def test_taints(tolerations: list[dict[str, Any]], taint: dict[str, str] | None, goes: bool) -> None:
+def test_taints(tolerations: list[dict[str, Any]], taint: dict[str, str] | None, tolerated: bool) -> None:
     tainted = node(taints=[taint] if taint else None)
-    assert eligible({"tolerations": tolerations}, tainted) == ({"node1"} if goes else set())
+    assert eligible({"tolerations": tolerations}, tainted) == ({"node1"} if tolerated else set())
 
 
 def test_all_taints_must_be_tolerated() -> None:
@@ -393,11 +393,13 @@ def test_a_preferred_affinity_excludes_no_node() -> None:
 def test_an_operator_and_its_opposite_match_complementary_nodes(
     labels: dict[str, str], key: str, values: list[str]
 ) -> None:
-    def goes(operator: str, *asked: str) -> bool:
+    def is_eligible(operator: str, *operands: str) -> bool:
         return bool(
-            eligible(affinity({"matchExpressions": [label(key, operator, *asked)]}), node(labels=labels))
+            eligible(affinity({"matchExpressions": [label(key, operator, *operands)]}), node(labels=labels))
         )
 
-    assert goes("In", *values) != goes("NotIn", *values)
-    assert goes("Exists") != goes("DoesNotExist")
-    assert goes("Gt", values[0]) + goes("Lt", values[0]) + goes("In", values[0]) == goes("Exists")
+    assert is_eligible("In", *values) != is_eligible("NotIn", *values)
+    assert is_eligible("Exists") != is_eligible("DoesNotExist")
+    assert is_eligible("Gt", values[0]) + is_eligible("Lt", values[0]) + is_eligible(
+        "In", values[0]
+    ) == is_eligible("Exists")

@@ -1,4 +1,4 @@
-"""The cache holds the newest version of each object, in whatever order versions arrive."""
+"""The cache holds the newest version of each object, for any order of arrival."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def trains(world: World) -> bool:
 
 
 def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    """Have the API server answer so when asked for a claim; an error is raised."""
+    """Set the answer of the API server to reads of a claim; an error is raised."""
 
     async def get_claim(*_: object) -> Any:
         if isinstance(answer, ClusterError):

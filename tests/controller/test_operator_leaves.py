@@ -1,4 +1,4 @@
-"""The operator as a process that is asked to leave before it has begun."""
+"""The operator as a process that is terminated during its start."""
 
 from __future__ import annotations
 

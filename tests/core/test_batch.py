@@ -91,7 +91,7 @@ estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st
         # rounding is down: 7 * 15 = 105 would be over 100, and 7 * 14 = 98 is not
         (BatchBounds(100, 100, (15, 100)), [*range(1, 7)]),
         (BatchBounds(100, 100, (14, 100)), [*range(1, 8)]),
-        # only a maximum: one sample each is the least
+        # only a maximum: the smallest local batch is one sample
         (BatchBounds(4, 16), [*range(1, 17)]),
         # only local bounds: any number of replicas
         (BatchBounds(8, None, (4, 8)), [*range(1, 21)]),
@@ -100,7 +100,7 @@ estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st
         # ...and is not valid where none is: 7 = 7 * 1
         (BatchBounds(7, None, (2, 6)), [*range(2, 21)]),
         (BatchBounds(100, None, (30, 49)), [*range(2, 21)]),
-        # the local batch is over what the job may use at all
+        # the local batch is greater than the maximum of the job
         (BatchBounds(8, 15, (8, 32)), [1]),
         (BatchBounds(8, 16, (9, 32)), []),
     ],
@@ -111,7 +111,7 @@ def test_a_count_is_valid_where_some_local_batch_size_is(bounds: BatchBounds, va
 
 
 def test_one_replica_is_not_valid_below_the_lower_bound_since_no_plan_may_leave_the_local_bounds() -> None:
-    """The default batch of one replica could be used all the same; the bounds are kept instead."""
+    """The bounds take precedence over the default batch of one replica."""
     bounds = BatchBounds(8, 64, (16, 32))
     assert valid_replicas(bounds, 8) == [2, 3, 4]
     assert plan_batch(bounds, 2) == BatchPlan(2, 16)
@@ -297,11 +297,11 @@ def test_the_efficiency_target_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("estimate", "seconds_fixed", "seconds_per_sample", "local_bsz"),
     [
-        (NOISY, 1.0, 0.0, 64),  # a step takes the same time whatever its size: the largest gain
+        (NOISY, 1.0, 0.0, 64),  # steps of any size take the same time: the largest gain
         (CLEAR, 1.0, 0.0, 4),  # gains are the same too: the smallest batch
         (CLEAR, 0.0, 1.0, 4),
-        (NOISY, 0.0, 1.0, 4),  # time grows with the batch: the most efficient one
-        (GradientEstimate(0.0, 1.0), 0.0, 1.0, 4),  # every batch progresses alike: the smallest
+        (NOISY, 0.0, 1.0, 4),  # time grows with the batch: the highest efficiency
+        (GradientEstimate(0.0, 1.0), 0.0, 1.0, 4),  # every batch has the same gain: the smallest batch
         (GradientEstimate(1.0, 10.0), 0.1, 0.01, 20),  # in between, at b = sqrt(10 * 4 * 10)
     ],
 )
@@ -401,14 +401,14 @@ def test_no_plan_leaves_the_bounds_and_the_same_question_has_the_same_answer(
         ((8, None, 4), "local_bsz_bounds must be a pair (lower, upper), got 4"),
     ],
 )
-def test_bounds_that_contradict_themselves_are_refused_with_the_offending_values(
+def test_invalid_bounds_raise_an_error_with_their_values(
     arguments: tuple[int, int | None, tuple[int, int] | None], message: str
 ) -> None:
     with pytest.raises(InvalidBoundsError, match=re.escape(message)):
         BatchBounds(*arguments)
 
 
-def test_bounds_may_be_as_tight_as_a_single_size() -> None:
+def test_bounds_may_allow_a_single_size() -> None:
     assert valid_replicas(BatchBounds(8, 8, (4, 4)), 9) == [1, 2]
 
 
@@ -422,21 +422,21 @@ def test_bounds_may_be_as_tight_as_a_single_size() -> None:
         (BatchBounds(8, 16), 4, 2, ["minReplicas 4 is greater than maxReplicas 2"]),
     ],
 )
-def test_a_job_without_a_valid_count_is_refused_with_its_bounds(
+def test_a_job_without_a_valid_count_raises_an_error_with_its_bounds(
     bounds: BatchBounds, minimum: int, maximum: int, parts: list[str]
 ) -> None:
-    with pytest.raises(InvalidJobError) as refused:
+    with pytest.raises(InvalidJobError) as raised:
         require_valid_replicas(bounds, minimum, maximum)
     for part in parts:
-        assert part in str(refused.value)
+        assert part in str(raised.value)
 
 
-def test_valid_counts_between_the_limits_are_those_required() -> None:
+def test_the_valid_counts_from_minimum_to_maximum_are_returned() -> None:
     assert require_valid_replicas(BatchBounds(12), 2, 6) == [2, 3, 4, 6]
 
 
 @given(all_bounds(), st.integers(1, 70), st.integers(1, 70))
-def test_required_counts_are_the_valid_ones_between_the_limits(
+def test_exactly_the_valid_counts_from_minimum_to_maximum_are_returned(
     bounds: BatchBounds, minimum: int, maximum: int
 ) -> None:
     expected = [count for count in range(minimum, maximum + 1) if is_valid_replicas(bounds, count)]
@@ -463,9 +463,9 @@ def test_required_counts_are_the_valid_ones_between_the_limits(
 def test_a_plan_for_a_count_that_is_not_valid_is_refused_with_those_that_are(
     bounds: BatchBounds, replicas: int, message: str
 ) -> None:
-    with pytest.raises(InvalidJobError, match=re.escape(message)) as refused:
+    with pytest.raises(InvalidJobError, match=re.escape(message)) as raised:
         plan_batch(bounds, replicas)
-    assert len(str(refused.value)) < 300
+    assert len(str(raised.value)) < 300
 
 
 # -- large numbers --------------------------------------------------------------------------------------

@@ -25,9 +25,11 @@ def test_gain_lies_between_one_and_scale(grad_sqr: float, grad_var: float, scale
 
 
 @given(numbers, numbers, scales, scales)
-def test_gain_never_falls_when_the_scale_rises(sqr: float, var: float, one: float, other: float) -> None:
+def test_the_gain_does_not_fall_when_the_scale_rises(
+    sqr: float, var: float, scale: float, other: float
+) -> None:
     estimate = GradientEstimate(sqr, var)
-    low, high = sorted((one, other))
+    low, high = sorted((scale, other))
     assert estimate.gain(low) <= estimate.gain(high) * (1 + 1e-12)
 
 

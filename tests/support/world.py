@@ -83,7 +83,7 @@ class World:
         self._undelivered = []
 
     def cycle(self) -> None:
-        """Run one cycle. If the operator is killed in it, start another one."""
+        """Run one cycle. If the operator is killed in it, start another operator."""
         self.now += 1
         self.writes = []
         try:

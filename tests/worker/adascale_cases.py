@@ -255,7 +255,7 @@ class SometimesUsed(Net):
 
 @case
 def unused_parameters() -> None:
-    """Some steps use a layer on only one rank, some on none."""
+    """Some steps use a layer on one rank only, others on no rank."""
     for model_given in (True, False):
         assert_matches_reference(
             model=SometimesUsed().double(),

@@ -1,7 +1,7 @@
 """AdaScale in a readable form: plain functions on lists of gradients, slow and in float64.
 
 A gradient is a list of numbers. A step has n micro-gradients per parameter group. The fast optimizer is
-tested to equal this one. Formulas as in AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105).
+tested to equal this reference. Formulas as in AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105).
 """
 
 from collections.abc import Callable, Sequence

@@ -61,7 +61,7 @@ def within_confidence(samples: list[float], truth: float) -> bool:
     [(1, 1), (1, 2), (2, 2), (4, 4), (8, 2), (8, 8), (16, 1), (16, 16), (64, 1), (64, 4), (64, 64)],
 )
 def test_estimates_are_unbiased(scale: int, micro: int) -> None:
-    """At any scale and number of micro-gradients. With one, because the true gradient does not change."""
+    """At any scale and number of micro-gradients; a single one suffices if the true gradient is constant."""
     steps = 1200 if scale == 1 else max(1600 // scale, 120)
     sqrs, variances = single_estimates(scale, micro, steps)
     assert within_confidence(sqrs, GRAD_SQR)

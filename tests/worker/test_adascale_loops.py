@@ -20,7 +20,7 @@ from worker.reference import Batch, Reference
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Optimizer], Any]
 
-# The constructors in torch's own tests (test/optim/test_lrscheduler.py), one for each class.
+# A constructor of each class, from torch's own tests (test/optim/test_lrscheduler.py).
 SCHEDULERS: dict[str, Make] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lr_lambda=lambda epoch: 0.95**epoch),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lr_lambda=lambda epoch: 0.95),

@@ -131,7 +131,7 @@ def test_an_invalid_report_is_dropped_and_the_others_are_posted(
     for step in range(1, 8):
         reporter.report(report(step, gain=float("nan") if step == 4 else 1.5))
     service_job.service.start()
-    wait_until(lambda: service_job.steps() == [1, 2, 3, 5, 6, 7], "all reports but the invalid one")
+    wait_until(lambda: service_job.steps() == [1, 2, 3, 5, 6, 7], "all reports except the invalid report")
     reporter.report(report(8))
     wait_until(lambda: service_job.steps()[-1:] == [8], "the report after it")
     assert "gain" in capsys.readouterr().out

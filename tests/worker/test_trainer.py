@@ -294,7 +294,7 @@ def test_training_with_the_previous_local_batch_size_is_an_error(
     trainer.program_reentry(model, optimizer)
     monkeypatch.setattr("adascale_worker.batch_planning.REPLAN_INTERVAL", 0.0)
     train(trainer, model, optimizer)
-    # The plan of one replica never changes; this one is the plan of a larger job.
+    # The plan of a single replica does not change; this plan is that of a larger job.
     monkeypatch.setattr("adascale_worker.batch_planning.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
     _, x, y = samples()[:8]
     learn(model, x, y)

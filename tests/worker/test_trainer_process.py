@@ -1,4 +1,4 @@
-"""A trainer as a process: its end is seen, and nothing of it is left."""
+"""A trainer as a process: its exit is detected, and it leaves no processes or sockets."""
 
 import os
 import signal
