@@ -75,6 +75,11 @@ crd: $(READY) ## generate deploy/base/crd.yaml
 	$(BIN)/python -m adascale_controller.crd > deploy/base/crd.yaml.new
 	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
 
+.PHONY: reference
+reference: $(READY) ## generate docs/reference.md
+	$(BIN)/python docs/reference.py > docs/reference.md.new
+	mv docs/reference.md.new docs/reference.md
+
 LOCK := uv pip compile pyproject.toml --extra local --extra examples --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --quiet
 

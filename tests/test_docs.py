@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import adascale_worker
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -60,3 +63,12 @@ def test_each_make_target_of_a_document_exists(document: Path) -> None:
         [*_CODE.findall(document.read_text()), *re.findall(r"^    .*$", document.read_text(), re.MULTILINE)]
     )
     assert set(_MAKE.findall(code)) <= targets
+
+
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    generated = subprocess.run(
+        [sys.executable, "docs/reference.py"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    headings = set(re.findall(r"^##+ (.+)$", generated, re.MULTILINE))
+    assert headings >= {*adascale_worker.__all__, "ElasticTrainer.device", "ElasticTrainer.program_reentry"}
+    assert generated == (ROOT / "docs" / "reference.md").read_text(), "run `make reference`"
