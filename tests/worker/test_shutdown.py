@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from adascale_worker.shutdown import ShutdownSignal
+from support.launch import wait_until
 from support.training import MakeTrainer, network, sgd
 
 TESTS = Path(__file__).parents[1]
@@ -138,6 +140,63 @@ def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("adascale: max_batch_size 4 is less than batch_size 8"), ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+# -- processes that the program forks -----------------------------------------------------------------------
+
+
+def start_forking(state: Path, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(TESTS / "support" / "programs" / "forks.py")],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(TESTS),
+            "ADASCALE_CHECKPOINT_DIR": str(state),
+            **environ,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_program_that_forks_saves_on_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
+    with start_forking(tmp_path) as program:
+        try:
+            assert program.stdout is not None
+            pids = [int(pid) for pid in program.stdout.readline().split()]
+            assert len(pids) == 1 + 2 + 1 + 2, "the program, its pool, its process, and its loader"
+            program.send_signal(signal.SIGTERM)
+            output, _ = program.communicate(timeout=30)
+            assert program.returncode == 128 + signal.SIGTERM, output
+            assert output.count("adascale: saved a checkpoint at step") == 1
+            assert len(steps_saved(tmp_path)) == 1
+            wait_until(lambda: all(map(has_ended, pids)), "the end of all its processes", 10)
+        finally:
+            kill_session(program)
+
+
+def test_a_program_can_terminate_the_processes_that_it_forks(tmp_path: Path) -> None:
+    with start_forking(tmp_path, CLOSE="1") as program:
+        try:
+            output, _ = program.communicate(timeout=30)
+            assert program.returncode == 0, output
+        finally:
+            kill_session(program)
+
+
+def kill_session(program: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
 
 
 # -- the handlers of this process -------------------------------------------------------------------------

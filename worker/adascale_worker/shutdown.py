@@ -8,6 +8,7 @@ what was installed before them, and can be uninstalled.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,7 +23,11 @@ from adascale_worker.process_group import is_lost_peer
 
 
 class ShutdownSignal:
-    """Records the first shutdown signal; a second one has the effect that it had before `install`."""
+    """Records the first shutdown signal; a second one has the effect that it had before `install`.
+
+    In a process that this one forks, such as a worker of `multiprocessing`, every signal has the effect that
+    it had before `install`.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -32,6 +37,7 @@ class ShutdownSignal:
     def install(self, *numbers: int) -> None:
         """Handle the signals `numbers`. Does nothing outside the main thread, as Python requires."""
         if threading.current_thread() is threading.main_thread():
+            os.register_at_fork(after_in_child=self._uninstall_in_child)
             for number in numbers:
                 self._previous[number] = signal.signal(number, self._receive)
 
@@ -39,6 +45,10 @@ class ShutdownSignal:
         """Restore the previous handlers."""
         for number in list(self._previous):
             self._restore(number)
+
+    def _uninstall_in_child(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.uninstall()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
@@ -115,9 +125,16 @@ class FastExit:
 
     def _exit_now(self) -> None:
         if self.code is not None and os.getpid() == self._pid:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
+            _end_process(self.code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End the process at once, and the processes of `multiprocessing` that it has started."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class UncaughtErrorHandler:
@@ -157,9 +174,7 @@ class UncaughtErrorHandler:
                 file=sys.stderr,
             )
             # Without exit functions, which could wait for the lost peer for ever.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_PEER_LOST)
+            _end_process(EXIT_PEER_LOST)
         if isinstance(error, AdaScaleError):
             print(f"adascale: {error}", file=sys.stderr)
             self._fast_exit.code = error.exit_code
