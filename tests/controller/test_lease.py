@@ -447,23 +447,23 @@ def test_at_most_one_operator_runs_and_exactly_one_after_the_faults(
                     assert sum(operator.working for operator in running) <= 1
                     await asyncio.sleep(0.5)
 
-            for number, (seconds, who, what) in enumerate(events):
+            for number, (seconds, chosen, event) in enumerate(events):
                 await wait(seconds)
-                position = who % len(made)
+                position = chosen % len(made)
                 operator = running[position]
-                if what in ("kill", "leave"):
-                    await (operator.kill() if what == "kill" else operator.leave())
+                if event in ("kill", "leave"):
+                    await (operator.kill() if event == "kill" else operator.leave())
                     running[position] = Operator(connection(position), f"restarted-{number}")
-                elif what == "cut":
+                elif event == "cut":
                     cut.add(position)
-                elif what == "mend":
+                elif event == "mend":
                     cut.discard(position)
-                elif what == "delete":
+                elif event == "delete":
                     # A user deletes the lease. No election is safe against that while the lease is held.
                     if not any(operator.election.held for operator in running):
                         server.lease = None
                 else:
-                    server.down = what == "down"
+                    server.down = event == "down"
             await wait(100)
             faulty = server.down = False
             cut.clear()

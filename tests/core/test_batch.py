@@ -81,23 +81,23 @@ estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st
 @pytest.mark.parametrize(
     ("bounds", "valid"),
     [
-        # neither bound: the batch is shared out, so the count divides it
+        # no bounds: the replicas divide the batch, so the count is a divisor
         (BatchBounds(12), [1, 2, 3, 4, 6, 12]),
         (BatchBounds(7), [1, 7]),
         (BatchBounds(1), [1]),
         # lower 100 and max 1000: eleven replicas are too many
         (BatchBounds(200, 1000, (100, 200)), [*range(1, 11)]),
         (BatchBounds(1000, 1000, (100, 1000)), [*range(1, 11)]),
-        # rounding is down: 7 * 15 = 105 would be over 100, and 7 * 14 = 98 is not
+        # sizes are rounded down: 7 * 15 = 105 exceeds 100, and 7 * 14 = 98 does not
         (BatchBounds(100, 100, (15, 100)), [*range(1, 7)]),
         (BatchBounds(100, 100, (14, 100)), [*range(1, 8)]),
         # only a maximum: the smallest local batch is one sample
         (BatchBounds(4, 16), [*range(1, 17)]),
         # only local bounds: any number of replicas
         (BatchBounds(8, None, (4, 8)), [*range(1, 21)]),
-        # one replica accumulates where a divisor of the batch size is within bounds...
+        # one replica accumulates if a divisor of the batch size is within the bounds
         (BatchBounds(100, 400, (10, 30)), [*range(1, 21)]),
-        # ...and is not valid where none is: 7 = 7 * 1
+        # and is not valid if no divisor is: 7 = 7 * 1
         (BatchBounds(7, None, (2, 6)), [*range(2, 21)]),
         (BatchBounds(100, None, (30, 49)), [*range(2, 21)]),
         # the local batch is greater than the maximum of the job
@@ -105,12 +105,12 @@ estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st
         (BatchBounds(8, 16, (9, 32)), []),
     ],
 )
-def test_a_count_is_valid_where_some_local_batch_size_is(bounds: BatchBounds, valid: list[int]) -> None:
+def test_a_count_is_valid_if_a_local_batch_size_is_valid(bounds: BatchBounds, valid: list[int]) -> None:
     assert valid_replicas(bounds, 20) == valid
     assert [replicas for replicas in range(-1, 21) if is_valid_replicas(bounds, replicas)] == valid
 
 
-def test_one_replica_is_not_valid_below_the_lower_bound_since_no_plan_may_leave_the_local_bounds() -> None:
+def test_one_replica_is_not_valid_if_its_batch_is_below_the_local_bounds() -> None:
     """The bounds take precedence over the default batch of one replica."""
     bounds = BatchBounds(8, 64, (16, 32))
     assert valid_replicas(bounds, 8) == [2, 3, 4]
@@ -135,14 +135,14 @@ def test_one_replica_is_not_valid_below_the_lower_bound_since_no_plan_may_leave_
         (BatchBounds(200), 0, range(0)),
     ],
 )
-def test_local_batch_sizes_reach_from_the_lower_bound_to_what_the_maximum_leaves(
+def test_local_batch_sizes_range_from_the_lower_bound_to_the_maximum(
     bounds: BatchBounds, replicas: int, sizes: range
 ) -> None:
     assert local_bsz_range(bounds, replicas) == sizes
 
 
 @given(all_bounds(), replica_counts)
-def test_validity_and_local_sizes_are_those_of_a_brute_force_search(
+def test_validity_and_local_sizes_equal_those_of_a_brute_force_search(
     bounds: BatchBounds, replicas: int
 ) -> None:
     allowed = tried_local_bszs(bounds, replicas)
@@ -151,7 +151,7 @@ def test_validity_and_local_sizes_are_those_of_a_brute_force_search(
 
 
 @given(all_bounds(), st.integers(-1, 70))
-def test_valid_counts_are_those_that_are_valid_one_by_one(bounds: BatchBounds, limit: int) -> None:
+def test_valid_replicas_returns_exactly_the_valid_counts(bounds: BatchBounds, limit: int) -> None:
     assert valid_replicas(bounds, limit) == [
         count for count in range(1, limit + 1) if is_valid_replicas(bounds, count)
     ]
@@ -185,7 +185,7 @@ def test_valid_counts_are_those_that_are_valid_one_by_one(bounds: BatchBounds, l
         (BatchBounds(64, 128, (16, 40)), 9, [], 1),
     ],
 )
-def test_the_choice_keeps_the_default_batch_in_as_few_micro_batches_as_may_be(
+def test_the_choice_reaches_the_default_batch_with_the_fewest_micro_batches(
     bounds: BatchBounds, replicas: int, sizes: list[int], accumulation: int
 ) -> None:
     choice = batch_choice(bounds, replicas)
@@ -194,7 +194,7 @@ def test_the_choice_keeps_the_default_batch_in_as_few_micro_batches_as_may_be(
     assert len(choice) == len(sizes)
 
 
-def test_where_nothing_makes_up_the_default_batch_the_largest_local_batch_is_used_once() -> None:
+def test_if_no_plan_reaches_the_default_batch_the_largest_local_batch_is_chosen() -> None:
     """Accumulation might come nearer to it; "may make it up" is read as all or nothing."""
     assert plan_batch(BatchBounds(101, 101, (1, 10)), 3) == BatchPlan(3, 10)
 
@@ -202,7 +202,7 @@ def test_where_nothing_makes_up_the_default_batch_the_largest_local_batch_is_use
 @given(all_bounds(), replica_counts)
 @example(BatchBounds(59, 59), 2)
 @example(BatchBounds(59, 60, (1, 4)), 2)
-def test_the_choice_is_that_of_a_brute_force_search(bounds: BatchBounds, replicas: int) -> None:
+def test_the_choice_equals_that_of_a_brute_force_search(bounds: BatchBounds, replicas: int) -> None:
     choice = batch_choice(bounds, replicas)
     plans = [choice[index] for index in range(len(choice))]
     assert plans == tried_plans(bounds, replicas)
@@ -211,7 +211,7 @@ def test_the_choice_is_that_of_a_brute_force_search(bounds: BatchBounds, replica
 
 
 @pytest.mark.parametrize("size", range(23, 64, 4))
-def test_fewest_micro_batches_are_found_where_few_numbers_divide_well(size: int) -> None:
+def test_the_fewest_micro_batches_are_found_within_narrow_bounds(size: int) -> None:
     for most, upper, lower in product((size, size + 1), range(2, 14), (1, 2)):
         bounds = BatchBounds(size, most, (lower, upper))
         choice = batch_choice(bounds, 2)
@@ -219,7 +219,7 @@ def test_fewest_micro_batches_are_found_where_few_numbers_divide_well(size: int)
 
 
 @given(all_bounds(largest=10**7), replica_counts, st.integers(2, 100))
-def test_the_spread_has_both_ends_and_not_more_plans_than_asked(
+def test_the_spread_has_both_ends_and_at_most_max_plans_plans(
     bounds: BatchBounds, replicas: int, most: int
 ) -> None:
     choice = batch_choice(bounds, replicas)
@@ -237,7 +237,7 @@ def test_the_spread_has_both_ends_and_not_more_plans_than_asked(
     assert all(plan == BatchPlan(replicas, plan.local_bsz, choice.accumulation) for plan in spread)
 
 
-def test_the_spread_is_even_by_ratio() -> None:
+def test_the_spread_is_a_geometric_series() -> None:
     sizes = [plan.local_bsz for plan in batch_choice(BatchBounds(1, 2048), 2).spread(11)]
     assert sizes == [2**power for power in range(11)]
 
@@ -256,7 +256,7 @@ def test_the_spread_is_even_by_ratio() -> None:
         (BatchBounds(64), 4, BatchPlan(4, 16)),
     ],
 )
-def test_before_the_gain_is_known_the_smallest_batch_from_the_default_up_is_used(
+def test_without_an_estimate_the_smallest_batch_of_at_least_the_default_is_planned(
     bounds: BatchBounds, replicas: int, plan: BatchPlan
 ) -> None:
     assert plan_batch(bounds, replicas) == plan
@@ -279,7 +279,7 @@ def test_before_the_gain_is_known_the_smallest_batch_from_the_default_up_is_used
         (GradientEstimate(0.0, 0.0), 0.5, 8),  # nothing known counts as no noise
     ],
 )
-def test_while_throughput_is_unknown_the_largest_batch_that_is_efficient_enough_is_used(
+def test_without_throughput_the_largest_batch_within_the_efficiency_target_is_planned(
     estimate: GradientEstimate, target: float, local_bsz: int
 ) -> None:
     bounds = BatchBounds(16, 512, (2, 128))
@@ -331,7 +331,7 @@ def test_no_other_plan_has_a_higher_goodput(
 
 @given(all_bounds(), replica_counts, estimates, st.floats(0, 1))
 @example(BatchBounds(1, None, (1, 8)), 21, GradientEstimate(0.0, 1.0), 1.0)
-def test_no_larger_plan_is_efficient_enough(
+def test_no_larger_plan_is_within_the_efficiency_target(
     bounds: BatchBounds, replicas: int, estimate: GradientEstimate, target: float
 ) -> None:
     plans = tried_plans(bounds, replicas)
@@ -348,7 +348,7 @@ def test_no_larger_plan_is_efficient_enough(
     st.none() | st.floats(1e-6, 1e6),
     st.floats(0, 1),
 )
-def test_no_plan_leaves_the_bounds_and_the_same_question_has_the_same_answer(
+def test_every_plan_is_within_the_bounds_and_planning_is_deterministic(
     bounds: BatchBounds,
     replicas: int,
     estimate: GradientEstimate | None,
@@ -460,7 +460,7 @@ def test_exactly_the_valid_counts_from_minimum_to_maximum_are_returned(
         (BatchBounds(7, None, (2, 6)), 0, "valid are 2 and more"),
     ],
 )
-def test_a_plan_for_a_count_that_is_not_valid_is_refused_with_those_that_are(
+def test_a_plan_for_an_invalid_count_raises_an_error_with_the_valid_counts(
     bounds: BatchBounds, replicas: int, message: str
 ) -> None:
     with pytest.raises(InvalidJobError, match=re.escape(message)) as raised:
@@ -486,7 +486,7 @@ PRIME = 9_999_991
         BatchBounds(PRIME, None, (2, PRIME - 1)),
     ],
 )
-def test_large_numbers_are_planned_without_trying_them_all(bounds: BatchBounds) -> None:
+def test_large_bounds_are_planned_without_exhaustive_search(bounds: BatchBounds) -> None:
     """A hundred plans take a fraction of a second; trying all sizes for them would take minutes."""
     for replicas in [*range(1, 100), 10**6, 10**7]:
         if is_valid_replicas(bounds, replicas):
@@ -495,7 +495,7 @@ def test_large_numbers_are_planned_without_trying_them_all(bounds: BatchBounds) 
 
 
 @pytest.mark.timeout(10)
-def test_a_large_limit_of_replicas_is_not_tried_out_where_the_bounds_are_tighter() -> None:
+def test_counts_above_the_bounds_are_not_examined() -> None:
     assert valid_replicas(BatchBounds(PRIME), 10**12) == [1, PRIME]
     assert valid_replicas(BatchBounds(200, 1000, (100, 200)), 10**12) == [*range(1, 11)]
     assert require_valid_replicas(BatchBounds(200, 1000, (100, 200)), 4, 10**12) == [*range(4, 11)]

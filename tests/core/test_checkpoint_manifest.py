@@ -24,7 +24,7 @@ MANIFEST = Manifest(
 )  # fmt: skip
 
 
-def test_a_manifest_is_read_as_it_was_written() -> None:
+def test_a_manifest_is_equal_after_a_round_trip_through_json() -> None:
     assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
 
 

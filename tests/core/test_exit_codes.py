@@ -45,7 +45,7 @@ from adascale_core.exit_codes import (
         (-signal.SIGABRT, ExitClass.PROGRAM_FAILURE),
     ],
 )
-def test_an_exit_code_has_one_class(code: int, expected: ExitClass) -> None:
+def test_the_class_of_an_exit_code(code: int, expected: ExitClass) -> None:
     assert classify_exit(code) is expected
 
 
@@ -67,7 +67,7 @@ def test_both_notations_of_a_signal_have_the_same_class_and_signal(number: int) 
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 127, 128])
-def test_other_exit_codes_stand_for_no_signal(code: int) -> None:
+def test_other_exit_codes_have_no_signal(code: int) -> None:
     assert signal_number(code) is None
 
 

@@ -49,7 +49,7 @@ def test_each_round_of_starts_counts_once(
 
 
 @given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))
-def test_what_is_counted_does_not_count_again(generations: list[int], starts: list[int]) -> None:
+def test_a_counted_failure_does_not_count_again(generations: list[int], starts: list[int]) -> None:
     counted = FailureCount().with_generations(generations).with_false_starts(starts)
     assert counted.with_generations(generations).with_false_starts(starts) == counted
 

@@ -77,13 +77,13 @@ def test_an_estimate_is_finite(bad: float) -> None:
         GradientEstimate(1.0, bad)
 
 
-def test_groups_add_up() -> None:
+def test_the_estimates_of_groups_add_up() -> None:
     groups = [GradientEstimate(1.0, -2.0), GradientEstimate(0.5, 3.0)]
     assert total(groups) == GradientEstimate(1.5, 1.0)
     assert total([*groups, GradientEstimate(0.0, 0.0, biased=True)]).biased
 
 
-def test_default_smoothing_is_the_papers() -> None:
+def test_the_default_smoothing_is_that_of_the_paper() -> None:
     assert default_smoothing(1.0) == pytest.approx(0.999)
     assert default_smoothing(500.0) == pytest.approx(0.5)
     assert default_smoothing(4000.0) == 0.0

@@ -26,7 +26,7 @@ def test_a_bare_name_means_the_default_namespace(text: str, full: str) -> None:
 
 
 @given(labels, labels)
-def test_a_full_id_is_read_as_it_is_written(name: str, namespace: str) -> None:
+def test_a_full_id_is_parsed_unchanged(name: str, namespace: str) -> None:
     assert parse_job_id(job_id(name, namespace)) == job_id(name, namespace) == f"{namespace}.{name}"
 
 

@@ -95,7 +95,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
 
 
 @given(messages)
-def test_a_message_is_read_from_json_as_it_was_written(message: Message) -> None:
+def test_a_message_is_equal_after_a_round_trip_through_json(message: Message) -> None:
     received = type(message).from_json(json.loads(json.dumps(message.to_json())))
     assert received == message
     for field in fields(message):  # type: ignore[arg-type]
