@@ -54,8 +54,74 @@ def test_a_program_without_a_required_end_shows_its_last_progress(tmp_path: Path
 
 
 def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: Path, state: Path) -> None:
-    job = write(tmp_path / "job.yaml", {"END": "exit"}, scaleInvariantSteps=100_000, backoffLimit=0)
+    job = write(tmp_path / "job.yaml", {"END": "exit"}, scaleInvariantSteps=100_000)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     assert "adascale: the program ended at progress 3 of 100,000 scale-invariant steps" in run.stdout
+    assert (
+        "failed on replica 0 (exit code 78); it is not restarted, because it would fail again" in run.stdout
+    )
     assert "Traceback" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("for x in", "SyntaxError: invalid syntax"),
+        ("import argparse; p = argparse.ArgumentParser(); p.add_argument('--data', required=True); "
+         "p.parse_args()", "error: the following arguments are required: --data"),
+    ],
+)  # fmt: skip
+def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_once(
+    tmp_path: Path, state: Path, code: str, output: str
+) -> None:
+    job = write_job(tmp_path / "job.yaml", ["python", "-c", code])
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    before, first, second = run.stdout.split("The last lines of its output:")
+    assert "failure 1, backoffLimit is 3; restarting in 1 s" in before
+    assert output in first
+    assert ", twice in the same way before its first step" in first
+    assert output in second
+
+
+ADAMW = """
+import torch
+from adascale_worker import ElasticTrainer
+
+trainer = ElasticTrainer()
+model = torch.nn.Linear(6, 2)
+trainer.program_reentry(model, torch.optim.AdamW(model.parameters()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        (ADAMW, "adascale: got AdamW; AdaScale scales the learning rate of torch.optim.SGD"),
+        ("print('trained')", "finished without making an ElasticTrainer"),
+    ],
+)
+def test_a_program_that_must_be_changed_is_not_restarted(
+    tmp_path: Path, state: Path, code: str, output: str
+) -> None:
+    run = adascale("run", write_job(tmp_path / "job.yaml", ["python", "-c", code]), "--state-dir", state)
+    assert run.returncode == 1
+    assert "(exit code 78); it is not restarted, because it would fail again" in run.stdout
+    assert run.stdout.count(output) == 1
+    assert "Traceback" not in run.stdout
+
+
+def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
+    tmp_path: Path, state: Path
+) -> None:
+    job = write(tmp_path / "job.yaml", {"END": "break", "REQUIRED": "1", "EPOCHS": "1", "AT": "99"})
+    assert adascale("run", job, "--state-dir", state, "--port", 0).returncode == 0
+    code = ADAMW.replace("Linear(6, 2)", "Linear(6, 3)").replace("AdamW(", "SGD(lr=0.1, params=")
+    other = write_job(tmp_path / "other.yaml", ["python", "-c", code], batchSize=8)
+    run = adascale("run", other, "--state-dir", state, "--port", 0)
+    assert run.returncode == 1
+    assert "adascale: the checkpoint was saved from another model" in run.stdout
+    assert "adascale run --fresh" in run.stdout
+    assert "it is not restarted" in run.stdout
+    assert run.stdout.endswith("Correct the program or the job, and run the same command\n")

@@ -292,7 +292,7 @@ def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
             {},
             (3, "no data\nsh -c echo no data; exit 3 ended before it made an ElasticTrainer (exit code 3)"),
         ),
-        (["true"], {}, (1, "true finished without making an ElasticTrainer")),
+        (["true"], {}, (78, "true finished without making an ElasticTrainer")),
         (
             ["sh", "-c", "kill -SEGV $$"],
             {},
@@ -302,7 +302,7 @@ def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
             ),
         ),
         (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),
-        (["true"], {"ADASCALE_REPLICA": "x"}, (2, "ADASCALE_REPLICA is 'x'")),
+        (["true"], {"ADASCALE_REPLICA": "x"}, (78, "ADASCALE_REPLICA is 'x'")),
     ],
     ids=["fails", "makes no trainer", "crashes", "does not exist", "invalid environment"],
 )

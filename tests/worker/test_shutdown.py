@@ -37,8 +37,8 @@ def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize(
     ("ends", "code", "message"),
     [
-        ("adam", 2, "adascale: got Adam; AdaScale scales the learning rate of torch.optim.SGD"),
-        ("small data", 2, "adascale: the data set has 4 samples, fewer than batch_size (8)"),
+        ("adam", 78, "adascale: got Adam; AdaScale scales the learning rate of torch.optim.SGD"),
+        ("small data", 78, "adascale: the data set has 4 samples, fewer than batch_size (8)"),
     ],
 )
 def test_an_error_that_the_user_can_correct_is_printed_without_a_traceback(
@@ -137,7 +137,7 @@ def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
 
 def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
     ended = run_code(FAILS_IN_THE_CONSTRUCTOR)
-    assert ended.returncode == 2
+    assert ended.returncode == 78
     assert ended.stderr.startswith("adascale: max_batch_size 4 is less than batch_size 8"), ended.stderr
     assert "Traceback" not in ended.stderr
 

@@ -29,7 +29,7 @@ from adascale_core.checkpoint_manifest import (
     manifest_number,
     state_file_name,
 )
-from adascale_worker.errors import CheckpointError
+from adascale_worker.errors import CheckpointError, UnusableCheckpointError
 
 KEPT_CHECKPOINTS = 2
 
@@ -137,9 +137,9 @@ class CheckpointFolder:
                 )
             return state, manifest
         if damages:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"no intact checkpoint is left in {self.directory}: {'; '.join(damages)}. "
-                "Restore a copy of it, or remove the folder to start from scratch"
+                "Restore a copy of it, or start from scratch (adascale run --fresh, or remove the folder)"
             )
         return None
 
@@ -177,7 +177,7 @@ class CheckpointFolder:
         try:
             return Manifest.from_json(json.loads(path.read_bytes()))
         except UnsupportedFormatError as error:
-            raise CheckpointError(f"{path}: {error}; use the version that wrote it") from error
+            raise UnusableCheckpointError(f"{path}: {error}; use the version that wrote it") from error
         except InvalidManifestError as error:
             raise _DamagedError(f"{path} is damaged: {error}") from error
         except (OSError, ValueError) as error:

@@ -60,16 +60,17 @@ class Checkpointing:
         """
         if self._folder is None:
             return None
-        loaded, number, failure = None, None, None
+        loaded, number = None, None
+        failure: CheckpointError | None = None
         if self._group.is_main:
             try:
                 loaded = self._folder.load()
             except CheckpointError as error:
-                failure = str(error)
+                failure = error
             number = loaded[1].number if loaded is not None else None
         number, failure = self._group.broadcast((number, failure))
         if failure is not None:
-            raise CheckpointError(failure)
+            raise failure
         if number is not None and not self._group.is_main:
             loaded = self._folder.load(number)
         if loaded is None:

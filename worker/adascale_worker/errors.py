@@ -1,16 +1,17 @@
 """Errors of a worker that its user can correct."""
 
 from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 
 
 class WorkerError(AdaScaleError):
-    """The training program, or its environment, cannot be used as it is."""
+    """The training program, or its environment, cannot be used as it is: it would fail again."""
+
+    exit_code = EXIT_INVALID_PROGRAM
 
 
 class EnvironmentVariableError(WorkerError):
     """An environment variable has an invalid value."""
-
-    exit_code = 2
 
 
 class StaleBatchSizeError(WorkerError):
@@ -20,8 +21,14 @@ class StaleBatchSizeError(WorkerError):
 class DatasetError(WorkerError):
     """The job cannot train on this data set."""
 
-    exit_code = 2
-
 
 class CheckpointError(WorkerError):
-    """A checkpoint cannot be saved or restored."""
+    """A checkpoint cannot be saved or restored. Trying again may help."""
+
+    exit_code = 1
+
+
+class UnusableCheckpointError(CheckpointError):
+    """All checkpoints are damaged, or were saved by another program or with other settings."""
+
+    exit_code = EXIT_INVALID_PROGRAM

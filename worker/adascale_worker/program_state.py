@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.errors import CheckpointError, WorkerError
+from adascale_worker.errors import UnusableCheckpointError, WorkerError
 
 
 class Stateful(Protocol):
@@ -56,26 +56,27 @@ class ProgramState:
         """Restore a saved state, except the model's: `load_model` restores it before the model is wrapped.
 
         Raises:
-            CheckpointError: the state was saved by a program with other objects.
+            UnusableCheckpointError: the state was saved by a program with other objects.
         """
         saved_type = state["scheduler_type"]
         if saved_type != self._scheduler_type:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"the checkpoint was saved with {_scheduler(saved_type)}, program_reentry got "
-                f"{_scheduler(self._scheduler_type)}: pass the same type, or use another checkpoint folder"
+                f"{_scheduler(self._scheduler_type)}: pass the same type, or "
+                "start from scratch (adascale run --fresh, or another checkpoint folder)"
             )
         if set(self.registered) != set(state["registered"]):
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"the checkpoint has {sorted(state['registered']) or 'nothing'} registered, the program "
-                f"registers {sorted(self.registered) or 'nothing'}: register the same names, or use another "
-                "checkpoint folder"
+                f"registers {sorted(self.registered) or 'nothing'}: register the same names, or "
+                "start from scratch (adascale run --fresh, or another checkpoint folder)"
             )
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"the checkpoint was saved from another optimizer: {error}. Use the same optimizer and "
-                "parameter groups, or another checkpoint folder"
+                "parameter groups, or start from scratch (adascale run --fresh, or another checkpoint folder)"
             ) from error
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -127,7 +128,7 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     """Restore a model's state.
 
     Raises:
-        CheckpointError: the state was saved from another model; the message lists the differences.
+        UnusableCheckpointError: the state was saved from another model; the message lists the differences.
     """
     current = model.state_dict()
     differences = [f"{name} is missing" for name in current if name not in saved]
@@ -139,8 +140,9 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     ]
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"the checkpoint was saved from another model: {'; '.join(differences[:5])}{more}. "
-            "Use the model that it was saved from, or another checkpoint folder"
+            "Use the model that it was saved from, or start from scratch (adascale run --fresh, or another "
+            "checkpoint folder)"
         )
     model.load_state_dict(saved)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.errors import AdaScaleError, InvalidJobError
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_PEER_LOST
 from adascale_worker.process_group import is_lost_peer
 
 
@@ -177,6 +177,8 @@ class UncaughtErrorHandler:
             _end_process(EXIT_PEER_LOST)
         if isinstance(error, AdaScaleError):
             print(f"adascale: {error}", file=sys.stderr)
-            self._fast_exit.code = error.exit_code
+            # That of an invalid job is for the command line.
+            invalid = isinstance(error, InvalidJobError)
+            self._fast_exit.code = EXIT_INVALID_PROGRAM if invalid else error.exit_code
             return
         (self._previous or sys.__excepthook__)(kind, error, trace)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 
 
 class UnsupportedOptimizerError(AdaScaleError, TypeError):
     """AdaScale cannot scale the learning rate of the optimizer, or cannot measure its parameters."""
 
-    exit_code = 2
+    exit_code = EXIT_INVALID_PROGRAM
 
 
 def require_sgd(optimizer: object) -> None:

@@ -37,8 +37,6 @@ LOWEST_VERSION_FOR_FSDP = "2.9"
 class UnsupportedTorchError(WorkerError, RuntimeError):
     """The installed torch does not have something that the worker needs."""
 
-    exit_code = 2
-
 
 def _private(owner: Any, name: str, purpose: str) -> Any:
     """Return `owner.name`.

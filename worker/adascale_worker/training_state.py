@@ -7,7 +7,7 @@ from typing import Any
 from adascale_core.batch import BatchPlan
 from adascale_worker.checkpoint import CheckpointInfo
 from adascale_worker.components import TrainerComponents
-from adascale_worker.errors import CheckpointError
+from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.program_state import ProgramState
 
 
@@ -60,15 +60,16 @@ class TrainingState:
         A collective call. The random state is restored later (see `DeferredRngState`).
 
         Raises:
-            CheckpointError: the state was saved with another batch size or by another program.
+            UnusableCheckpointError: the state was saved with another batch size or by another program.
         """
         trainer = self._trainer
         batch_size = trainer.settings.bounds.batch_size
         if state["batch_size"] != batch_size:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"the checkpoint was saved with batch_size {state['batch_size']}, but batch_size is now "
                 f"{batch_size}: progress counts steps at batch_size, so it cannot change. Set it back to "
-                f"{state['batch_size']}, or use another checkpoint folder"
+                f"{state['batch_size']}, or start from scratch (adascale run --fresh, or another checkpoint "
+                "folder)"
             )
         self._program.load_state_dict(state["program"])
         trainer.progress.load_state_dict(state["progress"])

@@ -118,7 +118,7 @@ class ControlLoop:
             return None
         failure = self._replicas.handle_exits(view, now)
         if failure is not None:
-            return RunResult(failure.message, 1, log=failure.log)
+            return RunResult(failure.message, 1, log=failure.log, permanent=failure.permanent)
         self._measure(view, now)
         self._replica_limit = self._scale_requests.apply(self._replica_limit)
         self._reallocate(view, now)

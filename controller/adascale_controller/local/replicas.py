@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.text import Text
+
 from adascale_controller.formatting import plural
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.failure_count import FailureCount
 from adascale_core.messages import ReplicaState
-from adascale_core.views import JobView
+from adascale_core.views import JobView, ReplicaView
 
 RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""
@@ -28,15 +30,30 @@ def backoff(failures: int) -> float:
 
 @dataclass(frozen=True)
 class JobFailure:
-    """More failures of the program than the job's backoffLimit.
+    """More failures of the program than the job's backoffLimit, or one that a restart would repeat.
 
     Args:
         message: describes the last failure, for the user.
         log: the last lines of the program's output.
+        permanent: whether the program or the job must be changed.
     """
 
     message: str
     log: str
+    permanent: bool = False
+
+
+@dataclass(frozen=True)
+class _EarlyFailure:
+    """A failure before the first step of a generation.
+
+    Args:
+        exit_code: the exit code of the agent.
+        last_lines: the last two lines of the output of the program and its agent.
+    """
+
+    exit_code: int
+    last_lines: list[str]
 
 
 class Replicas:
@@ -53,6 +70,7 @@ class Replicas:
         self._backoff_limit = backoff_limit
         self._failures = FailureCount()
         self._false_starts: dict[int, int] = {}
+        self._early_failure: _EarlyFailure | None = None
         self._display = display
         self._exits: list[AgentExit] = []
         self._finished: dict[int, int] = {}
@@ -163,11 +181,35 @@ class Replicas:
         if count == before.count:
             return None
         message = f"The program failed on replica {rank} ({describe_exit(agent_exit.code)})"
+        log = (failed and failed.log) or self.agents.log_tail(rank)
+        if classify_exit(agent_exit.code) is ExitClass.INVALID_PROGRAM:
+            return JobFailure(
+                f"{message}; it is not restarted, because it would fail again", log, permanent=True
+            )
+        previous, self._early_failure = self._early_failure, _early_failure(agent_exit, failed, log, view)
         if self._failures.exceeds(limit):
-            log = (failed and failed.log) or self.agents.log_tail(rank)
             verb = "exceeds" if count == 1 else "exceed"
             return JobFailure(f"{message}: {plural(count, 'failure')} {verb} backoffLimit ({limit})", log)
+        if previous is not None and previous == self._early_failure:
+            return JobFailure(f"{message}, twice in the same way before its first step", log)
         self._display.message(
             f"{message}: failure {count}, backoffLimit is {limit}; restarting in {delay:.0f} s", "yellow"
         )
+        if count == 1 and log:
+            self._display.print(output_text(log))
         return None
+
+
+def output_text(log: str) -> Text:
+    """Return the last lines of a program's output, as they are displayed after a failure."""
+    return Text(f"\nThe last lines of its output:\n{log}\n", "dim")
+
+
+def _early_failure(
+    agent_exit: AgentExit, failed: ReplicaView | None, log: str, view: JobView
+) -> _EarlyFailure | None:
+    """Return the failure of a generation that has made no step; None if it has."""
+    latest = view.latest
+    if failed is not None and latest is not None and latest.generation >= failed.generation > 0:
+        return None
+    return _EarlyFailure(agent_exit.code, log.strip().splitlines()[-2:])

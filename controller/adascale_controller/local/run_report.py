@@ -12,6 +12,7 @@ from adascale_controller.local.display import Display
 from adascale_controller.local.generations import GenerationSummary
 from adascale_controller.local.generations_table import generations_table, repeated_steps
 from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.replicas import output_text
 from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.checkpoint_manifest import Manifest
@@ -96,7 +97,7 @@ def print_summary(
             display.print(Text(f" {repeated}", "dim"))
         display.print(Text())
     if result.log:
-        display.print(Text(f"\nThe last lines of its output:\n{result.log}\n", "dim"))
+        display.print(output_text(result.log))
     if result.finished:
         # A program without a required end saves nothing when it ends.
         at = f" at progress {count(progress)}" if progress is not None else ""
@@ -104,6 +105,8 @@ def print_summary(
             at = f" at progress {_progress(checkpoint)}"
         values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
         display.message(f"Finished{at} in {duration(seconds)}{values}", "bold green")
+    elif result.permanent:
+        display.message("Correct the program or the job, and run the same command", "bold")
     elif checkpoint is None:
         display.message("No checkpoint was saved; run the same command to start over")
     else:

@@ -14,9 +14,11 @@ class RunResult:
         exit_code: of the run.
         finished: whether the program has finished.
         log: the last lines of the program's output, if it failed.
+        permanent: whether it would fail again, so that the program or the job must be changed.
     """
 
     message: str
     exit_code: int
     finished: bool = False
     log: str = ""
+    permanent: bool = False

@@ -12,6 +12,7 @@ from adascale_client import JobClient, ServiceUnreachableError
 from adascale_core.exit_codes import (
     EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
+    EXIT_INVALID_PROGRAM,
     EXIT_REENTRY,
     ExitClass,
     agent_exit_code,
@@ -310,7 +311,7 @@ class Agent:
             if code
             else f"{command} finished without making an ElasticTrainer"
         )
-        error.exit_code = agent_exit_code(code)
+        error.exit_code = agent_exit_code(code) if code else EXIT_INVALID_PROGRAM
         self._fail(error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
         return error
 
