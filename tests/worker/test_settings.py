@@ -41,6 +41,11 @@ def test_a_missing_batch_size_is_an_error() -> None:
         resolve_settings(JobSettings(), JobSettings())
 
 
+def test_max_nonfinite_steps_below_one_is_an_error() -> None:
+    with pytest.raises(InvalidJobError, match="max_nonfinite_steps must be at least 1, got 0"):
+        resolve_settings(JobSettings(32, max_nonfinite_steps=0), JobSettings())
+
+
 def test_contradictory_bounds_are_an_error() -> None:
     with pytest.raises(InvalidBoundsError, match="max_batch_size 16 is less than batch_size 32"):
         resolve_settings(JobSettings(32, 16), JobSettings())

@@ -199,6 +199,14 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         return self._estimator.flag_sums()
 
+    @property
+    def gradients_are_finite(self) -> bool | None:
+        """Whether the gradients of the last step were finite after its backward passes, on all ranks.
+
+        None if the last step was not measured.
+        """
+        return self._estimator.gradients_are_finite()
+
     # -- settings ---------------------------------------------------------------------------------------
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:  # noqa: ARG002

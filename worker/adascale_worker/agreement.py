@@ -21,6 +21,7 @@ class Requests:
         agree_each_step: exchange requests on every step, because steps are slow. Otherwise they are
             exchanged on the steps that AdaScale measures.
         finish: end training at the next step boundary.
+        compare_weights: compare the weights of the replicas after this step.
     """
 
     exit: bool
@@ -28,6 +29,7 @@ class Requests:
     replan: bool = False
     agree_each_step: bool = False
     finish: bool = False
+    compare_weights: bool = False
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -43,13 +45,15 @@ class Agreement:
     replan: bool = False
     agree_each_step: bool = True
     finish: bool = False
+    compare_weights: bool = False
 
     def update(self, sums: tuple[float, ...] | None) -> None:
         """Add the summed requests of all replicas. None if this step had no exchange."""
         if sums is not None:
-            exit_sum, save_sum, replan_sum, agree_each_step_sum, finish_sum = sums
+            exit_sum, save_sum, replan_sum, agree_each_step_sum, finish_sum, compare_sum = sums
             self.exit = self.exit or exit_sum > 0
             self.save = self.save or save_sum > 0
             self.replan = self.replan or replan_sum > 0
             self.agree_each_step = agree_each_step_sum > 0
             self.finish = self.finish or finish_sum > 0
+            self.compare_weights = self.compare_weights or compare_sum > 0

@@ -127,6 +127,10 @@ class Checkpointing:
         """Continue to add results to the restored checkpoint, which has the end of training."""
         self._has_final = self._is_final_written = self._manifest is not None and self._manifest.finished
 
+    def postpone(self) -> None:
+        """Wait for another interval until the next checkpoint is due."""
+        self._saved_at = time.monotonic()
+
     def report_result(self, result: dict[str, float | str]) -> None:
         """Add to the result of training, and to the manifest of the final checkpoint if it is saved.
 

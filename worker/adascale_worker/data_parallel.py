@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from adascale_worker.loop_checks import ForwardRecord
 from adascale_worker.patching import MethodOverride
 from adascale_worker.torch_private import rebuild_buckets
 
 
 def parallelize(
-    model: torch.nn.Module, device: torch.device, *, find_unused_parameters: bool = False
+    model: torch.nn.Module,
+    device: torch.device,
+    forward: ForwardRecord | None = None,
+    *,
+    find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
     """Make `model` data-parallel in place: in training mode, its forward goes through DDP.
 
@@ -23,6 +28,7 @@ def parallelize(
     Args:
         model: on `device` already.
         device: the replica's device.
+        forward: records forward passes through DDP.
         find_unused_parameters: as DDP's argument of this name.
 
     Returns:
@@ -37,8 +43,13 @@ def parallelize(
     )
     if not find_unused_parameters:
         rebuild_buckets(ddp)
-    model.forward = _DataParallelForward(wrapped, ddp)
+    model.forward = _DataParallelForward(wrapped, ddp, forward or ForwardRecord())
     return ddp
+
+
+def record_forward(model: torch.nn.Module, forward: ForwardRecord) -> None:
+    """Record the forward passes of a model on one replica that would go through DDP on several."""
+    model.forward = _RecordedForward(model, forward)
 
 
 class _OriginalForward(torch.nn.Module):
@@ -64,12 +75,30 @@ class _OriginalForward(torch.nn.Module):
 class _DataParallelForward(MethodOverride):
     """Replaces the forward of a data-parallel model."""
 
-    def __init__(self, wrapped: _OriginalForward, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, wrapped: _OriginalForward, ddp: DistributedDataParallel, record: ForwardRecord
+    ) -> None:
         super().__init__(wrapped.original_forward)
         self._model = wrapped.model
         self._ddp = ddp
+        self._record = record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self._model.training:
+            self._record.called = True
             return self._ddp(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+
+class _RecordedForward(MethodOverride):
+    """Replaces the forward of a model on one replica."""
+
+    def __init__(self, model: torch.nn.Module, record: ForwardRecord) -> None:
+        super().__init__(model.forward)
+        self._model = model
+        self._record = record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._model.training:
+            self._record.called = True
         return self.original(*args, **kwargs)

@@ -71,6 +71,7 @@ class JobSettings:
     checkpoint_dir: Path | None = None
     checkpoint_interval: float | None = None
     epochs: int | None = None
+    max_nonfinite_steps: int | None = None
 
 
 def is_standby(environ: Mapping[str, str]) -> bool:

@@ -24,6 +24,7 @@ def patch_optimizer(
     model: torch.nn.Module,
     step: Step,
     at_first_micro_batch: Callable[[], bool],
+    zeroed_gradients: Callable[[], None],
 ) -> None:
     """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate.
 
@@ -32,6 +33,7 @@ def patch_optimizer(
         model: the program's model; its `zero_grad` is replaced too.
         step: called in place of `optimizer.step`.
         at_first_micro_batch: returns whether the next backward pass is the first of its step.
+        zeroed_gradients: called after `zero_grad` has zeroed the gradients.
     """
 
     # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
@@ -41,8 +43,8 @@ def patch_optimizer(
         return step(*args, **kwargs)
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = _ZeroGrad(optimizer.zero_grad, at_first_micro_batch)  # type: ignore[method-assign]
-    model.zero_grad = _ZeroGrad(model.zero_grad, at_first_micro_batch)  # type: ignore[method-assign]
+    for owner in (optimizer, model):
+        owner.zero_grad = _ZeroGrad(owner.zero_grad, at_first_micro_batch, zeroed_gradients)  # type: ignore[method-assign]
 
 
 class MethodOverride:
@@ -68,13 +70,20 @@ class MethodOverride:
 class _ZeroGrad(MethodOverride):
     """Zeroes gradients before the first micro-batch of a step, and does nothing before the others."""
 
-    def __init__(self, original: Callable[..., Any], at_first_micro_batch: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        at_first_micro_batch: Callable[[], bool],
+        zeroed_gradients: Callable[[], None],
+    ) -> None:
         super().__init__(original)
         self._at_first_micro_batch = at_first_micro_batch
+        self._zeroed_gradients = zeroed_gradients
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._at_first_micro_batch():
             self.original(*args, **kwargs)
+            self._zeroed_gradients()
 
 
 def patch_scheduler(

@@ -124,6 +124,14 @@ class ReplicaGroup:
         dist.all_reduce(tensor)
         return tuple(tensor.tolist())
 
+    def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elementwise least and greatest of all ranks' `values`, on all ranks."""
+        if self.replicas == 1:
+            return values, values
+        both = torch.cat([-values, values]).to(self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        return -both[: len(values)], both[len(values) :]
+
 
 _CONNECTION_ERRORS = (
     "connection closed by peer",

@@ -14,6 +14,8 @@ from adascale_core.errors import InvalidJobError
 from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DEFAULT_EFFICIENCY_TARGET
 from adascale_worker.environment import JobSettings
 
+DEFAULT_MAX_NONFINITE_STEPS = 10
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
@@ -25,6 +27,7 @@ class TrainerSettings:
     epochs: int | None
     checkpoint_dir: Path | None
     checkpoint_interval: float
+    max_nonfinite_steps: int = DEFAULT_MAX_NONFINITE_STEPS
 
 
 _BOUNDS = ("max_batch_size", "local_bsz_bounds")
@@ -41,7 +44,8 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         job: the settings from the environment.
 
     Raises:
-        InvalidJobError: neither sets a batch size, or the bounds contradict each other.
+        InvalidJobError: neither sets a batch size, the bounds contradict each other, or
+            `max_nonfinite_steps` is below 1.
     """
     differences = []
     for name in ("batch_size", "max_batch_size", "local_bsz_bounds", "scale_invariant_steps"):
@@ -60,6 +64,9 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         )
     if program.epochs is not None and program.epochs < 1:
         raise InvalidJobError(f"epochs is {program.epochs}: it must be at least 1")
+    nonfinite = program.max_nonfinite_steps
+    if nonfinite is not None and nonfinite < 1:
+        raise InvalidJobError(f"max_nonfinite_steps must be at least 1, got {nonfinite}")
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
     settings = TrainerSettings(
         bounds=BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds),
@@ -68,5 +75,6 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         epochs=program.epochs,
         checkpoint_dir=job.checkpoint_dir or program.checkpoint_dir,
         checkpoint_interval=DEFAULT_CHECKPOINT_INTERVAL if interval is None else interval,
+        max_nonfinite_steps=DEFAULT_MAX_NONFINITE_STEPS if nonfinite is None else nonfinite,
     )
     return settings, differences

@@ -36,9 +36,10 @@ from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_feed import DataFeed
-from adascale_worker.data_parallel import parallelize
+from adascale_worker.data_parallel import parallelize, record_forward
 from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError
+from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_state import ProgramState, Stateful, load_model
@@ -89,6 +90,8 @@ class ElasticTrainer:
         efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1].
         checkpoint_dir: folder of the checkpoints. None: nothing is saved.
         checkpoint_interval: seconds between two checkpoints.
+        max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
+            or infinite. Default: 10. No checkpoint is saved with such weights.
         seed: determines the order of samples.
         device: device of the model. None: the replica's own GPU, or the CPU if there is no GPU.
 
@@ -108,6 +111,7 @@ class ElasticTrainer:
         efficiency_target: float | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_interval: float | None = None,
+        max_nonfinite_steps: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -125,6 +129,7 @@ class ElasticTrainer:
             efficiency_target=efficiency_target,
             checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
             checkpoint_interval=checkpoint_interval,
+            max_nonfinite_steps=max_nonfinite_steps,
         )
         try:
             _wait_for_assignment()
@@ -264,19 +269,29 @@ class ElasticTrainer:
         restored = trainer.checkpointing.load()
         if restored is not None:
             load_model(model, restored["program"]["model"])
-        ddp = None
+        check_optimizer_parameters(model, optimizer, group.replicas)
+        ddp, forward = None, ForwardRecord()
         if group.replicas > 1:
-            ddp = parallelize(model, self.device, find_unused_parameters=find_unused_parameters)
+            ddp = parallelize(model, self.device, forward, find_unused_parameters=find_unused_parameters)
+        else:
+            record_forward(model, forward)
         adascale = AdaScale(optimizer, world_size=group.replicas, is_scaled_loss=False, model=ddp)
         program = ProgramState(model, adascale, lr_scheduler, dict(register or {}))
         if trainer.checkpointing.enabled:
             program.require_loadable()
         accumulation = GradientAccumulation(adascale, ddp)
-        loop = TrainingLoop(trainer, program, accumulation, self._shutdown_signal, self._fast_exit)
+        checks = LoopChecks(model, forward, group.replicas)
+        loop = TrainingLoop(trainer, program, accumulation, checks, self._shutdown_signal, self._fast_exit)
         if restored is not None:
             loop.restore(restored)
         loop.apply_plan()
-        patch_optimizer(optimizer, model, loop.optimizer_step, lambda: accumulation.at_first_micro_batch)
+        patch_optimizer(
+            optimizer,
+            model,
+            loop.optimizer_step,
+            lambda: accumulation.at_first_micro_batch,
+            checks.zeroed_gradients,
+        )
         if lr_scheduler is not None:
             patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
         self._loop = loop
@@ -332,11 +347,13 @@ class ElasticTrainer:
             Micro-batches of `get_local_bsz()` samples.
 
         Raises:
+            WorkerError: the current epoch has ended, and `step` was not called.
             DatasetError: the data set has no length, is smaller than a batch, or has another length than
                 before; or an option would choose the batches.
             WorkerError: `program_reentry` has not been called.
         """
         loop = self._require_loop()
+        loop.require_epoch()
         stream = self._trainer.feed.open(dataset, shuffle=shuffle, options=options)
         self._trainer.progress.target = self._trainer.target(stream.length)
         self._trainer.planner.acknowledge()

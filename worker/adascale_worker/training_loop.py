@@ -15,10 +15,12 @@ from adascale_worker.accumulation import GradientAccumulation
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import CheckpointError, WorkerError
+from adascale_worker.loop_checks import LoopChecks
 from adascale_worker.program_state import ProgramState
 from adascale_worker.shutdown import FastExit, ShutdownSignal
 from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState
+from adascale_worker.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
@@ -31,6 +33,7 @@ class TrainingLoop:
         trainer: the parts of the trainer.
         program: the parts of the program.
         accumulation: counts the micro-batches of a step.
+        checks: checks the steps of the program's loop.
         shutdown_signal: requests the exit of all replicas.
         fast_exit: ends the process.
     """
@@ -40,12 +43,18 @@ class TrainingLoop:
         trainer: TrainerComponents,
         program: ProgramState,
         accumulation: GradientAccumulation,
+        checks: LoopChecks,
         shutdown_signal: ShutdownSignal,
         fast_exit: FastExit,
     ) -> None:
         self.adascale = program.optimizer
         self._trainer = trainer
         self._accumulation = accumulation
+        self._checks = checks
+        self._weights = FiniteWeights(
+            program.optimizer, trainer.settings.max_nonfinite_steps, is_main=trainer.group.is_main
+        )
+        self._comparison = WeightComparison(program.model, trainer.group)
         self._state = TrainingState(trainer, program)
         self._shutdown_signal = shutdown_signal
         self._fast_exit = fast_exit
@@ -55,6 +64,7 @@ class TrainingLoop:
         self._inside_epoch = False
         self._current_epoch: object = None
         self._finish_request: str | None = None
+        self._ended_epoch: int | None = None
 
     @property
     def inside_epoch(self) -> bool:
@@ -81,7 +91,8 @@ class TrainingLoop:
 
         Raises:
             StaleBatchSizeError: the program has not read the current local batch size.
-            WorkerError: a closure was passed.
+            WorkerError: a closure was passed, the loop does not make its steps as the trainer requires, or
+                the weights of the replicas differ or are not finite.
         """
         if closure is not None:
             raise WorkerError(
@@ -89,6 +100,7 @@ class TrainingLoop:
             )
         trainer = self._trainer
         trainer.planner.require_acknowledged()
+        self._checks.check_step(inside_epoch=self._inside_epoch)
         if not self._accumulation.advance():
             return
         flags = self._requests().flags()
@@ -102,6 +114,15 @@ class TrainingLoop:
         self._stepped_at = time.monotonic()
         trainer.progress.advance(self.adascale.gain(), self._delivered)
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        step = self._trainer.progress.step
+        self._weights.check_step(step, gradients_are_finite=self.adascale.gradients_are_finite)
+        if self._agreement.compare_weights:
+            self._agreement.compare_weights = False
+            self._comparison.compare(step)
+            self._withdraw_requests()
 
     def _requests(self) -> Requests:
         """What this replica requests. Ranks other than 0 request only their exit or the end of training."""
@@ -116,6 +137,7 @@ class TrainingLoop:
             replan=trainer.planner.is_due,
             agree_each_step=time.monotonic() - self._stepped_at >= SLOW_STEP,
             finish=finish,
+            compare_weights=self._comparison.is_due,
         )
 
     def _at_step_boundary(self) -> None:
@@ -129,6 +151,9 @@ class TrainingLoop:
             self._agreement.save = False
             try:
                 self._save()
+            except NonFiniteWeightsError as error:
+                if self._trainer.group.is_main:
+                    print(f"adascale: {error}", flush=True)
             except CheckpointError as error:
                 # The previous checkpoint is intact, so continuing loses nothing that exiting would keep.
                 print(f"adascale: {error}; training continues without this checkpoint", flush=True)
@@ -140,6 +165,19 @@ class TrainingLoop:
         self.adascale.flags = self._requests().flags()
 
     # -- epochs -----------------------------------------------------------------------------------------
+
+    def require_epoch(self) -> None:
+        """Check that the current epoch has not ended.
+
+        Raises:
+            WorkerError: all batches of the epoch were delivered, and `end_epoch` was not called.
+        """
+        epoch = self._trainer.progress.epoch
+        if self._ended_epoch == epoch:
+            raise WorkerError(
+                f"trainer.dataloader() was called again after all batches of epoch {epoch}: call "
+                f"trainer.step({epoch}), with the number of the epoch, after the loop over its batches"
+            )
 
     def epoch(self, dataset: Sized, stream: SampleStream, options: dict[str, Any]) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the current epoch.
@@ -157,6 +195,7 @@ class TrainingLoop:
         batches: Iterator[Any] | None = None
         self._current_epoch = this_epoch = object()
         self._accumulation.restart_step()
+        self._checks.begin_epoch()
         self._delivered = progress.consumed
         trainer.telemetry.step_timer.pause()
         try:
@@ -172,6 +211,7 @@ class TrainingLoop:
                     self._at_step_boundary()
                     if trainer.finished or progress.progress >= end:
                         trainer.rng.apply()
+                        self._ended_epoch = progress.epoch
                         return
                 if batches is None:
                     batches = trainer.feed.micro_batches(
@@ -181,6 +221,7 @@ class TrainingLoop:
                 batch = next(batches)
                 self._delivered += trainer.group.replicas * planner.plan.local_bsz
                 self._inside_epoch = True
+                self._checks.delivered_batch()
                 yield batch
                 self._inside_epoch = False
         finally:
@@ -264,7 +305,19 @@ class TrainingLoop:
     # -- saving and exiting -----------------------------------------------------------------------------
 
     def _save(self, *, final: bool = False) -> None:
+        """Save a checkpoint. A collective call.
+
+        Raises:
+            NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
+            CheckpointError: see `Checkpointing.save`.
+        """
         trainer = self._trainer
+        if (final or trainer.checkpointing.enabled) and not self._weights.are_finite():
+            trainer.checkpointing.postpone()
+            raise NonFiniteWeightsError(
+                f"weights are NaN or infinite after step {trainer.progress.step}: no checkpoint is saved, "
+                "and the previous one is kept"
+            )
         trainer.checkpointing.save(
             self._state.info(), trainer.rng.current(), self._state.state_dict, final=final
         )
@@ -276,13 +329,19 @@ class TrainingLoop:
         """Save, and end the program so that it can be started again."""
         trainer = self._trainer
         self._report()
-        self._save()
+        saved = True
+        try:
+            self._save()
+        except NonFiniteWeightsError as error:
+            saved = False
+            if trainer.group.is_main:
+                print(f"adascale: {error}", flush=True)
         trainer.telemetry.close()
         trainer.group.destroy()
         received = self._shutdown_signal.received
         if trainer.generation > 0 or received is None:
             self._fast_exit.exit(EXIT_REENTRY)
-        if trainer.group.is_main:
+        if saved and trainer.group.is_main:
             step = trainer.progress.step
             print(f"adascale: saved a checkpoint at step {step}; run the same command to resume", flush=True)
         self._fast_exit.exit(128 + received)

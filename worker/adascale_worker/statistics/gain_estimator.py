@@ -64,6 +64,7 @@ class GainEstimator:
         self.gradients_are_divided = False
         self._averages = MovingAverages.empty(0, HOST)
         self._flag_sums: Tensor | tuple[float, ...] | None = None
+        self._gradients_are_finite: Tensor | None = None
         self._steps = 0
         self._sampling_start = 0
         self._is_stopped = False
@@ -154,6 +155,10 @@ class GainEstimator:
             self._flag_sums = tuple(numbers[:count])
         return self._flag_sums
 
+    def gradients_are_finite(self) -> bool | None:
+        """Return whether the gradients of the last step were finite; None if it was not measured."""
+        return None if self._gradients_are_finite is None else bool(self._gradients_are_finite)
+
     # -- a step -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -177,6 +182,7 @@ class GainEstimator:
         self._averages = self._averages.to(self.statistics.parameters.lr_device)
         if measurement.estimate is not None:
             self._averages = self._updated_averages(measurement.estimate)
+        self._gradients_are_finite = measurement.finite
         is_single = self.settings.world_size == 1
         self._flag_sums = tuple(self.statistics.flags) if is_single else measurement.flag_sums
 

@@ -31,10 +31,12 @@ class StepMeasurement:
     Attributes:
         estimate: None if the step gives none: it was not measured, or there is no gradient to compare with.
         flag_sums: sums of the flags over ranks, shape (flags,). None without an all-reduce or without flags.
+        finite: whether all gradients were finite, shape (). None if the step was not measured.
     """
 
     estimate: StepEstimate | None = None
     flag_sums: Tensor | None = None
+    finite: Tensor | None = None
 
 
 class GradientStatistics:
@@ -139,7 +141,8 @@ class GradientStatistics:
         statistics, loss_scale = self._with_loss_scale(statistics)
         estimate = self._estimate(statistics, loss_scale)
         self._previous_gradient.step = PreviousStep(statistics.averaged, self._settings.scale, loss_scale)
-        return StepMeasurement(estimate, statistics.flags if statistics.flags.numel() else None)
+        flag_sums = statistics.flags if statistics.flags.numel() else None
+        return StepMeasurement(estimate, flag_sums, statistics.finite)
 
     def warn_if_loss_scale_is_unknown(self) -> None:
         """Warn once if steps were left out because of the loss scale. May wait for the device."""
@@ -293,8 +296,8 @@ class GradientStatistics:
             "passes",
             f"got {passes} backward passes in a step, num_gradients_to_accumulate is "
             f"{self._settings.accumulation}: such steps are left out of the estimates. Add up losses before "
-            "one backward(), or call set_num_gradients_to_accumulate() and set_scale() with the numbers of "
-            "the loop",
+            "one backward(). A loop without a trainer that accumulates gradients calls "
+            "AdaScale.set_num_gradients_to_accumulate() and AdaScale.set_scale() with its numbers",
         )
         return False
 

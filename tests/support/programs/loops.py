@@ -1,0 +1,99 @@
+"""A training program whose loop is written in the way that LOOP names.
+
+Environment: STATE, the checkpoint folder (optional); STEPS, the scale-invariant steps (default 60).
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adascale_worker import ElasticTrainer, weight_checks
+from support.training import samples
+
+loop = os.environ["LOOP"]
+steps = int(os.environ.get("STEPS", "60"))
+
+
+class Net(nn.Module):
+    """Has its loss in a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"head": nn.Linear(6, 2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.parts["head"](x)
+        return out
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.parts["head"](x), y)
+
+
+trainer = ElasticTrainer(
+    batch_size=8,
+    scale_invariant_steps=steps,
+    checkpoint_dir=os.environ.get("STATE"),
+    checkpoint_interval=0.0,
+    max_nonfinite_steps=int(os.environ.get("MAX_NONFINITE_STEPS", "10")),
+)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+earlier_forward = model.forward
+outside = nn.Parameter(torch.zeros(2))
+if loop == "parameter outside the model":
+    optimizer.add_param_group({"params": [outside]})
+trainer.program_reentry(model, optimizer)
+logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else model
+if loop == "changes weights on one rank":
+    weight_checks.COMPARISON_INTERVAL = 0.0
+if loop == "evaluation mode":
+    model.eval()
+count = 0
+for epoch in range(trainer.scale_invariant_steps or 0):
+    if trainer.finished:
+        break
+    for _, x, y in trainer.dataloader(samples()):
+        count += 1
+        if loop == "accumulates":
+            (nn.functional.cross_entropy(logits(x), y) / 4).backward()
+            if count % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        if loop == "method":
+            loss = model.loss(x, y)
+        elif loop == "submodule":
+            loss = nn.functional.cross_entropy(model.parts["head"](x), y)
+        else:
+            loss = nn.functional.cross_entropy(logits(x), y)
+        if loop.startswith("skips") and count % 3 == 0:
+            # As a GradScaler does after gradients that are not finite.
+            loss.backward()
+            if loop == "skips and sets gradients to None":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            else:
+                optimizer.zero_grad(set_to_none=False)
+            continue
+        optimizer.zero_grad()
+        if loop == "NaN" and count >= 20:
+            loss = loss * float("nan")
+        if loop == "NaN gradients are replaced" and count % 5 == 0:
+            loss = loss * float("nan")
+        loss.backward()
+        if loop == "NaN gradients are replaced":
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.nan_to_num_(0.0)
+        optimizer.step()
+        if loop == "steps twice":
+            optimizer.step()
+        if loop == "changes weights on one rank" and count == 5 and trainer.rank == 1:
+            with torch.no_grad():
+                model.parts["head"].bias.add_(1.0)  # type: ignore[operator]
+    if loop != "without trainer.step":
+        trainer.step(epoch)
+print("trained", count, "batches")

@@ -1,0 +1,134 @@
+"""Programs with wrong loops are refused, and unusual but correct loops train: `programs/loops.py`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "loops.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+NOT_AVERAGED = r"adascale: the gradients of this step do not come from a call of model\(\.\.\.\).* 2 replicas"
+WARNING = r"RuntimeWarning: the gradients of this step do not come.* On 1 replica this has no effect"
+
+REPLICAS = [1, pytest.param(2, marks=pytest.mark.slow)]
+
+
+def run(loop: str, replicas: int = 1, **environ: object) -> tuple[int, str]:
+    """Run the program, and return its exit code and its output."""
+    command = [sys.executable, *(TORCHRUN if replicas > 1 else []), PROGRAM]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
+    ended = subprocess.run(
+        command,
+        env={
+            **inherited,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "LOOP": loop,
+            **{name: str(value) for name, value in environ.items()},
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+def require_refused(result: tuple[int, str], message: str) -> None:
+    """Check that a program failed with a message, and without a traceback of its own."""
+    code, output = result
+    assert code == 1, output
+    assert re.search(message, output), output
+    assert f'File "{PROGRAM}"' not in output, "a traceback was printed"
+    assert "trained" not in output
+
+
+def require_trained(result: tuple[int, str]) -> str:
+    code, output = result
+    assert code == 0, output
+    assert "trained" in output
+    return output
+
+
+# -- the forward pass -----------------------------------------------------------------------------------
+
+SLOW_BYPASSES = [
+    pytest.param(loop, marks=pytest.mark.slow) for loop in ("submodule", "earlier forward", "evaluation mode")
+]
+
+
+@pytest.mark.parametrize("loop", ["method", *SLOW_BYPASSES])
+def test_a_forward_pass_that_bypasses_the_model_is_refused_on_two_replicas(loop: str) -> None:
+    require_refused(run(loop, replicas=2), NOT_AVERAGED)
+
+
+@pytest.mark.parametrize("loop", ["method", *SLOW_BYPASSES])
+def test_a_forward_pass_that_bypasses_the_model_is_warned_of_once_on_one_replica(loop: str) -> None:
+    output = require_trained(run(loop))
+    assert len(re.findall(WARNING, output)) == 1, output
+
+
+@pytest.mark.slow
+def test_a_parameter_outside_the_model_is_refused_on_two_replicas_and_warned_of_on_one() -> None:
+    found = r"the optimizer has 1 parameters that are not in the model \(the first has shape \(2,\)\)"
+    require_refused(run("parameter outside the model", replicas=2), f"adascale: {found}")
+    assert re.search(f"Warning: {found}", require_trained(run("parameter outside the model")))
+
+
+def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
+    result = run("changes weights on one rank", replicas=2)
+    message = "adascale: the weights of the 2 replicas differ after step 6: a weight of 'parts.head.bias'"
+    require_refused(result, message)
+    assert result[1].count(message) == 2, "both ranks name the reason"
+
+
+# -- steps and epochs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ("without trainer.step", r"after all batches of epoch 0: call trainer\.step\(0\)"),
+        ("accumulates", r"after backward passes on 4 batches: the trainer accumulates gradients itself"),
+        ("steps twice", r"optimizer\.step\(\) was called twice for one batch"),
+    ],
+)
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_a_wrong_loop_is_refused(loop: str, message: str, replicas: int) -> None:
+    require_refused(run(loop, replicas), f"adascale: .*{message}")
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize(
+    "loop",
+    ["plain", "skips and zeroes gradients", "skips and sets gradients to None", "NaN gradients are replaced"],
+)
+def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> None:
+    output = require_trained(run(loop, replicas))
+    assert "Warning" not in output
+    assert "adascale" not in output
+
+
+# -- weights that are not finite ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(
+    replicas: int, tmp_path: Path
+) -> None:
+    result = run("NaN", replicas, STATE=tmp_path, MAX_NONFINITE_STEPS=5)
+    require_refused(result, r"weights are NaN or infinite after each of 5 consecutive steps, up to step 24:")
+    assert result[1].count("RuntimeWarning: weights are NaN or infinite after step 20.") == 1, result[1]
+    code, output = run("plain", replicas, STATE=tmp_path)
+    assert code == 0, output
+    batches = re.search(r"trained (\d+) batches", output)
+    assert batches
+    assert 60 - 19 <= int(batches[1]) < 60, "resumed at a step before 20"
+
+
+def test_training_that_ends_with_nan_weights_fails() -> None:
+    require_refused(run("NaN", STEPS=22), "weights are NaN or infinite after step 22: no checkpoint is saved")

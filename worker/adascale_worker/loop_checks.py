@@ -1,0 +1,178 @@
+"""Checks that the program's training loop makes its steps in the way that the trainer counts them.
+
+Each check costs a few comparisons per step. It finds a loop that would train without an error, but with
+gradients that are not averaged over the replicas, or with steps that are not counted as they are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adascale_worker.errors import WorkerError
+from adascale_worker.statistics.user_warnings import OneTimeWarnings
+
+MAX_BATCHES_WITHOUT_STEP = 1000
+"""Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
+
+_USE_THE_MODEL = (
+    "Compute the loss from the output of model(...) in training mode (model.train()): call a method or a "
+    "submodule that the loss needs in the model's forward(), and do not keep a reference to model.forward "
+    "from before program_reentry"
+)
+
+
+@dataclass
+class ForwardRecord:
+    """Records forward passes through the model that was passed to `program_reentry`.
+
+    Args:
+        called: whether there was one, in training mode and with gradients enabled, since the last step.
+    """
+
+    called: bool = False
+
+
+class LoopChecks:
+    """Observes batches, backward passes and steps of the program's loop, and refuses a wrong loop.
+
+    Args:
+        model: the program's model.
+        forward: records forward passes through the model.
+        replicas: number of replicas (K).
+    """
+
+    def __init__(self, model: torch.nn.Module, forward: ForwardRecord, replicas: int) -> None:
+        self._forward = forward
+        self._replicas = replicas
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._has_backward = False
+        self._earlier_batches = 0
+        self._batches_since_step = 0
+        self._has_stepped = False
+        self._warnings = OneTimeWarnings()
+        # Two parameters, in case one of them is not used in every pass.
+        for parameter in {id(each): each for each in self._parameters[:1] + self._parameters[-1:]}.values():
+            parameter.register_hook(_BackwardHook(self, parameter))
+
+    # -- events -----------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Record that gradients were deleted, and that a loop over batches begins."""
+        self.zeroed_gradients()
+        self._batches_since_step = 0
+        self._has_stepped = False
+
+    def delivered_batch(self) -> None:
+        """Record that the program gets the next batch of `trainer.dataloader`."""
+        self._earlier_batches += self._has_backward
+        self._has_backward = False
+        self._has_stepped = False
+        self._batches_since_step += 1
+        if self._batches_since_step == MAX_BATCHES_WITHOUT_STEP:
+            self._warnings.warn(
+                "no step",
+                f"trainer.dataloader() has delivered {MAX_BATCHES_WITHOUT_STEP} batches since the last "
+                "optimizer.step(): an epoch ends after its steps, so without steps it does not end. Call "
+                "step() of the optimizer that was passed to program_reentry once per batch",
+            )
+
+    def zeroed_gradients(self) -> None:
+        """Record that the program has deleted its gradients."""
+        self._has_backward = False
+        self._earlier_batches = 0
+
+    def arriving_gradient(self, parameter: Tensor) -> None:
+        """Record a backward pass. Called before the gradient is added to `parameter.grad`."""
+        if parameter.grad is None:
+            self._earlier_batches = 0
+        self._has_backward = True
+
+    # -- checks -----------------------------------------------------------------------------------------
+
+    def check_step(self, *, inside_epoch: bool) -> None:
+        """Check a call of `optimizer.step()`, and begin to observe the next one.
+
+        Args:
+            inside_epoch: whether the program is inside its loop over `trainer.dataloader`.
+
+        Raises:
+            WorkerError: the loop does not make its steps as the trainer requires.
+        """
+        if inside_epoch and self._has_stepped:
+            raise WorkerError(
+                "optimizer.step() was called twice for one batch: call it once for each batch that "
+                "trainer.dataloader() delivers, because every step counts a batch and its samples"
+            )
+        batches = self._earlier_batches + self._has_backward
+        if inside_epoch and batches > 1:
+            raise WorkerError(
+                f"optimizer.step() was called after backward passes on {batches} batches: the trainer "
+                "accumulates gradients itself. Call optimizer.zero_grad(), loss.backward() and "
+                "optimizer.step() for each batch that trainer.dataloader() delivers, and do not divide the "
+                "loss. The upper bound of local_bsz_bounds decides how many micro-batches a step has"
+            )
+        if not self._forward.called:
+            self._check_gradients_are_averaged()
+        self._forward.called = False
+        self.zeroed_gradients()
+        self._batches_since_step = 0
+        self._has_stepped = True
+
+    def _check_gradients_are_averaged(self) -> None:
+        if all(parameter.grad is None for parameter in self._parameters):
+            return
+        if self._replicas > 1:
+            raise WorkerError(
+                "the gradients of this step do not come from a call of model(...), so they are not averaged "
+                f"over the {self._replicas} replicas and the weights would differ. {_USE_THE_MODEL}"
+            )
+        self._warnings.warn(
+            "forward",
+            "the gradients of this step do not come from a call of model(...). On 1 replica this has no "
+            f"effect; on 2 or more, training stops with an error. {_USE_THE_MODEL}",
+        )
+
+
+class _BackwardHook:
+    """Calls `LoopChecks.arriving_gradient`; a hook must not return a value."""
+
+    def __init__(self, checks: LoopChecks, parameter: Tensor) -> None:
+        self._checks = checks
+        self._parameter = parameter
+
+    def __call__(self, _gradient: Tensor) -> None:
+        self._checks.arriving_gradient(self._parameter)
+
+
+def check_optimizer_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, replicas: int
+) -> None:
+    """Check that the optimizer has parameters of the model only: other gradients are not averaged.
+
+    On one replica the program is warned, because it works there.
+
+    Raises:
+        WorkerError: the optimizer has other parameters, on several replicas.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    shapes = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and id(parameter) not in own
+    ]
+    if not shapes:
+        return
+    found = (
+        f"the optimizer has {len(shapes)} parameters that are not in the model (the first has shape "
+        f"{shapes[0]})"
+    )
+    remedy = "Make them parameters of the model, for example with a module that contains both"
+    if replicas > 1:
+        raise WorkerError(f"{found}, so their gradients are not averaged over the replicas. {remedy}")
+    OneTimeWarnings().warn(
+        "parameters", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
+    )

@@ -1,0 +1,154 @@
+"""Checks of the weights during training: equal on all replicas, and finite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adascale_worker.errors import WorkerError
+from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.statistics.user_warnings import OneTimeWarnings
+
+COMPARISON_INTERVAL = 10.0
+"""Seconds between two comparisons of the replicas' weights."""
+
+TOLERANCE = 1e-4
+"""Difference of weights, relative to the largest one compared of the same parameter, that is accepted.
+
+Replicas on the same hardware have the same weights, bit for bit. Different processors may round differently.
+"""
+
+PROBES = 8
+"""Weights of each parameter that are compared."""
+
+
+class DifferentWeightsError(WorkerError):
+    """The replicas have different weights."""
+
+
+class NonFiniteWeightsError(WorkerError):
+    """Weights are NaN or infinite."""
+
+
+class WeightComparison:
+    """Compares a few weights of each parameter over the replicas, at an interval.
+
+    Args:
+        model: its parameters that require gradients are compared.
+        group: the replicas.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
+        self._model = model
+        self._group = group
+        self._compared_at = float("-inf")
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the interval since the last comparison has passed. Always False on one replica."""
+        return self._group.replicas > 1 and time.monotonic() - self._compared_at >= COMPARISON_INTERVAL
+
+    def compare(self, step: int) -> None:
+        """Compare the weights. A collective call, which raises on all replicas or on none.
+
+        Args:
+            step: number of the step that was made last.
+
+        Raises:
+            DifferentWeightsError: the replicas have different weights.
+        """
+        self._compared_at = time.monotonic()
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and p.numel()]
+        if not named:
+            return
+        probes = [_probe(parameter) for _, parameter in named]
+        least, greatest = self._group.extremes(torch.cat(probes))
+        sizes = [len(probe) for probe in probes]
+        for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
+            magnitude = torch.maximum(low.abs(), high.abs()).max()
+            difference, index = (high - low).max(dim=0)
+            if difference > TOLERANCE * magnitude:
+                raise DifferentWeightsError(
+                    f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
+                    f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. Every "
+                    "gradient has to come from model(...), and code that changes weights has to do the "
+                    "same on all replicas"
+                )
+
+
+def _probe(parameter: Tensor) -> Tensor:
+    """Return a few weights, evenly spaced, as float32; a weight that is not finite as 0."""
+    flat = parameter.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return torch.nan_to_num(flat[:: max(1, len(flat) // PROBES)].float(), posinf=0.0, neginf=0.0)
+
+
+class FiniteWeights:
+    """Warns of weights that are not finite, and ends training after a number of steps with them.
+
+    Weights are read only after a step whose gradients were not finite, and before a checkpoint.
+
+    Args:
+        optimizer: its parameters that require gradients are checked.
+        max_steps: consecutive steps that may leave weights that are not finite.
+        is_main: whether this replica issues the warning.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_steps: int, *, is_main: bool) -> None:
+        self._optimizer = optimizer
+        self._max_steps = max_steps
+        self._is_main = is_main
+        self._steps = 0
+        self._warnings = OneTimeWarnings()
+
+    def check_step(self, step: int, *, gradients_are_finite: bool | None) -> None:
+        """Check the weights after a step, if there is a reason to.
+
+        Args:
+            step: number of the step.
+            gradients_are_finite: whether its gradients were finite. None if they were not measured.
+
+        Raises:
+            NonFiniteWeightsError: too many consecutive steps have left weights that are not finite.
+        """
+        if self._steps == 0 and gradients_are_finite is not False:
+            return
+        if self.are_finite():
+            self._steps = 0
+            return
+        self._steps += 1
+        if self._steps >= self._max_steps:
+            raise NonFiniteWeightsError(
+                f"weights are NaN or infinite after each of {self._steps} consecutive steps, up to step "
+                f"{step}: training stops, and the last checkpoint is from before. Use a lower learning rate, "
+                "clip gradients, or check the data; ElasticTrainer(max_nonfinite_steps=...) sets the number "
+                "of steps"
+            )
+        if self._is_main:
+            self._warnings.warn(
+                "weights",
+                f"weights are NaN or infinite after step {step}. No checkpoint is saved with them, and "
+                f"training stops after {self._max_steps} such steps in a row",
+            )
+
+    def are_finite(self) -> bool:
+        """Whether all weights are finite. Reads all of them."""
+        return all_finite(
+            [
+                parameter.detach()
+                for group in self._optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            ]
+        )
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements are finite."""
+    # The transfer of the results waits for a device once, not for each tensor.
+    finite = [torch.isfinite(tensor).all() for tensor in tensors]
+    return all(torch.stack([each.to(finite[0].device) for each in finite]).tolist()) if finite else True
