@@ -533,3 +533,20 @@ def test_cuda_without_an_index_selects_the_gpu_of_the_local_rank(
     requested: Any, local_rank: int, device: str
 ) -> None:
     assert str(select_device(requested, local_rank)) == device
+
+
+# -- values that cannot be saved or reported ------------------------------------------------------------
+
+
+def test_registering_a_value_without_state_is_an_error_at_once(make_trainer: MakeTrainer) -> None:
+    model = network()
+    with pytest.raises(WorkerError, match=r"register\['best'\] is of type float, .*register_buffer\('best'"):
+        make_trainer(**FIXED).program_reentry(model, sgd(model), register={"best": 0.0})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("values", "found"), [({"lr": 0.1, "loss": 1.0}, "lr"), ({}, "no loss")])
+def test_logging_another_value_than_the_loss_is_an_error(
+    make_trainer: MakeTrainer, values: dict[str, float], found: str
+) -> None:
+    with pytest.raises(WorkerError, match=rf"log\(\) got {found}, .* call trainer\.log\(loss=loss\)"):
+        make_trainer(**FIXED).log(**values)

@@ -314,6 +314,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
         self._sgd.zero_grad(set_to_none)
+        self.discard_step()
+
+    def discard_step(self) -> None:
+        """Discard what this step has measured so far, because its gradients were deleted."""
         self._estimator.discard_step()
 
     def _divide_gradients(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
@@ -40,11 +41,15 @@ class LoopChecks:
 
     Args:
         model: the program's model.
+        optimizer: AdaScale around the program's optimizer.
         forward: records forward passes through the model.
         replicas: number of replicas (K).
     """
 
-    def __init__(self, model: torch.nn.Module, forward: ForwardRecord, replicas: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: AdaScale, forward: ForwardRecord, replicas: int
+    ) -> None:
+        self._optimizer = optimizer
         self._forward = forward
         self._replicas = replicas
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -54,19 +59,22 @@ class LoopChecks:
         self._has_stepped = False
         self._warnings = OneTimeWarnings()
         # Two parameters, in case one of them is not used in every pass.
-        for parameter in {id(each): each for each in self._parameters[:1] + self._parameters[-1:]}.values():
+        ends = self._parameters[:1] + self._parameters[-1:]
+        self._observed = list({id(parameter): parameter for parameter in ends}.values())
+        for parameter in self._observed:
             parameter.register_hook(_BackwardHook(self, parameter))
 
     # -- events -----------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         """Record that gradients were deleted, and that a loop over batches begins."""
-        self.zeroed_gradients()
-        self._batches_since_step = 0
+        self._begin_step()
         self._has_stepped = False
 
     def delivered_batch(self) -> None:
         """Record that the program gets the next batch of `trainer.dataloader`."""
+        if self._has_backward and all(parameter.grad is None for parameter in self._observed):
+            self.zeroed_gradients()
         self._earlier_batches += self._has_backward
         self._has_backward = False
         self._has_stepped = False
@@ -81,6 +89,8 @@ class LoopChecks:
 
     def zeroed_gradients(self) -> None:
         """Record that the program has deleted its gradients."""
+        if self._has_backward or self._earlier_batches:
+            self._optimizer.discard_step()
         self._has_backward = False
         self._earlier_batches = 0
 
@@ -117,9 +127,13 @@ class LoopChecks:
         if not self._forward.called:
             self._check_gradients_are_averaged()
         self._forward.called = False
-        self.zeroed_gradients()
-        self._batches_since_step = 0
+        self._begin_step()
         self._has_stepped = True
+
+    def _begin_step(self) -> None:
+        self._has_backward = False
+        self._earlier_batches = 0
+        self._batches_since_step = 0
 
     def _check_gradients_are_averaged(self) -> None:
         if all(parameter.grad is None for parameter in self._parameters):

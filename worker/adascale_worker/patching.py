@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 Step = Callable[..., Any]
 
@@ -107,7 +108,10 @@ def patch_scheduler(
         if args or kwargs or not inside_epoch():
             original_step(*args, **kwargs)
             return
-        while scheduler.last_epoch < int(progress()):
+        position = _steps_of(scheduler)
+        while (number := _steps_of(scheduler)) < int(progress()):
+            if number > position and number == _last_step(scheduler):
+                return  # The optimizer step made more progress than the schedule has left.
             original_step()
 
     @functools.wraps(original_state_dict)
@@ -119,3 +123,21 @@ def patch_scheduler(
 
     scheduler.step = step  # type: ignore[method-assign]
     scheduler.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def _steps_of(scheduler: LRScheduler) -> int:
+    """Return how many steps a scheduler has made."""
+    if isinstance(scheduler, ChainedScheduler):  # steps all its schedulers, and counts no steps itself
+        return _steps_of(scheduler._schedulers[0])
+    return scheduler.last_epoch
+
+
+def _last_step(scheduler: LRScheduler) -> float:
+    """Return the number of the step after which a scheduler refuses to step; infinity if it does not."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_last_step, scheduler._schedulers))
+    if isinstance(scheduler, SequentialLR):
+        return scheduler._milestones[-1] + _last_step(scheduler._schedulers[-1])
+    return math.inf

@@ -146,3 +146,21 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
             "checkpoint folder)"
         )
     model.load_state_dict(saved)
+
+
+def require_stateful(registered: Mapping[str, Any]) -> None:
+    """Check that the state of registered objects can be saved and restored.
+
+    Raises:
+        WorkerError: an object lacks `state_dict` or `load_state_dict`.
+    """
+    for name, value in registered.items():
+        methods = ("state_dict", "load_state_dict")
+        missing = [method for method in methods if not callable(getattr(value, method, None))]
+        if missing:
+            raise WorkerError(
+                f"register[{name!r}] is of type {type(value).__name__}, which has no "
+                f"{' and no '.join(missing)}: register an object with both methods. Keep a number in a "
+                f"buffer of the model, model.register_buffer({name!r}, torch.tensor(0.0)), which is saved "
+                "with the model"
+            )

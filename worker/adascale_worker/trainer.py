@@ -42,7 +42,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.program_state import ProgramState, Stateful, load_model
+from adascale_worker.program_state import ProgramState, Stateful, load_model, require_stateful
 from adascale_worker.reporter import Reporter
 from adascale_worker.rng_state import DeferredRngState
 from adascale_worker.settings import resolve_settings
@@ -201,14 +201,22 @@ class ElasticTrainer:
         self._trainer.planner.acknowledge()
         return self._trainer.planner.plan.local_bsz
 
-    def log(self, *, loss: torch.Tensor | float) -> None:
+    def log(self, *, loss: torch.Tensor | float | None = None, **others: object) -> None:
         """Log the loss of a micro-batch, for the next report to the metrics service.
 
         Does not synchronize with the device.
 
         Args:
             loss: a number, or a tensor of any shape, whose mean is taken.
+
+        Raises:
+            WorkerError: `loss` is missing, or another value was passed.
         """
+        if others or loss is None:
+            raise WorkerError(
+                f"trainer.log() got {', '.join(others) or 'no loss'}, but reports contain only the loss: "
+                "call trainer.log(loss=loss), and log other values with print or a logger of your own"
+            )
         self._trainer.telemetry.log_loss(loss)
 
     def report_result(self, **result: float | str) -> None:
@@ -266,6 +274,7 @@ class ElasticTrainer:
                 "program_reentry was called before: call it once per trainer, with all objects to save"
             )
         trainer, group = self._trainer, self._trainer.group
+        require_stateful(register or {})
         restored = trainer.checkpointing.load()
         if restored is not None:
             load_model(model, restored["program"]["model"])
@@ -280,7 +289,7 @@ class ElasticTrainer:
         if trainer.checkpointing.enabled:
             program.require_loadable()
         accumulation = GradientAccumulation(adascale, ddp)
-        checks = LoopChecks(model, forward, group.replicas)
+        checks = LoopChecks(model, adascale, forward, group.replicas)
         loop = TrainingLoop(trainer, program, accumulation, checks, self._shutdown_signal, self._fast_exit)
         if restored is not None:
             loop.restore(restored)

@@ -45,14 +45,14 @@ earlier_forward = model.forward
 outside = nn.Parameter(torch.zeros(2))
 if loop == "parameter outside the model":
     optimizer.add_param_group({"params": [outside]})
-trainer.program_reentry(model, optimizer)
+state = trainer.program_reentry(model, optimizer)
 logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else model
 if loop == "changes weights on one rank":
     weight_checks.COMPARISON_INTERVAL = 0.0
 if loop == "evaluation mode":
     model.eval()
 count = 0
-for epoch in range(trainer.scale_invariant_steps or 0):
+for epoch in range(state.epoch, steps):
     if trainer.finished:
         break
     for _, x, y in trainer.dataloader(samples()):
