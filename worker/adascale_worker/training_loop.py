@@ -173,7 +173,7 @@ class TrainingLoop:
             WorkerError: all batches of the epoch were delivered, and `end_epoch` was not called.
         """
         epoch = self._trainer.progress.epoch
-        if self._ended_epoch == epoch:
+        if self._ended_epoch == epoch and not self._trainer.checkpointing.has_final:
             raise WorkerError(
                 f"trainer.dataloader() was called again after all batches of epoch {epoch}: call "
                 f"trainer.step({epoch}), with the number of the epoch, after the loop over its batches"
@@ -267,6 +267,7 @@ class TrainingLoop:
             trainer.progress.finish_reason = reason
             self._save_final()
             return
+        self._require_finite_weights()
         self._finish_request = reason
         # The program may end before the next step.
         trainer.progress.finish_reason = reason
@@ -312,15 +313,20 @@ class TrainingLoop:
             CheckpointError: see `Checkpointing.save`.
         """
         trainer = self._trainer
-        if (final or trainer.checkpointing.enabled) and not self._weights.are_finite():
+        if final or trainer.checkpointing.enabled:
+            self._require_finite_weights()
+        trainer.checkpointing.save(
+            self._state.info(), trainer.rng.current(), self._state.state_dict, final=final
+        )
+
+    def _require_finite_weights(self) -> None:
+        trainer = self._trainer
+        if not self._weights.are_finite():
             trainer.checkpointing.postpone()
             raise NonFiniteWeightsError(
                 f"weights are NaN or infinite after step {trainer.progress.step}: no checkpoint is saved, "
                 "and the previous one is kept"
             )
-        trainer.checkpointing.save(
-            self._state.info(), trainer.rng.current(), self._state.state_dict, final=final
-        )
 
     def _report(self) -> None:
         self._trainer.telemetry.report(self._trainer.planner.plan, self._trainer.progress, self.adascale)
