@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.local_run import ROOT, adascale, write_job
+from e2e.local_run import ROOT, adascale, running, write_job
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "finishes.py"
 
@@ -125,3 +127,12 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
     assert "adascale run --fresh" in run.stdout
     assert "it is not restarted" in run.stdout
     assert run.stdout.endswith("Correct the program or the job, and run the same command\n")
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.4])
+def test_ctrl_c_in_the_first_second_shows_no_traceback(tmp_path: Path, state: Path, delay: float) -> None:
+    with running(write(tmp_path / "job.yaml", {}), state) as run:
+        time.sleep(delay)
+        run.send_signal(signal.SIGINT)
+        assert run.wait_for_exit() != 0
+        assert "Traceback" not in run.output
