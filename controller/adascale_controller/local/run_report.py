@@ -110,8 +110,10 @@ def print_summary(
     elif checkpoint is None:
         display.message("No checkpoint was saved; run the same command to start over")
     else:
+        # A program that has failed or was killed has saved nothing since its last checkpoint.
+        saved = "The last checkpoint is of step" if result.log or result.killed else "Saved at step"
         display.message(
-            f"Saved at step {count(checkpoint.step)}, progress {count(checkpoint.progress)}; "
+            f"{saved} {count(checkpoint.step)}, progress {count(checkpoint.progress)}; "
             "run the same command to resume",
             "bold",
         )

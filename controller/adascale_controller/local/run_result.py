@@ -15,6 +15,7 @@ class RunResult:
         finished: whether the program has finished.
         log: the last lines of the program's output, if it failed.
         permanent: whether it would fail again, so that the program or the job must be changed.
+        killed: whether replicas were killed before they had saved.
     """
 
     message: str
@@ -22,3 +23,4 @@ class RunResult:
     finished: bool = False
     log: str = ""
     permanent: bool = False
+    killed: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adascale_client import MetricsServiceClient, ServiceError
@@ -173,8 +173,8 @@ class _Run:
         try:
             loop.start()
             result = loop.run()
-            self._stop(result, loop, agents)
-            self._summarize(result, client)
+            killed = self._stop(result, loop, agents)
+            self._summarize(replace(result, killed=killed), client)
             return result.exit_code
         finally:
             display.close()
@@ -182,13 +182,13 @@ class _Run:
                 agents.stop_all(lambda: signals.kill_requested, lambda: None)
             client.close()
 
-    def _stop(self, result: RunResult, loop: ControlLoop, agents: Agents) -> None:
-        """Stop the agents that still run, after they have saved."""
+    def _stop(self, result: RunResult, loop: ControlLoop, agents: Agents) -> bool:
+        """Stop the agents that still run, after they have saved; return whether any had to be killed."""
         if result.message:
             self._display.message(result.message, "red" if result.log else "")
         service_file.mark_stopping(self._folder)
         if not agents.ranks:
-            return
+            return False
         killed = agents.stop_all(lambda: self._signals.kill_requested, lambda: loop.show_status("saving"))
         if killed:
             ranks = ", ".join(str(agent_exit.rank) for agent_exit in killed)
@@ -196,6 +196,7 @@ class _Run:
             self._display.message(
                 f"Killed {when}: replica {ranks}. Its steps since the last checkpoint are lost", "yellow"
             )
+        return bool(killed)
 
     def _summarize(self, result: RunResult, client: MetricsServiceClient) -> None:
         self._display.close()
