@@ -306,6 +306,19 @@ def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output
     )
 
 
+def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_output() -> None:
+    failed = failed_pod(0, 4)
+    assert failed.exit is not None
+    permanent = replace(failed, exit=replace(failed.exit, exit_code=78))
+    actions = actions_for(replace(training_job((5, 1), backoff_limit=3), pods=[permanent]), 1)
+    assert condition(actions, ConditionType.FAILED).reason == Reason.PROGRAM_FAILED
+    message = condition(actions, ConditionType.FAILED).message
+    assert "it would fail again" in message
+    assert "exit code 78" in message
+    assert "ValueError: no" in message
+    assert writes(actions) == {"resize": 0}
+
+
 def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
     ended = {"type": "Failed", "status": "True", "reason": "Exploded", "message": "at 12:00"}
     actions = actions_for(

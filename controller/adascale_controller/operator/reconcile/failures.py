@@ -56,6 +56,17 @@ def failed_pods(pods: Iterable[Pod]) -> list[Pod]:
     return sorted(failed, key=lambda pod: (pod.created_at, pod.rank))
 
 
+def has_permanent_failure(observed: ObservedJob) -> bool:
+    """Whether the program has failed, before its end on rank 0, in a way that a restart would repeat."""
+    return not observed.program_finished and any(
+        pod.exit is not None
+        and pod.exit.of_worker
+        and pod.exit.exit_code is not None
+        and classify_exit(pod.exit.exit_code) is ExitClass.INVALID_PROGRAM
+        for pod in failed_pods(observed.own_pods)
+    )
+
+
 def is_program_failure(end: PodExit) -> bool:
     """Whether a pod has ended by a failure of the program, which counts against `backoffLimit`.
 
