@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from adascale_core.errors import AdaScaleError
+
+TORCHRUN_FAILED = 1
 PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "loops.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 NOT_AVERAGED = r"adascale: the gradients of this step do not come from a call of model\(\.\.\.\).* 2 replicas"
@@ -41,7 +44,7 @@ def run(loop: str, replicas: int = 1, **environ: object) -> tuple[int, str]:
 def require_refused(result: tuple[int, str], message: str) -> None:
     """Check that a program failed with a message, and without a traceback of its own."""
     code, output = result
-    assert code == 1, output
+    assert code in (AdaScaleError.exit_code, TORCHRUN_FAILED), output
     assert re.search(message, output), output
     assert f'File "{PROGRAM}"' not in output, "a traceback was printed"
     assert "trained" not in output
