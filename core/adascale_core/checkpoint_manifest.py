@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The format of the manifest and of the state."""
 
 _FILE_NAME: Final = re.compile(r"checkpoint-(?P<number>[0-9]{8,})\.(?P<kind>json|pt)(?P<draft>\.draft)?")

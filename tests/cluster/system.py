@@ -102,10 +102,12 @@ class Storage:
         self._core.create_namespaced_persistent_volume_claim(namespace, claim)
 
     def _create_folder(self, folder: str) -> None:
-        """Create a folder that every user may write to, on the node that its pod is scheduled to."""
+        """Create an empty folder that every user may write to, on the node that its pod is scheduled to."""
         name = f"folder-{folder}"[:60].rstrip("-")
+        # An earlier cluster on the same machine may have left a folder of this name.
         code = (
-            f"import os; path = '/volumes/{folder}'; os.makedirs(path, exist_ok=True); os.chmod(path, 0o777)"
+            f"import os, shutil; path = '/volumes/{folder}'; shutil.rmtree(path, ignore_errors=True); "
+            "os.makedirs(path); os.chmod(path, 0o777)"
         )
         pod = {
             "apiVersion": "v1",
