@@ -135,6 +135,15 @@ def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_a_trainer_used_before_program_reentry_says_so_without_a_traceback() -> None:
+    ended = run_code(
+        "from adascale_worker import ElasticTrainer\nElasticTrainer(batch_size=8).dataloader([0] * 8)\n"
+    )
+    assert ended.returncode == 78, ended.stderr
+    assert "call program_reentry(model, optimizer) first" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
     ended = run_code(FAILS_IN_THE_CONSTRUCTOR)
     assert ended.returncode == 78

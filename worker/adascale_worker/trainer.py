@@ -333,6 +333,8 @@ class ElasticTrainer:
 
     def _require_loop(self) -> TrainingLoop:
         if self._loop is None:
+            # `program_reentry`, which installs it otherwise, was not called.
+            self._uncaught_errors.install()
             raise WorkerError(
                 "the trainer has no model and no optimizer: call program_reentry(model, optimizer) first"
             )
