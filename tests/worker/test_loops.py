@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 
 TORCHRUN_FAILED = 1
 PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "loops.py")
@@ -44,7 +44,7 @@ def run(loop: str, replicas: int = 1, **environ: object) -> tuple[int, str]:
 def require_refused(result: tuple[int, str], message: str) -> None:
     """Check that a program failed with a message, and without a traceback of its own."""
     code, output = result
-    assert code in (AdaScaleError.exit_code, TORCHRUN_FAILED), output
+    assert code in (EXIT_INVALID_PROGRAM, TORCHRUN_FAILED), output
     assert re.search(message, output), output
     assert f'File "{PROGRAM}"' not in output, "a traceback was printed"
     assert "trained" not in output
