@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PARTS := worker api controller
-# Makes images: the first of these that is there.
+# The program that builds images: the first of these that is installed.
 ENGINE ?= $(firstword $(foreach engine,docker podman buildah,$(if $(shell command -v $(engine) 2>/dev/null),$(engine))))
-# More options for it, such as --build-arg BASE=...
+# Additional options for it, such as --build-arg BASE=...
 BUILD_FLAGS ?=
 IMAGE_TAG ?= dev
 KIND_CLUSTER := adascale
@@ -22,7 +22,7 @@ LOWEST_TESTS := $(filter-out $(addprefix tests/worker/test_,adascale_frameworks.
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; \`$(PYTHON)\` is `$(PYTHON) --version`. Say which one to use: make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -33,18 +33,18 @@ $(READY): pyproject.toml requirements.lock
 	@touch $@
 
 .PHONY: setup
-setup: $(READY) ## make the virtual environment in .venv
+setup: $(READY) ## create the virtual environment in .venv
 
 .PHONY: run
 run: $(READY) ## train deploy/adascalejob.yaml on this machine
 	$(BIN)/adascale run deploy/adascalejob.yaml
 
 .PHONY: test
-test: $(READY) ## the fast tests
+test: $(READY) ## run the fast tests
 	$(BIN)/python -m pytest -m "not slow and not cluster"
 
 .PHONY: test-slow
-test-slow: $(READY) ## the tests that take longer
+test-slow: $(READY) ## run the slower tests
 	$(BIN)/python -m pytest -m "slow and not cluster"
 
 $(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
@@ -55,11 +55,11 @@ $(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
 
 # Needs Python 3.11 or 3.12: the lowest versions have no wheels for newer ones.
 .PHONY: test-lowest
-test-lowest: $(LOWEST_READY) ## fast tests with the lowest versions of torch and kubernetes
+test-lowest: $(LOWEST_READY) ## run fast tests with the lowest versions of torch and kubernetes
 	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(LOWEST_TESTS)
 
 .PHONY: check
-check: $(READY) ## format, lint, types, imports
+check: $(READY) ## check format, lint, types and imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -89,23 +89,23 @@ lock: $(READY) ## resolve the versions in requirements.lock and requirements-low
 	$(BIN)/$(LOCK) --group test --resolution lowest-direct --output-file requirements-lowest.lock
 
 # $(call need,PROGRAM,why)
-need = @command -v $(1) >/dev/null || { echo "\`$(1)\` is needed $(2), and is not there" >&2; exit 2; }
+need = @command -v $(1) >/dev/null || { echo "\`$(1)\` is needed $(2), and is not installed" >&2; exit 2; }
 
 .PHONY: images
-images: $(PARTS:%=image-%) ## make the images adascale-worker, -api and -controller, with the tag dev
+images: $(PARTS:%=image-%) ## build the images adascale-worker, -api and -controller, with the tag dev
 
 .PHONY: $(PARTS:%=image-%)
 $(PARTS:%=image-%): image-%:
-	@test -n "$(ENGINE)" || { echo "docker, podman or buildah is needed to make images, and none is there; another program that takes their options: make images ENGINE=..." >&2; exit 2; }
+	@test -n "$(ENGINE)" || { echo "docker, podman or buildah is needed to build images, and none is installed; for another program with the same options, run: make images ENGINE=..." >&2; exit 2; }
 	$(ENGINE) build $(BUILD_FLAGS) --target $* --tag adascale-$*:$(IMAGE_TAG) \
 		--label org.opencontainers.image.version=$(IMAGE_TAG) \
 		--label org.opencontainers.image.revision=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) .
 
-# Restarted, since an image of the same name as before does not replace pods by itself.
+# Restarts the workloads, because an image with an unchanged name does not replace pods.
 .PHONY: kind-up
-kind-up: ## make a cluster with kind, with the images and the operator in it
+kind-up: ## create a kind cluster with the images and the operator
 	$(call need,kind,for a cluster on this machine)
-	$(call need,kubectl,to talk with the cluster)
+	$(call need,kubectl,to access the cluster)
 	@kind get clusters 2>/dev/null | grep -qx $(KIND_CLUSTER) || kind create cluster --name $(KIND_CLUSTER) --config deploy/kind/cluster.yaml
 	@$(MAKE) --no-print-directory images
 	@for part in $(PARTS); do $(MAKE) --no-print-directory kind-load-$$part || exit 1; done
@@ -115,14 +115,14 @@ kind-up: ## make a cluster with kind, with the images and the operator in it
 	kubectl --context kind-$(KIND_CLUSTER) -n adascale-system rollout status --timeout=5m deployment/adascale-controller
 	@echo "ready; train with: kubectl apply -f deploy/adascalejob.yaml"
 
-# By an archive, which every engine can write: kind itself knows docker's images only.
+# Loads an archive, which every engine can write; kind itself can read only docker's images.
 .PHONY: $(PARTS:%=kind-load-%)
 $(PARTS:%=kind-load-%): kind-load-%:
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT \
 		&& $(MAKE) --no-print-directory archive-$* ARCHIVES="$$folder" \
 		&& kind load image-archive --name $(KIND_CLUSTER) "$$folder/adascale-$*.tar"
 
-# Under docker.io/library a node looks for names without a registry; as localhost/... it would never find them.
+# A node resolves names without a registry to docker.io/library, not to localhost/...
 .PHONY: $(PARTS:%=archive-%)
 $(PARTS:%=archive-%): archive-%:
 	@mkdir -p "$(ARCHIVES)" && rm -f "$(ARCHIVES)/adascale-$*.tar"
@@ -138,11 +138,11 @@ kind-down: ## remove that cluster
 	kind delete cluster --name $(KIND_CLUSTER)
 
 .PHONY: e2e
-e2e: $(READY) ## the tests on a cluster, the one that KUBECONFIG names
-	$(call need,kubectl,to talk with the cluster)
+e2e: $(READY) ## run the tests on the cluster that KUBECONFIG selects
+	$(call need,kubectl,to access the cluster)
 	@kubectl version >/dev/null 2>&1 || { echo "no cluster answers: set KUBECONFIG to that of one for tests, or run: make kind-up" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/cluster
 
 .PHONY: clean
-clean: ## remove the environment and the state of runs
+clean: ## remove the virtual environment and the state of runs
 	rm -rf $(VENV) $(LOWEST_VENV) .adascale

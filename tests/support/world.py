@@ -326,7 +326,13 @@ class World:
     # -- invariants -----------------------------------------------------------------------------------------
 
     def check_saved(self, parallelism: int) -> None:
-        """Check that no pod is removed whose trainer runs in the active generation."""
+        """Check that no pod is removed whose trainer runs in the active generation, unless the job has failed.
+
+        A failed job is not resumed. Its pods can be in the next generation already when the failure that
+        exceeds `backoffLimit` is counted.
+        """
+        if self.job is not None and self.job.get("status", {}).get("state") == "Failed":
+            return
         state = self.service.state
         for agent in self.agents.values():
             running = agent.state is ReplicaState.RUNNING and not state.view(1).has_ended(agent.generation)

@@ -21,7 +21,7 @@ INIT_TIMEOUT = timedelta(minutes=5)
 
 
 class ReplicaGroup:
-    """The replicas of this generation, as seen from one of them.
+    """The replicas of this generation, in the process of one replica.
 
     All replicas must call a collective method in the same order. With one replica, every method returns its
     argument without communication.

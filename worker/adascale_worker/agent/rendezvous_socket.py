@@ -30,7 +30,7 @@ class RendezvousSocket:
         return self._socket.fileno()
 
     def renew(self) -> None:
-        """Close the socket, which a trainer has inherited or nobody may use, and listen on another port."""
+        """Close the socket, which a trainer has inherited or which is invalid, and listen on another port."""
         self._socket.close()
         self._socket = _listen(self._address)
 
