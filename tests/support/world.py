@@ -326,10 +326,10 @@ class World:
     # -- invariants -----------------------------------------------------------------------------------------
 
     def check_saved(self, parallelism: int) -> None:
-        """Check that no pod is removed whose trainer runs in the active generation, unless the job has failed.
+        """Check that no pod is removed whose trainer runs in the active generation.
 
-        A failed job is not resumed. Its pods can be in the next generation already when the failure that
-        exceeds `backoffLimit` is counted.
+        Jobs that have failed are excepted, because they are not resumed. Their pods can be in the next
+        generation already when the failure that exceeds `backoffLimit` is counted.
         """
         if self.job is not None and self.job.get("status", {}).get("state") == "Failed":
             return
