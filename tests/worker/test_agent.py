@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_core.termination_message import TerminationMessage
 from support.launch import TIMEOUT, AgentProcess, Journal, free_port, wait_until
 from support.service import Service
@@ -223,7 +224,7 @@ def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -
         timeout=TIMEOUT,
         check=False,
     )
-    assert run.returncode == 1
+    assert run.returncode == EXIT_INVALID_PROGRAM
     assert "finished without making an ElasticTrainer" in run.stderr
     assert "Traceback" not in run.stderr
 
@@ -232,12 +233,17 @@ def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -
     ("command", "environ", "code", "message"),
     [
         (["no-such-program"], {}, 127, "'no-such-program' cannot be started: No such file or directory"),
-        ([sys.executable], {"ADASCALE_REPLICA": "x"}, 2, "ADASCALE_REPLICA is 'x'"),
-        ([sys.executable], {"ADASCALE_JOB_ID": "Not_A_Name"}, 2, "'Not_A_Name' is not valid"),
+        ([sys.executable], {"ADASCALE_REPLICA": "x"}, EXIT_INVALID_PROGRAM, "ADASCALE_REPLICA is 'x'"),
+        (
+            [sys.executable],
+            {"ADASCALE_JOB_ID": "Not_A_Name"},
+            EXIT_INVALID_PROGRAM,
+            "'Not_A_Name' is not valid",
+        ),
         (
             [sys.executable],
             {"ADASCALE_JOB_ID": "", "ADASCALE_API_URL": ""},
-            2,
+            EXIT_INVALID_PROGRAM,
             "an agent needs a metrics service",
         ),
     ],

@@ -95,7 +95,7 @@ def test_an_unsupported_format_is_an_error(tmp_path: Path) -> None:
     folder.save(state_of(1), INFO)
     manifest = tmp_path / "checkpoint-00000001.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 1"):
+    with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 2"):
         folder.load()
 
 

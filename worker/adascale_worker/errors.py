@@ -1,7 +1,8 @@
 """Errors of a worker that its user can correct."""
 
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.job_id import InvalidJobIdError
 
 
 class WorkerError(AdaScaleError):
@@ -32,3 +33,12 @@ class UnusableCheckpointError(CheckpointError):
     """All checkpoints are damaged, or were saved by another program or with other settings."""
 
     exit_code = EXIT_INVALID_PROGRAM
+
+
+def exit_code(error: AdaScaleError) -> int:
+    """Return the exit code of a trainer or an agent that `error` ends.
+
+    The exit codes of an invalid job and of an invalid job id are for command lines.
+    """
+    invalid = isinstance(error, InvalidJobError | InvalidJobIdError)
+    return EXIT_INVALID_PROGRAM if invalid else error.exit_code

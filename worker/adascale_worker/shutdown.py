@@ -17,8 +17,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from adascale_core.errors import AdaScaleError, InvalidJobError
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_PEER_LOST
+from adascale_core.errors import AdaScaleError
+from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_worker.errors import exit_code
 from adascale_worker.process_group import is_lost_peer
 
 
@@ -177,8 +178,6 @@ class UncaughtErrorHandler:
             _end_process(EXIT_PEER_LOST)
         if isinstance(error, AdaScaleError):
             print(f"adascale: {error}", file=sys.stderr)
-            # That of an invalid job is for the command line.
-            invalid = isinstance(error, InvalidJobError)
-            self._fast_exit.code = EXIT_INVALID_PROGRAM if invalid else error.exit_code
+            self._fast_exit.code = exit_code(error)
             return
         (self._previous or sys.__excepthook__)(kind, error, trace)

@@ -13,6 +13,7 @@ from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_core.termination_message import TerminationMessage
+from adascale_worker.errors import exit_code
 
 _DESCRIPTION = f"""\
 Run a training program as one replica of an elastic job.
@@ -85,6 +86,7 @@ def _run(command: list[str]) -> int:
         )
         return agent.run()
     except AdaScaleError as error:
-        termination_log.write(TerminationMessage(0, error.exit_code, str(error)))
+        code = exit_code(error)
+        termination_log.write(TerminationMessage(0, code, str(error)))
         print(f"adascale-agent: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return code
