@@ -26,6 +26,7 @@ def write(path: Path, env: dict[str, str], **spec: Any) -> Path:
     return write_job(path, ["python", str(PROGRAM)], environ, batchSize=8, **spec)
 
 
+@pytest.mark.slow
 def test_a_job_of_epochs_shows_its_true_end_and_its_result(tmp_path: Path, state: Path) -> None:
     job = write(tmp_path / "job.yaml", {"REQUIRED": "1"})
     run = adascale("run", job, "--state-dir", state, "--port", 0)
@@ -39,6 +40,7 @@ def test_a_job_of_epochs_shows_its_true_end_and_its_result(tmp_path: Path, state
     assert "adascale: training has already finished, at step 18, progress 18" in log
 
 
+@pytest.mark.slow
 def test_the_reason_of_an_early_end_is_on_the_last_line(tmp_path: Path, state: Path) -> None:
     job = write(tmp_path / "job.yaml", {"END": "finish"}, scaleInvariantSteps=100_000)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
@@ -49,6 +51,7 @@ def test_the_reason_of_an_early_end_is_on_the_last_line(tmp_path: Path, state: P
     assert "has already finished, at progress 3 (no longer improves): accuracy 0.5." in again.stdout
 
 
+@pytest.mark.slow
 def test_a_program_without_a_required_end_shows_its_last_progress(tmp_path: Path, state: Path) -> None:
     run = adascale("run", write(tmp_path / "job.yaml", {}), "--state-dir", state, "--port", 0)
     assert run.returncode == 0, run.stdout
@@ -114,6 +117,7 @@ def test_a_program_that_must_be_changed_is_not_restarted(
     assert "Traceback" not in run.stdout
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
     tmp_path: Path, state: Path
 ) -> None:

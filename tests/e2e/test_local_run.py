@@ -229,6 +229,7 @@ def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path)
     assert (listed["state"], listed["process"], listed["exitCode"]) == ("Stopped", None, 143)
 
 
+@pytest.mark.slow
 def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
     with running(job, state) as run:

@@ -124,6 +124,7 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
     assert (view["failures"], view["disruptions"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_job_finishes_when_its_progress_reaches_its_scale_invariant_steps(job: Job) -> None:
     job.service.allocate(1, 1)
     (agent,) = job.start(0, **LONG, ADASCALE_SCALE_INVARIANT_STEPS=50)

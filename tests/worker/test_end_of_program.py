@@ -91,6 +91,7 @@ def test_finish_saves_the_end_of_training_with_its_reason(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_the_last_of_the_required_epochs_saves_the_end_of_training(tmp_path: Path) -> None:
     ended = run(tmp_path, REQUIRED=1)
     assert ended.returncode == 0, ended.stderr
@@ -103,6 +104,7 @@ def test_the_last_of_the_required_epochs_saves_the_end_of_training(tmp_path: Pat
     assert more.stdout == "rank 0 ends after 24 steps, finished: True\n", more.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_finish_on_one_rank_ends_training_on_all_ranks(tmp_path: Path, rank: int) -> None:
     ended = run(tmp_path, *TORCHRUN, END="finish", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000)
@@ -113,12 +115,14 @@ def test_a_finish_on_one_rank_ends_training_on_all_ranks(tmp_path: Path, rank: i
     assert manifest(tmp_path)["finish_reason"] == "no longer improves"
 
 
+@pytest.mark.slow
 def test_a_finish_on_all_ranks_that_then_exit_saves_the_end_of_training(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, END="finish and exit", STEPS=100_000)
     assert ended.returncode == 0, ended.stderr
     assert (manifest(tmp_path)["step"], manifest(tmp_path)["finished"]) == (3, True)
 
 
+@pytest.mark.slow
 def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, END="exit", STEPS=100_000)
     assert ended.returncode == 1, "torchrun's own code"

@@ -194,6 +194,7 @@ def test_a_program_that_forks_saves_on_sigterm_and_leaves_no_process(tmp_path: P
             kill_session(program)
 
 
+@pytest.mark.slow
 def test_a_program_can_terminate_the_processes_that_it_forks(tmp_path: Path) -> None:
     with start_forking(tmp_path, CLOSE="1") as program:
         try:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "streams.py"
 BATCHES = 200
 """Batches of an epoch in the README."""
@@ -49,6 +51,7 @@ def test_a_stream_trains_until_the_end_of_the_epoch_in_which_it_is_finished(tmp_
     assert trained["progress"] == trained["schedule"] == 2 * BATCHES
 
 
+@pytest.mark.slow
 def test_a_stream_trains_on_two_replicas_and_the_schedule_follows_progress(tmp_path: Path) -> None:
     ended = run(tmp_path, replicas=2)
     assert ended.returncode == 0, ended.stderr
@@ -60,6 +63,7 @@ def test_a_stream_trains_on_two_replicas_and_the_schedule_follows_progress(tmp_p
     assert first["schedule"] == int(first["progress"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_epoch_of_a_stream_is_repeated(tmp_path: Path) -> None:
     failed = run(tmp_path, STOP="1")
     assert failed.returncode == 1
