@@ -26,7 +26,7 @@ async def main(namespace, identity):
     terminated = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     async with client.ApiClient() as api:
-        times = {"duration": 4, "renew_deadline": 2, "retry": 0.2}
+        times = {"duration": 4, "renew_deadline": 2, "retry_interval": 0.2}
         election = LeaseElection(api, namespace, "operator", identity, **times)
         await election.acquire()
         holding = asyncio.create_task(election.hold())
