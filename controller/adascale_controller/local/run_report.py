@@ -37,8 +37,8 @@ def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) 
     if checkpoint.finished and steps is not None and checkpoint.progress >= steps:
         return f"{finished}. To continue, raise spec.scaleInvariantSteps; to start over, use --fresh"
     if until is not None and checkpoint.progress >= until:
-        return f"{job.short_id} has already reached --until {until}: its progress is "
-        f"{count(checkpoint.progress)}"
+        progress = count(checkpoint.progress)
+        return f"{job.short_id} has already reached --until {until}: its progress is {progress}"
     return None
 
 
@@ -62,7 +62,7 @@ def print_start(
     display.message(f"output   {folder.replica_log(0)}")
     for setting in command.ignored:
         display.message(f"Ignored on this machine: {setting}", "yellow")
-    if checkpoint is not None and checkpoint.finished:
+    if checkpoint is not None and checkpoint.finished and spec.scale_invariant_steps is None:
         display.message(
             f"Finished before, at step {count(checkpoint.step)}, progress {_progress(checkpoint)}; "
             "continuing if more is required now"
