@@ -11,6 +11,7 @@ from adascale_api.authorization import Authorizer
 from adascale_api.body_limit import BodyLimit
 from adascale_api.database import Database
 from adascale_api.error_handlers import add_error_handlers
+from adascale_api.http_protocol import ConnectionLimits
 from adascale_api.openapi import DescribedApp
 from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, gain, jobs, probes
@@ -31,6 +32,7 @@ def create_app(
     authorizer: Authorizer | None,
     *,
     protect_reads: bool = False,
+    connections: ConnectionLimits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """Return the metrics service as an ASGI application.
@@ -39,9 +41,10 @@ def create_app(
         database: stores all data; closed when the application shuts down.
         authorizer: checks tokens; None allows every request.
         protect_reads: whether reading needs a token too.
+        connections: the server's connections, of which the overdue are closed; None for no limits.
         clock: returns the time, in seconds since 1970.
     """
-    service = Service(database, authorizer, protect_reads=protect_reads, clock=clock)
+    service = Service(database, authorizer, protect_reads=protect_reads, connections=connections, clock=clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

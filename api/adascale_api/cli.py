@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from adascale_api.authorization import Authorizer
-from adascale_api.server import UsageError, is_loopback, serve
+from adascale_api.http_protocol import REQUEST_TIMEOUT
+from adascale_api.log_limit import LogLimit
+from adascale_api.server import MAX_CONNECTIONS, UsageError, is_loopback, serve
 from adascale_api.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.shared_token import SharedToken, SharedTokenFile
 from adascale_core.errors import AdaScaleError
@@ -21,6 +23,8 @@ DEFAULT_DATABASE = "sqlite:///adascale.db"
 def main() -> NoReturn:
     """Run the metrics service until SIGTERM or SIGINT."""
     logging.basicConfig(format="adascale-api: %(levelname)s: %(message)s", level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
     try:
         run(sys.argv[1:], os.environ)
     except AdaScaleError as error:
@@ -44,6 +48,8 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         database_url=options.database,
         authorizer=_authorizer(options, environment),
         protect_reads=options.protect_reads,
+        max_connections=options.max_connections,
+        request_timeout=options.request_timeout,
     )
 
 
@@ -92,6 +98,20 @@ def _parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--max-connections",
+        metavar="NUMBER",
+        type=_positive,
+        default=MAX_CONNECTIONS,
+        help="open connections; the limit of open files must allow as many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--request-timeout",
+        metavar="SECONDS",
+        type=_positive,
+        default=REQUEST_TIMEOUT,
+        help="seconds for a request to arrive, until its connection is closed (default: %(default)g)",
+    )
+    parser.add_argument(
         "--no-auth",
         action="store_true",
         help="allow every request without a token; only with a loopback address",
@@ -104,6 +124,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"got {text}, expected 1 to 65535, or 0 for any free port")
     return port
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected an integer of at least 1")
+    return number
 
 
 def _authorizer(options: argparse.Namespace, environment: Mapping[str, str]) -> Authorizer | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adascale_api.errors import FieldError
+from adascale_api.request_models import MAX_REPORTS
 
 MAX_EXCERPT = 80
 """Characters of an invalid value in an answer."""
@@ -24,6 +25,8 @@ def _field_error(error: Mapping[str, Any], skip: int) -> FieldError:
             got, expected = "nothing", "a value: the field is required"
         case "extra_forbidden":
             got, expected = _excerpt(error["input"]), "no field of this name"
+        case "too_long" | "too_short" if isinstance(error["input"], list):
+            got, expected = f"a list of {len(error['input'])}", f"1 to {MAX_REPORTS} reports"
         case _:
             got, expected = _excerpt(error["input"]), error["msg"].removeprefix("Input should be ")
     return FieldError(field=field, got=got, expected=expected)

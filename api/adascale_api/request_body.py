@@ -5,10 +5,11 @@ tuple. Here pydantic parses the text itself. FastAPI then does not know the bodi
 OpenAPI document here and in `openapi`.
 """
 
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from adascale_api.errors import FieldError, InvalidInputError, NotJsonError
 from adascale_api.field_errors import field_errors
@@ -16,6 +17,12 @@ from adascale_api.request_models import MAX_REPORTS, GainReportBody
 
 M = TypeVar("M", bound=BaseModel)
 
+MAX_ERRORS = 100
+"""Invalid fields of which each is examined."""
+MAX_FIELDS = 100
+"""Fields of an object in a large body, before pydantic makes an error of each that is unknown."""
+LARGE_BODY = 64 * 1024
+"""Bytes of a body whose fields are counted first."""
 REFERENCE = "#/components/schemas/{model}"
 """The reference to the schema of a body in the OpenAPI document."""
 
@@ -36,7 +43,7 @@ class JsonBody(Generic[M]):
         try:
             return self.model.model_validate_json(text)
         except ValidationError as error:
-            raise InvalidInputError(field_errors(error.errors(include_url=False))) from error
+            raise _invalid(error) from error
 
     @property
     def openapi(self) -> dict[str, Any]:
@@ -47,7 +54,10 @@ class JsonBody(Generic[M]):
 class ReportsBody:
     """A FastAPI dependency that parses the body as a report or a list of reports."""
 
-    _reports = TypeAdapter(list[GainReportBody])
+    # The length is checked while the list is read, and reading ends at the first invalid report.
+    _reports = TypeAdapter(
+        Annotated[list[GainReportBody], Field(min_length=1, max_length=MAX_REPORTS, fail_fast=True)]
+    )
 
     async def __call__(self, request: Request) -> list[GainReportBody]:
         """Return the reports; errors as for `JsonBody`."""
@@ -55,20 +65,9 @@ class ReportsBody:
         try:
             if not text.lstrip(b" \t\r\n").startswith(b"["):
                 return [GainReportBody.model_validate_json(text)]
-            reports = self._reports.validate_json(text)
+            return self._reports.validate_json(text)
         except ValidationError as error:
-            raise InvalidInputError(field_errors(error.errors(include_url=False))) from error
-        if not 1 <= len(reports) <= MAX_REPORTS:
-            raise InvalidInputError(
-                [
-                    FieldError(
-                        field="body",
-                        got=f"a list of {len(reports)}",
-                        expected=f"1 to {MAX_REPORTS} reports",
-                    )
-                ]
-            )
-        return reports
+            raise _invalid(error) from error
 
     @property
     def openapi(self) -> dict[str, Any]:
@@ -88,7 +87,38 @@ async def _read(request: Request) -> bytes:
         raise NotJsonError(
             f"content-type: got {media_type or 'nothing'}, expected application/json; nothing was stored"
         )
-    return await request.body()
+    text = await request.body()
+    if len(text) > LARGE_BODY:
+        _check_size(text)
+    return text
+
+
+def _check_size(text: bytes) -> None:
+    """Refuse a list of too many elements, and objects of too many fields.
+
+    An error of pydantic takes more than a kilobyte, and a body may have a field per seven bytes.
+    """
+    try:
+        value = from_json(text)
+    except ValueError:
+        return  # reported with its position when the body is validated
+    if isinstance(value, list) and len(value) > MAX_REPORTS:
+        _refuse(f"a list of {len(value)}", f"1 to {MAX_REPORTS} reports")
+    for member in value if isinstance(value, list) else [value]:
+        if isinstance(member, dict) and len(member) > MAX_FIELDS:
+            _refuse(f"an object of {len(member)} fields", "the fields that /docs lists")
+
+
+def _refuse(got: str, expected: str) -> NoReturn:
+    raise InvalidInputError([FieldError(field="body", got=got, expected=expected)])
+
+
+def _invalid(error: ValidationError) -> InvalidInputError:
+    # Each error is an object with a copy of its input, so an object of very many fields must not make them.
+    if error.error_count() > MAX_ERRORS:
+        got = f"{error.error_count()} invalid fields"
+        return InvalidInputError([FieldError(field="body", got=got, expected="the fields that /docs lists")])
+    return InvalidInputError(field_errors(error.errors(include_url=False)))
 
 
 def _reference(model: type[BaseModel]) -> dict[str, Any]:

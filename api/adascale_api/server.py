@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import uvicorn
 from adascale_api.app import create_app
 from adascale_api.authorization import Authorizer
 from adascale_api.database import Database
+from adascale_api.http_protocol import ConnectionLimits, limited_protocol
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 2048
@@ -20,6 +22,12 @@ SHUTDOWN_GRACE = 2
 """Seconds that open requests may take to finish after the service begins to stop."""
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open, longer than the interval of heartbeats."""
+
+
+MAX_CONNECTIONS = 16384
+"""Open connections, by default."""
+OTHER_FILES = 128
+"""Files that the process may open besides its connections."""
 
 
 class UsageError(AdaScaleError):
@@ -37,6 +45,8 @@ def serve(
     database_url: str,
     authorizer: Authorizer | None,
     protect_reads: bool,
+    max_connections: int,
+    request_timeout: float,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -49,6 +59,8 @@ def serve(
         database_url: the database.
         authorizer: checks tokens; None allows every request.
         protect_reads: whether reading needs a token too.
+        max_connections: connections that may be open, if the process may open as many files.
+        request_timeout: seconds for a request to arrive.
 
     Raises:
         AdaScaleError: the address, the port file or the database can't be used.
@@ -59,7 +71,8 @@ def serve(
         # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
         # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        app = create_app(Database(database_url), authorizer, protect_reads=protect_reads)
+        limits = ConnectionLimits(_max_connections(max_connections), request_timeout)
+        app = create_app(Database(database_url), authorizer, protect_reads=protect_reads, connections=limits)
         address, port = listener.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
@@ -70,6 +83,8 @@ def serve(
 
         config = uvicorn.Config(
             app,
+            loop="uvloop",
+            http=limited_protocol(limits),
             lifespan="on",
             ws="none",
             log_config=None,
@@ -118,6 +133,16 @@ class _Server(uvicorn.Server):
         # The base class raises the signal again after the shutdown; a requested stop exits with 0.
         self.should_exit = True
         self._on_stopping()
+
+
+def _max_connections(wanted: int) -> int:
+    """Raise the process's limit of open files as far as it may, and return how many connections fit."""
+    files = wanted + OTHER_FILES
+    allowed, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < files:
+        allowed = files if maximum == resource.RLIM_INFINITY else min(files, maximum)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, maximum))
+    return min(wanted, max(allowed - OTHER_FILES, OTHER_FILES))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from adascale_api.authorization import Authorizer
 from adascale_api.change_notifier import POLL_INTERVAL, ChangeNotifier
 from adascale_api.database import Database, Operation
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
+from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
 from adascale_api.prometheus import Metrics
 from adascale_api.store import jobs
 from adascale_api.store.jobs import Transition
@@ -28,6 +29,7 @@ class Service:
         database: stores all data.
         authorizer: checks tokens; None allows every request.
         protect_reads: whether reading needs a token too.
+        connections: the server's connections, of which the overdue are closed; None for no limits.
         clock: returns the time, in seconds since 1970.
     """
 
@@ -37,11 +39,13 @@ class Service:
         authorizer: Authorizer | None,
         *,
         protect_reads: bool,
+        connections: ConnectionLimits | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.database = database
         self.authorizer = authorizer
         self.protect_reads = protect_reads
+        self.connections = connections
         self.clock = clock
         self.changes = ChangeNotifier(self._read_versions)
         self.metrics = Metrics()
@@ -54,6 +58,8 @@ class Service:
             asyncio.create_task(repeat(self.changes.poll, POLL_INTERVAL)),
             asyncio.create_task(repeat(monitor.check, HEARTBEAT_INTERVAL)),
         ]
+        if self.connections is not None:
+            tasks.append(asyncio.create_task(repeat(self.connections.close_overdue, SWEEP_INTERVAL)))
         try:
             yield
         finally:

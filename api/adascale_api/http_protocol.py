@@ -1,0 +1,173 @@
+"""The HTTP connections of the service, with limits that uvicorn does not have.
+
+A connection is closed if its request is incomplete for too long, if the request line and headers are too
+large, or if its client does not read the answer. At the maximum number of connections, a new one replaces the
+one whose request has been incomplete longest, or else the one that has been idle longest. Times are measured
+by one sweep per second rather than by a timer for each request.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+REQUEST_TIMEOUT = 15.0
+"""Seconds for a request to arrive, by default."""
+RESPONSE_TIMEOUT = 30.0
+"""Seconds for which a client may leave a full answer unread."""
+MAX_HEAD = 32 * 1024
+"""Bytes of a request line with its headers; a token may have 16 KiB."""
+SWEEP_INTERVAL = 1.0
+"""Seconds between two searches for overdue connections."""
+
+
+class ConnectionLimits:
+    """The connections of a server, and which of them may be closed.
+
+    Args:
+        max_connections: connections that may be open.
+        request_timeout: seconds from the first byte of a request, or from the connection, to the last byte of
+            its body.
+        clock: returns seconds from an arbitrary start.
+    """
+
+    def __init__(
+        self,
+        max_connections: int,
+        request_timeout: float = REQUEST_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_connections = max_connections
+        self._request_timeout = request_timeout
+        self._clock = clock
+        self._open = 0
+        # By the time of insertion, so the first one is the oldest.
+        self._incomplete: OrderedDict[LimitedProtocol, float] = OrderedDict()
+        self._unread: OrderedDict[LimitedProtocol, float] = OrderedDict()
+        self._idle: OrderedDict[LimitedProtocol, None] = OrderedDict()
+        self.closed = 0
+
+    def opened(self, connection: "LimitedProtocol") -> None:
+        """Count a connection, and close another one if there are too many."""
+        self._open += 1
+        if self._open > self._max_connections:
+            candidates = self._incomplete or self._idle
+            self._abort(next(iter(candidates), connection))
+        self.expect_request(connection)
+
+    def lost(self, connection: "LimitedProtocol") -> None:
+        """Forget a connection."""
+        self._open -= 1
+        for connections in (self._incomplete, self._unread, self._idle):
+            connections.pop(connection, None)
+
+    def expect_request(self, connection: "LimitedProtocol") -> None:
+        """Start the time of a request."""
+        self._idle.pop(connection, None)
+        self._incomplete[connection] = self._clock() + self._request_timeout
+
+    def request_complete(self, connection: "LimitedProtocol") -> None:
+        """End the time of a request."""
+        self._incomplete.pop(connection, None)
+
+    def response_complete(self, connection: "LimitedProtocol") -> None:
+        """Regard a connection as idle, unless its next request has begun."""
+        if connection not in self._incomplete:
+            self._idle[connection] = None
+
+    def unread(self, connection: "LimitedProtocol") -> None:
+        """Start the time in which the client must read."""
+        self._unread[connection] = self._clock() + RESPONSE_TIMEOUT
+
+    def read(self, connection: "LimitedProtocol") -> None:
+        """End the time in which the client must read."""
+        self._unread.pop(connection, None)
+
+    async def close_overdue(self) -> None:
+        """Close the connections whose time has passed."""
+        now = self._clock()
+        for connections in (self._incomplete, self._unread):
+            while connections:
+                connection, deadline = next(iter(connections.items()))
+                if deadline > now:
+                    break
+                self._abort(connection)
+
+    def _abort(self, connection: "LimitedProtocol") -> None:
+        for connections in (self._incomplete, self._unread, self._idle):
+            connections.pop(connection, None)
+        self.closed += 1
+        connection.transport.abort()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection with the limits of `limits`, which a subclass sets; see `limited_protocol`."""
+
+    limits: ConnectionLimits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_size = 0
+        self._in_head = True
+        self._made = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Count the connection."""
+        super().connection_made(transport)
+        self._made = True
+        self.limits.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        if self._made:
+            self.limits.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data, unless the head of the request is too large."""
+        if self._in_head:
+            self._head_size += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_size > MAX_HEAD and not self.transport.is_closing():
+            self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
+
+    def on_message_begin(self) -> None:
+        """Start the time of the request."""
+        super().on_message_begin()
+        self._in_head = True
+        self.limits.expect_request(self)
+
+    def on_headers_complete(self) -> None:
+        """Count no further bytes as headers."""
+        self._in_head = False
+        self._head_size = 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the time of the request."""
+        self._in_head = True
+        self.limits.request_complete(self)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Regard the connection as idle."""
+        super().on_response_complete()
+        self.limits.response_complete(self)
+
+    def pause_writing(self) -> None:
+        """Start the time in which the client must read."""
+        super().pause_writing()
+        self.limits.unread(self)
+
+    def resume_writing(self) -> None:
+        """End the time in which the client must read."""
+        super().resume_writing()
+        self.limits.read(self)
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
+    """Return a class of connections that share `limits`, for uvicorn's `http` option."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})

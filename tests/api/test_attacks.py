@@ -1,0 +1,127 @@
+"""Clients that send what costs the service much: each is bounded, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
+from api.client import TOKEN, Client, ServiceProcess, a_report, wait_until
+
+MEMORY_LIMIT = 512 * 1024
+"""KiB: the limit in deploy/base/api.yaml."""
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A service whose memory is measured at the end of this module's tests."""
+    with ServiceProcess(tmp_path_factory.mktemp("attacked")) as running:
+        yield running
+        assert running.process.poll() is None
+        assert peak_memory(running) < MEMORY_LIMIT / 2
+        assert "Traceback" not in running.log()
+
+
+def peak_memory(service: ServiceProcess) -> int:
+    """Return the maximum of a service's resident memory so far, in KiB."""
+    status = Path(f"/proc/{service.process.pid}/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" + b",".join([b"{}"] * 340_000) + b"]",
+        b"[" + b",".join([b"[]"] * 340_000) + b"]",
+        b"[" + b",".join([b"{}"] * 1000) + b"]",
+        b"[" * 1_000_000,
+        b"{" + b",".join(b'"%d":0' % number for number in range(100_000)) + b"}",
+        b'{"step":' + b"1" * 1_000_000 + b"}",
+        b'{"step":"' + b"\\u0000" * 170_000 + b'"}',
+    ],
+    ids=["objects", "lists", "1000 objects", "nested", "fields", "digits", "escapes"],
+)
+def test_a_body_costs_no_more_than_its_size(attacked: ServiceProcess, text: bytes) -> None:
+    with Client(attacked.port) as client:
+        before = peak_memory(attacked)
+        for path, method in (("gain", "POST"), ("allocation", "PUT"), ("replicas/0", "PUT")):
+            answer = client.call(method, f"/jobs/attacked/{path}", text=text)
+            assert answer.status == 422
+            assert len(json.dumps(answer.body)) < 20_000
+        assert peak_memory(attacked) - before < 100 * 1024
+
+
+def test_reports_at_the_limit_are_stored(attacked: ServiceProcess) -> None:
+    with Client(attacked.port) as client:
+        assert client.post_gain("limit", *[a_report(step) for step in range(1000)])["stored"] == 1000
+
+
+def test_connections_with_half_a_request_are_closed_and_others_are_served(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path, "--max-connections", "200") as service, ExitStack() as stack:
+        heads = (b"POST /jobs/a/gain HTTP/1.1\r\nHost: x\r\n", b"", b"GET ")
+        for number in range(600):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=10))
+            half.sendall(heads[number % len(heads)])
+            if number % 100 == 99:
+                with Client(service.port) as client:
+                    assert client.post_gain("a", a_report(number))["stored"] == 1
+        assert len(service.log()) < 10_000
+
+
+def test_a_head_that_is_too_large_is_refused(attacked: ServiceProcess) -> None:
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=10) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 20_000)
+        connection.sendall(b"a" * 20_000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_request_that_does_not_end_is_closed_after_the_timeout(tmp_path: Path) -> None:
+    head = f"POST /jobs/a/gain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    body = "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    with ServiceProcess(tmp_path, "--request-timeout", "1") as service:
+        for text in (b"GET /heal", (head + body).encode()):
+            with socket.create_connection(("127.0.0.1", service.port), timeout=20) as connection:
+                connection.sendall(text)
+                started = time.monotonic()
+                with suppress(ConnectionResetError):
+                    assert connection.recv(1000) == b""
+                assert time.monotonic() - started >= 0.5
+        with Client(service.port) as client:
+            # A connection that waits for its answer is not incomplete.
+            version = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})["version"]
+            assert client.get(f"/jobs/a/allocation?version={version}&wait=3")["version"] == version
+            wait_until(lambda: client.get("/healthz"), "the answer")
+        assert "Traceback" not in service.log()
+
+
+def test_a_repeated_log_record_is_dropped_and_counted() -> None:
+    clock = Clock()
+    limit = LogLimit(clock)
+
+    def logged(message: str = "refused %s") -> logging.LogRecord | None:
+        record = logging.LogRecord("a", logging.WARNING, "a.py", 1, message, ("it",), None)
+        return record if limit.filter(record) else None
+
+    assert sum(logged() is not None for _ in range(1000)) == MAX_RECORDS
+    clock.now += INTERVAL
+    record = logged()
+    assert record is not None
+    assert record.getMessage() == f"refused it ({1000 - MAX_RECORDS} more before were not logged)"
