@@ -20,7 +20,7 @@ from sqlalchemy import (
     literal_column,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 metadata = MetaData()
@@ -92,6 +92,7 @@ reports = Table(
     Column("time", Double, nullable=False),
     Column("loss", Double),
     Column("target", Double),
+    Column("nodes", Integer, nullable=False),
     UniqueConstraint("job_key", "generation", "step", name="reports_count_once"),
     sqlite_with_rowid=False,
 )
@@ -106,6 +107,7 @@ Index(
     reports.c.replicas,
     reports.c.local_bsz,
     reports.c.accumulation,
+    reports.c.nodes,
     reports.c.number.desc(),
     sqlite_where=has_step_time,
     postgresql_where=has_step_time,

@@ -47,6 +47,7 @@ class GainReport(Message):
         time: when the step was made, in seconds since 1970 by the worker's clock.
         loss: mean training loss since the last report; None if the program does not report it.
         target: the progress at which training ends; None if the program decides.
+        nodes: the number of nodes on which the replicas ran.
     """
 
     generation: int
@@ -64,6 +65,7 @@ class GainReport(Message):
     time: float
     loss: float | None = None
     target: float | None = None
+    nodes: int = 1
 
     @property
     def efficiency(self) -> float:
@@ -78,12 +80,13 @@ class GainReport(Message):
 
 @dataclass(frozen=True)
 class StepTime(Message):
-    """The measured step time of a batch plan.
+    """The measured step time of a batch plan on a number of nodes.
 
     Args:
         replicas, local_bsz, accumulation: the batch plan (K, b, a).
         step_time: seconds per optimizer step, the median over the reports.
         reports: the number of reports.
+        nodes: the number of nodes on which the replicas ran.
     """
 
     replicas: int
@@ -91,6 +94,7 @@ class StepTime(Message):
     accumulation: int
     step_time: float
     reports: int = 1
+    nodes: int = 1
 
     @property
     def plan(self) -> BatchPlan:

@@ -11,11 +11,11 @@ from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_
 
 NUMBERS = [
     "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain",
-    "grad_sqr", "grad_var", "step_time", "time", "loss", "target",
+    "grad_sqr", "grad_var", "step_time", "time", "loss", "target", "nodes",
 ]  # fmt: skip
-INTEGERS = ["generation", "step", "epoch", "replicas", "local_bsz", "accumulation"]
+INTEGERS = ["generation", "step", "epoch", "replicas", "local_bsz", "accumulation", "nodes"]
 NEVER_NEGATIVE = [name for name in NUMBERS if name not in {"grad_sqr", "grad_var", "loss"}]
-NEVER_ZERO = ["replicas", "local_bsz", "accumulation", "scale", "gain"]
+NEVER_ZERO = ["replicas", "local_bsz", "accumulation", "scale", "gain", "nodes"]
 
 REPORT_CASES = [
     *[(name, "NaN") for name in NUMBERS],

@@ -70,11 +70,17 @@ shared_store = settings(deadline=None, suppress_health_check=[HealthCheck.functi
 # -- reports --------------------------------------------------------------------------------------------
 
 keys = st.tuples(st.integers(1, 3), st.integers(0, 30))
-plans = st.tuples(st.integers(1, 3), st.sampled_from([1, 8, 2**20]), st.integers(1, 2))
+plans = st.tuples(st.integers(1, 3), st.sampled_from([1, 8, 2**20]), st.integers(1, 2), st.integers(1, 2))
 times = st.one_of(st.just(0.0), st.just(1e-300), st.floats(1e-9, 1e6))
 gain_reports = st.builds(
     lambda key, plan, time: a_report(
-        key[1], generation=key[0], replicas=plan[0], local_bsz=plan[1], accumulation=plan[2], step_time=time
+        key[1],
+        generation=key[0],
+        replicas=plan[0],
+        local_bsz=plan[1],
+        accumulation=plan[2],
+        nodes=plan[3],
+        step_time=time,
     ),
     keys,
     plans,
@@ -136,13 +142,14 @@ def test_a_step_time_is_the_median_over_the_latest_reports_of_its_plan(
     job_id = new_job_id()
     for request in posted:
         store.post(job_id, request)
-    measured: dict[tuple[int, int, int], list[float]] = {}
+    measured: dict[tuple[int, int, int, int], list[float]] = {}
     for report in without_repetitions(posted):
         if report.step_time >= 1e-9:
-            plan = (report.replicas, report.local_bsz, report.accumulation)
+            plan = (report.replicas, report.local_bsz, report.accumulation, report.nodes)
             measured.setdefault(plan, []).append(report.step_time)
     assert store.read(report_store.step_times, job=store.job(job_id)) == [
-        StepTime(*plan, median(seconds), len(seconds)) for plan, seconds in sorted(measured.items())
+        StepTime(*plan[:3], median(seconds), len(seconds), plan[3])
+        for plan, seconds in sorted(measured.items())
     ]
 
 

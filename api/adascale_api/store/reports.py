@@ -63,23 +63,24 @@ def history(connection: Connection, job: Job, points: int) -> History:
 
 
 def step_times(connection: Connection, job: Job) -> list[StepTime]:
-    """Return the step time of each batch plan: the median over its latest reports.
+    """Return the step time of each batch plan on each number of nodes: the median over its latest reports.
 
     It takes one index search per plan, independent of the number of reports.
     """
     found = []
-    least = (0, 0, 0)
+    least = (0, 0, 0, 0)
     while rows := connection.execute(
         _next_plan, {"job_key": job.key, **dict(zip(_PLAN, least, strict=True))}
     ).all():
         first = rows[0]
-        times = [row.step_time for row in rows if row[:3] == first[:3]]
-        found.append(StepTime(first.replicas, first.local_bsz, first.accumulation, median(times), len(times)))
-        least = (first.replicas, first.local_bsz, first.accumulation + 1)
+        plan = (first.replicas, first.local_bsz, first.accumulation)
+        times = [row.step_time for row in rows if row[:4] == first[:4]]
+        found.append(StepTime(*plan, median(times), len(times), first.nodes))
+        least = (*plan, first.nodes + 1)
     return found
 
 
-_PLAN = ("replicas", "local_bsz", "accumulation")
+_PLAN = ("replicas", "local_bsz", "accumulation", "nodes")
 _REPORT = tuple(GainReport.__dataclass_fields__)
 
 _of_job = reports.c.job_key == bindparam("job_key")
