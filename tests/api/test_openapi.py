@@ -35,6 +35,9 @@ CONFIG = {
     ]
     # A request may wait for a minute, which would make the test slow.
     + [{"include-name": "GET /jobs/{job}/allocation", "parameters": {"wait": 0.01}}],
+    # A report or a registration creates a deleted job again, but this check expects that only a request to
+    # /jobs/{job} does. Whether a run contains such a sequence varies. See test_jobs.py for deleted jobs.
+    "checks": {"use_after_free": {"enabled": False}},
 }
 
 
