@@ -135,3 +135,10 @@ def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(
 
 def test_training_that_ends_with_nan_weights_fails() -> None:
     require_refused(run("NaN", STEPS=22), "weights are NaN or infinite after step 22: no checkpoint is saved")
+
+
+def test_a_program_without_required_steps_fails_if_it_ends_with_nan_weights() -> None:
+    message = "weights are NaN or infinite after step 24: no checkpoint is saved"
+    code, output = run("NaN", EPOCHS=4)
+    assert code == EXIT_INVALID_PROGRAM, output
+    assert f"adascale: {message}" in output

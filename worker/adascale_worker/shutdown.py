@@ -7,9 +7,14 @@ what was installed before them, and can be uninstalled.
 
 from __future__ import annotations
 
+import ast
 import atexit
+import builtins
+import dis
+import linecache
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -69,33 +74,82 @@ class ShutdownSignal:
 class ExitStatus:
     """Knows at the end of the process whether the program has failed.
 
-    The interpreter does not pass the exit code to exit functions, so `sys.exit` is replaced by a function
-    that records it. A code that is raised otherwise, as in `raise SystemExit(3)`, is not recorded.
+    The interpreter does not pass the exit code to exit functions. `sys.exit`, `exit` and `quit` are replaced
+    by functions that record it. Whether the program ended by an exception at all is read from the frame of
+    its main module: it stops at an instruction other than a return.
     """
 
     def __init__(self) -> None:
         self._code: object = None
-        self._previous: Callable[..., Any] | None = None
+        self._has_exited = False
+        self._main: FrameType | None = None
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def install(self) -> None:
-        """Record the argument of `sys.exit`."""
-        if self._previous is None:
-            self._previous = sys.exit
-            sys.exit = self._exit
+        """Record the argument of `sys.exit`, `exit` and `quit`, and the frame of the main module."""
+        if self._replaced:
+            return
+        self._main = _main_frame()
+        self._replace(sys, "exit", self._exit)
+        for quitter in {type(getattr(builtins, name, None)) for name in ("exit", "quit")} - {type(None)}:
+            self._replace(quitter, "__call__", lambda _quitter, code=None: self._exit(code))
 
     def uninstall(self) -> None:
-        """Restore `sys.exit`, unless the program has replaced it since."""
-        if self._previous is not None and sys.exit == self._exit:
-            sys.exit, self._previous = self._previous, None
+        """Restore `sys.exit`, `exit` and `quit`, except those that the program has replaced since."""
+        for owner, name, original, replacement in self._replaced:
+            if getattr(owner, name) == replacement:
+                setattr(owner, name, original)
+        self._replaced.clear()
+        self._main = None
 
     @property
     def failed(self) -> bool:
         """Whether the process ends by an uncaught error, or an exit code other than 0."""
-        return self._code not in (None, 0) or getattr(sys, "last_value", None) is not None
+        if getattr(sys, "last_value", None) is not None:
+            return True
+        if self._main is None:
+            return self._has_exited and self._code not in (None, 0)
+        if _has_returned(self._main):
+            return False
+        # By SystemExit: another exception that is not caught would be `sys.last_value`.
+        return self._code not in (None, 0) if self._has_exited else not _may_raise_exit_code_0(self._main)
+
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name), replacement))
+        setattr(owner, name, replacement)
 
     def _exit(self, code: object = None, /) -> NoReturn:
-        self._code = code
+        self._code, self._has_exited = code, True
         raise SystemExit(code)
+
+
+def _main_frame() -> FrameType | None:
+    """Return the frame that executes the main module; None if the caller was not called by it."""
+    frame: FrameType | None = sys._getframe()
+    main = getattr(sys.modules.get("__main__"), "__dict__", None)
+    while frame is not None and (frame.f_globals is not main or frame.f_code.co_name != "<module>"):
+        frame = frame.f_back
+    return frame
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether the last instruction of a frame, which does not run any more, returned from it."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("RETURN_VALUE", "RETURN_CONST")
+
+
+def _may_raise_exit_code_0(main: FrameType) -> bool:
+    """Whether the main module itself has raised SystemExit, with an exit code that may be 0.
+
+    As in `raise SystemExit(main())`. A function that raises SystemExit itself does so to fail.
+    """
+    if dis.opname[main.f_code.co_code[main.f_lasti]] != "RAISE_VARARGS":
+        return False
+    line = linecache.getline(main.f_code.co_filename, main.f_lineno or 0).strip()
+    constant = re.search(r"\bSystemExit\((.+)\)$", line.split("#")[0].rstrip())
+    try:
+        return constant is None or ast.literal_eval(constant[1]) in (None, 0)
+    except (ValueError, SyntaxError):
+        return True
 
 
 class FastExit:

@@ -285,6 +285,11 @@ class TrainingLoop:
         """Report the last step, and return an error message if training is not finished, else None."""
         trainer = self._trainer
         trainer.telemetry.report_last(trainer.planner.plan, trainer.progress, self.adascale)
+        if self._stepped_at > float("-inf") and not trainer.checkpointing.has_final:
+            try:
+                self._require_finite_weights()
+            except NonFiniteWeightsError as error:
+                return str(error)
         unfinished = trainer.unfinished
         if unfinished is None or self._finish_request is not None:
             return None

@@ -1,8 +1,10 @@
 """A training program that ends as END says, in step AT.
 
-END: `exit` (sys.exit(0)), `exit 3`, `break` (leaves its loops), `error`, `finish` (and continues its loop),
-`finish and exit`, or `` (does all epochs). ON_RANK: the rank that ends so; without it, all ranks.
-EPOCHS: epochs of its loop; if REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`.
+END: `exit` (sys.exit(0)), `exit 3`, `raise 3` (raise SystemExit(3)), `raise 4 in main`, `raise main` (as
+raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `error`, `finish` (and
+continues its loop), `finish and exit`, `finish and break`, or `` (does all epochs). ON_RANK: the rank that
+ends so; without it, all ranks. EPOCHS: epochs of its loop; if REQUIRED is set, it requires as many. STEPS:
+`scale_invariant_steps`.
 """
 
 import os
@@ -42,7 +44,11 @@ def ends() -> bool:
         sys.exit(0)
     if end == "exit 3":
         sys.exit(3)
-    return end == "break"
+    if end.startswith("quit"):
+        quit(3 if end == "quit 3" else None)
+    if end == "raise 3":
+        raise SystemExit(3)
+    return end in ("break", "finish and break") or end.startswith("raise")
 
 
 def train() -> None:
@@ -62,5 +68,9 @@ def train() -> None:
 
 
 train()
+if end == "raise 4 in main":
+    raise SystemExit(4)
+if end == "raise main":
+    raise SystemExit(int(trainer.finished))
 trainer.report_result(accuracy=0.5)
 print(f"rank {trainer.rank} ends after {step} steps, finished: {trainer.finished}", flush=True)

@@ -1,6 +1,7 @@
 """A training program whose loop is written in the way that LOOP names.
 
-Environment: STATE, the checkpoint folder (optional); STEPS, the scale-invariant steps (default 60).
+Environment: STATE, the checkpoint folder (optional); STEPS, the scale-invariant steps (default 60); EPOCHS,
+the epochs of a program that requires no steps.
 """
 
 import os
@@ -34,7 +35,7 @@ class Net(nn.Module):
 
 trainer = ElasticTrainer(
     batch_size=8,
-    scale_invariant_steps=steps,
+    scale_invariant_steps=None if "EPOCHS" in os.environ else steps,
     checkpoint_dir=os.environ.get("STATE"),
     checkpoint_interval=0.0,
     max_nonfinite_steps=int(os.environ.get("MAX_NONFINITE_STEPS", "10")),
@@ -52,7 +53,7 @@ if loop == "changes weights on one rank":
 if loop == "evaluation mode":
     model.eval()
 count = 0
-for epoch in range(state.epoch, steps):
+for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
     if trainer.finished:
         break
     for _, x, y in trainer.dataloader(samples()):
