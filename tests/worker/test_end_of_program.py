@@ -124,6 +124,26 @@ def test_a_finish_on_one_rank_ends_training_on_all_ranks(tmp_path: Path, rank: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+def test_a_finish_on_one_rank_that_then_leaves_its_loop_is_refused(
+    tmp_path: Path, rank: int, other: int
+) -> None:
+    ended = run(
+        tmp_path, *TORCHRUN, END="finish and break", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000,
+        FINISH_TIMEOUT=1,
+    )  # fmt: skip
+    assert ended.returncode == 1, "torchrun's own code"
+    line = next(n for n, text in enumerate(Path(PROGRAM).read_text().splitlines(), 1) if ".finish(" in text)
+    message = (
+        f"adascale: rank {rank} called trainer.finish ({PROGRAM}, line {line}) and left its loop, but rank "
+        f"{other} did not call it. After trainer.finish(reason) on some of the replicas, continue the loop"
+    )
+    assert message in ended.stderr
+    assert f"exitcode  : {PERMANENT}" in ended.stderr
+    assert not any(json.loads(path.read_text())["finished"] for path in sorted(tmp_path.glob("*.json"))[-1:])
+
+
+@pytest.mark.slow
 def test_a_finish_on_all_ranks_that_then_exit_saves_the_end_of_training(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, END="finish and exit", STEPS=100_000)
     assert ended.returncode == 0, ended.stderr

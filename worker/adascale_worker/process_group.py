@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from adascale_worker.environment import RankAssignment
-from adascale_worker.torch_private import tcp_store
+from adascale_worker.torch_private import default_store, tcp_store
 
 RELEASE_TIME = 0.05
 """Seconds for Gloo's threads to release the tensors of the last collective, before the interpreter ends."""
+POLL_INTERVAL = 0.05
+"""Seconds between two readings of the store."""
 INIT_TIMEOUT = timedelta(minutes=5)
 """How long a replica waits for the others, when the group is formed and in every collective."""
 
@@ -123,6 +125,30 @@ class ReplicaGroup:
         tensor = torch.tensor(numbers, device=self._device)
         dist.all_reduce(tensor)
         return tuple(tensor.tolist())
+
+    def announce(self, event: str) -> None:
+        """Let the other replicas know that this one has reached `event`. Not a collective call."""
+        if self.replicas > 1:
+            default_store().set(f"adascale/{event}/{self.rank}", "")
+
+    def missing(self, event: str, timeout: float) -> list[int]:
+        """Return the ranks that have not announced `event` within `timeout` seconds.
+
+        Empty if the store is gone: the process that serves it ends after it has seen all the others.
+        """
+        if self.replicas == 1:
+            return []
+        try:
+            store, deadline = default_store(), time.monotonic() + timeout
+            while missing := [
+                rank for rank in range(self.replicas) if not store.check([f"adascale/{event}/{rank}"])
+            ]:
+                if time.monotonic() >= deadline:
+                    return missing
+                time.sleep(POLL_INTERVAL)
+        except RuntimeError:
+            pass
+        return []
 
     def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the elementwise least and greatest of all ranks' `values`, on all ranks."""

@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
+from adascale_worker.hyperparameters import CHOICES, Choice, Difference, Hyperparameters
 
 
 class Stateful(Protocol):
@@ -35,12 +36,18 @@ class ProgramState:
         optimizer: AdaScale around the program's optimizer.
         scheduler: the learning rate scheduler. None if the program has none.
         registered: other objects to save and restore, by name.
+        hyperparameters: the values that the program made optimizer and scheduler with.
+        choice: which hyperparameters are used after a checkpoint was restored, if they differ.
     """
 
     model: torch.nn.Module
     optimizer: AdaScale
     scheduler: LRScheduler | None
     registered: Mapping[str, Stateful]
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    choice: Choice = "checkpoint"
+    differences: list[Difference] = field(default_factory=list)
+    """The hyperparameters that differ from those of the checkpoint that was restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all objects."""
@@ -50,6 +57,7 @@ class ProgramState:
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scheduler_type": self._scheduler_type,
             "registered": self._registered_states(),
+            "hyperparameters": self.hyperparameters.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,8 +86,18 @@ class ProgramState:
                 f"the checkpoint was saved from another optimizer: {error}. Use the same optimizer and "
                 "parameter groups, or start from scratch (adascale run --fresh, or another checkpoint folder)"
             ) from error
+        saved = Hyperparameters(**state["hyperparameters"])
+        self.differences[:] = self.hyperparameters.differences(saved)
+        scheduler_state = state["scheduler"]
+        if self.choice == "program":
+            self.hyperparameters.replace_in_optimizer(self.optimizer, saved)
+            if self.scheduler is not None:
+                scheduler_state = self.hyperparameters.replace_in_scheduler(scheduler_state, saved)
+        else:
+            # The next checkpoint contains them again, so that a later run reports the same differences.
+            self.hyperparameters.groups, self.hyperparameters.scheduler = saved.groups, saved.scheduler
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.load_state_dict(scheduler_state)
         for name, stateful in self.registered.items():
             stateful.load_state_dict(state["registered"][name])
 
@@ -146,6 +164,17 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
             "checkpoint folder)"
         )
     model.load_state_dict(saved)
+
+
+def require_choice(choice: str) -> None:
+    """Check the argument `hyperparameters` of `program_reentry`.
+
+    Raises:
+        WorkerError: it is none of the choices.
+    """
+    if choice not in CHOICES:
+        allowed = " or ".join(map(repr, CHOICES))
+        raise WorkerError(f"program_reentry got hyperparameters={choice!r}: it must be {allowed}")
 
 
 def require_stateful(registered: Mapping[str, Any]) -> None:

@@ -157,6 +157,11 @@ def is_optimizer_hook_table(attribute: str) -> bool:
 # -- process groups ------------------------------------------------------------------------------------------
 
 
+def default_store() -> Any:
+    """Return the store of torch's default process group, for keys that need no collective call."""
+    return _private(dist.distributed_c10d, "_get_default_store", "to learn which replicas end training")()
+
+
 def tcp_store(
     host: str, port: int, world_size: int, *, is_master: bool, timeout: timedelta, listen_fd: int | None
 ) -> TCPStore:

@@ -39,10 +39,17 @@ from adascale_worker.data_feed import DataFeed
 from adascale_worker.data_parallel import parallelize, record_forward
 from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError
+from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.program_state import ProgramState, Stateful, load_model, require_stateful
+from adascale_worker.program_state import (
+    ProgramState,
+    Stateful,
+    load_model,
+    require_choice,
+    require_stateful,
+)
 from adascale_worker.reporter import Reporter
 from adascale_worker.rng_state import DeferredRngState
 from adascale_worker.settings import resolve_settings
@@ -240,6 +247,7 @@ class ElasticTrainer:
         *,
         register: Mapping[str, Stateful] | None = None,
         find_unused_parameters: bool = False,
+        hyperparameters: Choice = "checkpoint",
     ) -> ReentryState:
         """Make the program's model, optimizer and scheduler elastic, and restore the last checkpoint.
 
@@ -258,6 +266,10 @@ class ElasticTrainer:
             register: other objects to save and restore, by name.
             find_unused_parameters: as DDP's argument of this name, for a model that does not use all of its
                 parameters in every step.
+            hyperparameters: which values are used if the program has changed the optimizer's or the
+                scheduler's (lr, momentum, weight_decay, step_size, ...) since the checkpoint was saved: those
+                of the "checkpoint", or those of the "program". Differences are printed. The position in a
+                schedule is the checkpoint's in both cases.
 
         Returns:
             Where to resume training.
@@ -275,6 +287,7 @@ class ElasticTrainer:
             )
         trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
+        require_choice(hyperparameters)
         restored = trainer.checkpointing.load()
         if restored is not None:
             load_model(model, restored["program"]["model"])
@@ -285,7 +298,8 @@ class ElasticTrainer:
         else:
             record_forward(model, forward)
         adascale = AdaScale(optimizer, world_size=group.replicas, is_scaled_loss=False, model=ddp)
-        program = ProgramState(model, adascale, lr_scheduler, dict(register or {}))
+        declared = Hyperparameters.read(optimizer, lr_scheduler)
+        program = ProgramState(model, adascale, lr_scheduler, dict(register or {}), declared, hyperparameters)
         if trainer.checkpointing.enabled:
             program.require_loadable()
         accumulation = GradientAccumulation(adascale, ddp)
@@ -293,6 +307,8 @@ class ElasticTrainer:
         loop = TrainingLoop(trainer, program, accumulation, checks, self._shutdown_signal, self._fast_exit)
         if restored is not None:
             loop.restore(restored)
+            if program.differences and self.is_main:
+                print(f"adascale: {describe(program.differences, hyperparameters)}", flush=True)
         loop.apply_plan()
         patch_optimizer(
             optimizer,
@@ -391,7 +407,8 @@ class ElasticTrainer:
         Saves the end of training. With one replica, `trainer.finished` is true at once, and the data loop
         ends. With several, any of them may call this: the others learn of it in the next step, after which
         `trainer.finished` is true and the data loop ends on all replicas. A program that leaves its loop
-        without waiting for that has to call `finish` on all replicas after the same step.
+        without waiting for that has to call `finish` on all replicas after the same step; if it ends after
+        only some of them have called it, it fails.
 
         Args:
             reason: shown in the result of the job.

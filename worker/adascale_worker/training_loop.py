@@ -20,10 +20,17 @@ from adascale_worker.program_state import ProgramState
 from adascale_worker.shutdown import FastExit, ShutdownSignal
 from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState
+from adascale_worker.user_code import calling_line
 from adascale_worker.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
+
+
+FINISH = "finish"
+"""The event that a replica announces when it has called `finish`."""
+FINISH_TIMEOUT = 30.0
+"""Seconds that a replica which has called `finish` and ends waits for the others to call it."""
 
 
 class TrainingLoop:
@@ -64,6 +71,7 @@ class TrainingLoop:
         self._inside_epoch = False
         self._current_epoch: object = None
         self._finish_request: str | None = None
+        self._finish_line = ""
         self._ended_epoch: int | None = None
 
     @property
@@ -269,6 +277,8 @@ class TrainingLoop:
             return
         self._require_finite_weights()
         self._finish_request = reason
+        self._finish_line = calling_line()
+        trainer.group.announce(FINISH)
         # The program may end before the next step.
         trainer.progress.finish_reason = reason
         trainer.checkpointing.save_on_rank_0(
@@ -291,11 +301,30 @@ class TrainingLoop:
             except NonFiniteWeightsError as error:
                 return str(error)
         unfinished = trainer.unfinished
-        if unfinished is None or self._finish_request is not None:
+        if self._finish_request is not None and not trainer.finished:
+            return self._finished_alone()
+        if unfinished is None:
             return None
         return (
             f"the program ended at {unfinished}. Train until trainer.finished is true, or call "
             "trainer.finish(reason) to end training earlier"
+        )
+
+    def _finished_alone(self) -> str | None:
+        """Return an error message if another replica has not called `finish`, and still trains."""
+        trainer, group = self._trainer, self._trainer.group
+        missing = group.missing(FINISH, FINISH_TIMEOUT)
+        if not missing:
+            return None
+        # In place of the checkpoint of `finish`, which says that training is finished.
+        trainer.checkpointing.save_on_rank_0(
+            self._state.info(), trainer.rng.current(), self._state.state_dict
+        )
+        return (
+            f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
+            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
+            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
+            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
         )
 
     def _save_final(self) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale_worker import ElasticTrainer, training_loop
 from support.training import samples
 
+training_loop.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", training_loop.FINISH_TIMEOUT))
 end, at = os.environ.get("END", ""), int(os.environ.get("AT", "3"))
 epochs = int(os.environ.get("EPOCHS", "3"))
 arguments: dict[str, Any] = {}
