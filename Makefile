@@ -47,6 +47,13 @@ test: $(READY) ## run the fast tests
 test-slow: $(READY) ## run the slower tests
 	$(BIN)/python -m pytest -m "slow and not cluster"
 
+# Options of the fault harness, such as CHAOS="--runs 1 --faults 8 --seed 5"; --help lists them.
+CHAOS ?= --runs 25 --faults 200
+
+.PHONY: chaos
+chaos: $(READY) ## train under 200 faults, drawn from a seed
+	PYTHONPATH=tests $(BIN)/python -m chaos $(CHAOS)
+
 $(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST_VENV)
 	VIRTUAL_ENV=$(LOWEST_VENV) $(BIN)/uv pip install --quiet --compile-bytecode --require-hashes --requirement requirements-lowest.lock

@@ -1,12 +1,24 @@
-"""Measures the pause of training when the number of replicas changes, compared with a restart by torchrun.
+"""Measures how long training stands still when the number of replicas changes, and when a replica is killed.
 
-    .venv/bin/python bench/rescale.py [--rounds 3]
+    .venv/bin/python bench/rescale.py [--state tiny|1GB] [--rounds 3] [--torchft PYTHON] [--torchrun]
+    .venv/bin/python bench/rescale.py --program FILE [--spec JSON] [--counts 1,2,1] [--kill RANK] [--json]
 
-The same program, a small network on random data with a checkpoint of a few kilobytes, runs through the same
-replica counts in two ways: with agents, as `adascale run` and the operator do it, and with torchrun, which
-is terminated (SIGTERM, so that the program saves) and started again with the next count. The output has, for
-each change, the seconds from the last step before it to the first step after it, and for agents also the
-seconds from the decision to that step.
+A program runs through replica counts with agents and a metrics service, as `adascale run` and the operator
+start them. When the largest count is reached for the first time, the trainer of a rank is killed (SIGKILL).
+Without --program it is a classifier with SGD and momentum: `tiny`, or two Linear(8192, 8192), whose weights
+and momentum are 1 GB. For each change the output has, in seconds:
+
+- still: the longest time between two steps, of any replicas, from the decision until all replicas have made
+  steps at the new count, less the median time of a step at that count;
+- decision: from the decision to the first step at the new count, which for a larger count includes the start
+  of processes;
+- after a kill, next: from the kill to the first step of the others in another generation, and the steps made
+  twice; still: as above, when the replacement joins.
+
+Beside it run: with --torchft, the same model with torchft (`rescale_torchft.py` has its environment), one
+replica group of size 1 for each replica, on gloo, with a heartbeat timeout of --heartbeat-timeout-ms; with
+--torchrun, the same program, terminated and started again by torchrun; and with 1GB, a broadcast of tensors
+of the size of the state between two processes, with gloo.
 """
 
 from __future__ import annotations
@@ -16,21 +28,37 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 import urllib3
+from torch.multiprocessing.spawn import spawn
 
-COUNTS = [1, 2, 4, 2, 1]
-PROGRAM = Path(__file__).parent / "rescale_program.py"
-TIMEOUT = 120.0
+FOLDER = Path(__file__).parent
+PROGRAM = FOLDER / "rescale_program.py"
+TORCHFT_PROGRAM = FOLDER / "rescale_torchft.py"
+SPEC = {"batch_size": 8, "max_batch_size": 64, "local_bsz_bounds": [8, 8], "max_replicas": 8}
+STATE_TENSORS = [(8192, 8192)] * 4
+TIMEOUT = 180.0
+LINGER = {"tiny": 50, "1GB": 5}
+"""Steps of each replica at a count before the next change."""
+
+T = TypeVar("T")
+
+Measured = dict[str, list[float]]
+"""What was measured -> its values."""
 
 
 def main() -> None:
@@ -38,107 +66,317 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--state", choices=list(LINGER), default="tiny")
+    parser.add_argument("--program", type=Path, help="a training program, instead of the one of --state")
+    parser.add_argument(
+        "--spec", default=json.dumps(SPEC), help="its declaration: the body of PUT /jobs/<id>"
+    )
+    parser.add_argument("--counts", default="1,2,4,2,1", help="replica counts, in order")
+    parser.add_argument("--kill", type=int, metavar="RANK", help="the rank to kill at the largest count")
+    parser.add_argument("--steps", type=int, help="steps of each replica at a count before the next change")
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    still: dict[str, dict[tuple[int, int], list[float]]] = {"agents": {}, "torchrun": {}}
-    decided: dict[tuple[int, int], list[float]] = {}
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            for change, (standstill, since_decision) in by_agents(Path(folder)):
-                still["agents"].setdefault(change, []).append(standstill)
-                decided.setdefault(change, []).append(since_decision)
-        with tempfile.TemporaryDirectory() as folder:
-            for change, standstill in by_torchrun(Path(folder)):
-                still["torchrun"].setdefault(change, []).append(standstill)
-    print(f"\nmedian of {rounds} rounds, seconds")
-    print("change    with agents     by torchrun    ratio    decision to first step")
-    for change, seconds in still["agents"].items():
-        ours, theirs = median(seconds), median(still["torchrun"][change])
-        print(
-            f"{change[0]} -> {change[1]}    {ours:12.2f}    {theirs:11.2f}    {ours / theirs:5.2f}"
-            f"    {median(decided[change]):22.2f}"
+    parser.add_argument("--torchft", type=Path, metavar="PYTHON", help="the Python of an environment with it")
+    parser.add_argument(
+        "--heartbeat-timeout-ms", type=int, default=1000, help="of torchft; its default is 5000"
+    )
+    parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print all values as JSON")
+    arguments = parser.parse_args()
+    counts = [int(count) for count in arguments.counts.split(",")]
+    linger = arguments.steps or LINGER[arguments.state]
+    os.environ["BENCH_STATE"] = arguments.state
+    command = [sys.executable, str(arguments.program or PROGRAM)]
+    contenders: dict[str, Callable[[Path], Iterator[tuple[str, float]]]] = {
+        "adascale": lambda folder: by_agents(
+            folder, command, json.loads(arguments.spec), counts, arguments.kill, linger
         )
+    }
+    if arguments.torchft:
+        contenders["torchft"] = lambda folder: by_torchft(
+            folder, arguments.torchft, counts, arguments.kill, linger, arguments.heartbeat_timeout_ms
+        )
+    if arguments.torchrun:
+        contenders["torchrun"] = lambda folder: by_torchrun(folder, command, counts, linger)
+    if arguments.state == "1GB":
+        contenders["broadcast"] = broadcast
+    results: dict[str, Measured] = {name: {} for name in contenders}
+    for _ in range(arguments.rounds):
+        for name, measure in contenders.items():
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    for what, seconds in measure(Path(folder)):
+                        results[name].setdefault(what, []).append(seconds)
+                except TimeoutError as error:
+                    log = (Path(folder) / "log").read_text(errors="replace")[-3000:]
+                    sys.exit(f"{name}: {error}. The end of the output of its processes:\n{log}")
+    if arguments.json:
+        print(
+            json.dumps({"rounds": arguments.rounds, "state": arguments.state, "seconds": results}, indent=2)
+        )
+    else:
+        print(table(results, arguments.rounds))
+
+
+def table(results: dict[str, Measured], rounds: int) -> str:
+    """Return the medians as text."""
+    rows = list(dict.fromkeys(what for measured in results.values() for what in measured))
+    lines = [f"median of {rounds} rounds, seconds", " " * 34 + "".join(f"{name:>12}" for name in results)]
+    for row in rows:
+        values = [measured.get(row) for measured in results.values()]
+        lines.append(f"{row:34}" + "".join(f"{median(v):12.3f}" if v else " " * 12 for v in values))
+    return "\n".join(lines)
+
+
+# -- steps ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one replica."""
+
+    time: float
+    step: int
+    generation: int
+    replicas: int
+    rank: int
+    pid: int
+
+    @property
+    def era(self) -> tuple[int, int]:
+        """What changes when the replicas change."""
+        return self.generation, self.replicas
 
 
 class Steps:
-    """The step times that rank 0 has recorded."""
+    """The steps that all replicas have recorded in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "steps"
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
 
-    def read(self) -> list[tuple[int, float]]:
-        """Return (replicas, seconds since 1970) of each step."""
-        if not self._file.exists():
-            return []
-        lines = self._file.read_text().splitlines(keepends=True)
-        return [(int(k), float(t)) for k, t in (line.split() for line in lines if line.endswith("\n"))]
+    def read(self, since: float = 0.0) -> list[Step]:
+        """Return the steps after a moment, in order of time."""
+        steps = []
+        for file in self._folder.glob("steps-*"):
+            pid = int(file.name.split("-")[1])
+            for line in file.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    moment, step, generation, replicas, rank = line.split()
+                    if float(moment) > since:
+                        steps.append(
+                            Step(float(moment), int(step), int(generation), int(replicas), int(rank), pid)
+                        )
+        return sorted(steps, key=lambda step: step.time)
 
-    def wait_for(self, replicas: int, steps: int = 50) -> None:
-        """Wait until the last `steps` steps were made on `replicas` replicas."""
-        wait_until(lambda: [k for k, _ in self.read()[-steps:]] == [replicas] * steps, f"{replicas} replicas")
+    def wait_for(self, replicas: int, linger: int, since: float) -> list[Step]:
+        """Wait until each of the replicas has made steps at their number; return these steps."""
 
-    def standstills(self) -> list[tuple[tuple[int, int], float, float]]:
-        """Return (from, to), the seconds between last and first step, and the time of the first step."""
-        steps = self.read()
-        return [
-            ((k, later_k), later - time, later)
-            for (k, time), (later_k, later) in pairwise(steps)
-            if k != later_k
-        ]
+        def settled() -> list[Step]:
+            steps = [step for step in self.read(since) if step.replicas == replicas]
+            steps = [step for step in steps if step.era == steps[-1].era]
+            by_rank: dict[int, int] = {}
+            for step in steps:
+                by_rank[step.rank] = by_rank.get(step.rank, 0) + 1
+            enough = sum(number >= linger for number in by_rank.values())
+            return steps if enough == replicas else []
+
+        return wait_until(settled, f"training on {replicas} replicas")
 
 
-def by_agents(folder: Path) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
-    """Change the replicas with agents; yield each change with its seconds."""
-    steps = Steps(folder)
-    decisions = []
-    with service(folder) as (environ, allocate):
+def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) -> Iterator[tuple[str, float]]:
+    """Yield what a change took, from the moment of its decision to the steps after it."""
+    before = [step for step in steps.read() if step.time <= decided]
+    window = [*before[-1:], *steps.read(decided)]
+    by_rank: dict[int, list[float]] = {}
+    for step in settled:
+        by_rank.setdefault(step.rank, []).append(step.time)
+    step_time = median(later - earlier for times in by_rank.values() for earlier, later in pairwise(times))
+    # The first steps of all replicas, and some more.
+    end = max(times[min(2, len(times) - 1)] for times in by_rank.values())
+    longest = max(later.time - earlier.time for earlier, later in pairwise(window) if later.time <= end)
+    yield f"{name}: still", max(longest - step_time, 0.0)
+    yield f"{name}: decision", settled[0].time - decided
+
+
+def killed(steps: Steps, kill_at: float, victim: int) -> Iterator[tuple[str, float]]:
+    """Yield how long after a kill the others made their next step, and the steps made twice."""
+    before = [step for step in steps.read() if step.time <= kill_at]
+    era = before[-1].era
+
+    def recovered() -> list[Step]:
+        return [step for step in steps.read(kill_at) if step.pid != victim and step.era != era]
+
+    first = wait_until(recovered, "a step after the kill")[0]
+    furthest = max(step.step for step in steps.read() if step.time < first.time)
+    yield "kill: next", first.time - kill_at
+    yield "kill: repeated steps", max(furthest - first.step + 1, 0)
+
+
+# -- contenders -------------------------------------------------------------------------------------------
+
+
+def by_agents(
+    folder: Path, command: list[str], spec: dict[str, Any], counts: list[int], kill: int | None, linger: int
+) -> Iterator[tuple[str, float]]:
+    """Change the replicas of a program with agents."""
+    steps = Steps(folder / "steps")
+    recorded = [sys.executable, str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]]
+    with service(folder, spec) as (environ, allocate):
         agents: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            for generation, count in enumerate(COUNTS, start=1):
-                decisions.append(time.time())
+            before = 0
+            for generation, count in enumerate(counts, start=1):
+                decided = time.time()
                 allocate(generation, count)
-                for rank in range(count):
-                    if rank not in agents:
-                        agents[rank] = start(
-                            [
-                                sys.executable,
-                                "-m",
-                                "adascale_worker.agent",
-                                "--",
-                                sys.executable,
-                                str(PROGRAM),
-                            ],
-                            folder,
-                            {**environ, "ADASCALE_REPLICA": str(rank)},
-                        )
-                steps.wait_for(count)
-                for rank in [rank for rank in agents if rank >= count]:
-                    agents.pop(rank).terminate()
+                for replica in set(range(count)) - set(agents):
+                    agents[replica] = start(
+                        [sys.executable, "-m", "adascale_worker.agent", "--", *recorded],
+                        folder,
+                        {**environ, "ADASCALE_REPLICA": str(replica)},
+                    )
+                settled = steps.wait_for(count, linger, decided)
+                if before:
+                    yield from changed(steps, f"{before} to {count}", decided, settled)
+                if kill is not None and count == max(counts):
+                    victim = next(step.pid for step in reversed(settled) if step.rank == kill)
+                    kill_at = time.time()
+                    os.kill(victim, signal.SIGKILL)
+                    yield from killed(steps, kill_at, victim)
+                    settled = steps.wait_for(count, linger, time.time())
+                    first = settled[0].time
+                    joined = [each for each in steps.read(kill_at) if each.time < first]
+                    if joined and joined[-1].replicas != count:
+                        yield from changed(steps, "kill, joins again", joined[0].time, settled)
+                    kill = None
+                for replica in [replica for replica in agents if replica >= count]:
+                    agents.pop(replica).terminate()
+                before = count
         finally:
             for agent in agents.values():
                 agent.kill()
                 agent.wait()
-    for (change, seconds, at), decision in zip(steps.standstills(), decisions[1:], strict=True):
-        yield change, (seconds, at - decision)
 
 
-def by_torchrun(folder: Path) -> Iterator[tuple[tuple[int, int], float]]:
-    """Change the replicas by restarting torchrun; yield each change with its seconds."""
-    steps = Steps(folder)
-    for count in COUNTS:
-        run = start(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(count), str(PROGRAM)),
-            ],
-            folder,
-            {},
+def by_torchft(
+    folder: Path, python: Path, counts: list[int], kill: int | None, linger: int, heartbeat_ms: int
+) -> Iterator[tuple[str, float]]:
+    """Change the replica groups of torchft; a group that leaves is terminated."""
+    steps = Steps(folder / "steps")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lighthouse = start(
+        [
+            *(str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--join_timeout_ms", "100"),
+            *("--heartbeat_timeout_ms", str(heartbeat_ms), "--bind", f"127.0.0.1:{port}"),
+        ],
+        folder,
+        {},
+    )
+    groups: dict[int, subprocess.Popen[bytes]] = {}
+    environ = {
+        "BENCH_FOLDER": str(folder / "steps"),
+        "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}",
+        "PYTHONPATH": str(FOLDER),
+    }
+
+    def start_group(replica: int) -> None:
+        groups[replica] = start(
+            [str(python), str(TORCHFT_PROGRAM)], folder, {**environ, "REPLICA": str(replica)}
         )
-        steps.wait_for(count)
-        run.terminate()
-        run.wait(TIMEOUT)
-    for change, seconds, _ in steps.standstills():
-        yield change, seconds
+
+    try:
+        before = 0
+        for count in counts:
+            decided = time.time()
+            for replica in [replica for replica in groups if replica >= count]:
+                groups.pop(replica).terminate()
+            for replica in set(range(count)) - set(groups):
+                start_group(replica)
+            settled = steps.wait_for(count, linger, decided)
+            if before:
+                yield from changed(steps, f"{before} to {count}", decided, settled)
+            if kill is not None and count == max(counts):
+                kill_at = time.time()
+                victim = groups.pop(kill)
+                victim.kill()
+                victim.wait()
+                yield from killed(steps, kill_at, victim.pid)
+                steps.wait_for(count - 1, linger, time.time())
+                decided = time.time()
+                start_group(kill)
+                settled = steps.wait_for(count, linger, decided)
+                yield from changed(steps, "kill, joins again", decided, settled)
+                kill = None
+            before = count
+    finally:
+        for process in [*groups.values(), lighthouse]:
+            process.kill()
+            process.wait()
+
+
+def by_torchrun(
+    folder: Path, command: list[str], counts: list[int], linger: int
+) -> Iterator[tuple[str, float]]:
+    """Change the replicas by restarting torchrun, with SIGTERM, so that the program saves."""
+    steps = Steps(folder / "steps")
+    before = 0
+    run: subprocess.Popen[bytes] | None = None
+    try:
+        for count in counts:
+            decided = time.time()
+            if run is not None:
+                run.terminate()
+                run.wait(TIMEOUT)
+            run = start(
+                [
+                    *(
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        "--standalone",
+                        "--nproc-per-node",
+                        str(count),
+                    ),
+                    *(str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]),
+                ],
+                folder,
+                {},
+            )
+            settled = steps.wait_for(count, linger, decided)
+            if before:
+                yield from changed(steps, f"{before} to {count}", decided, settled)
+            before = count
+    finally:
+        if run is not None:
+            run.terminate()
+            run.wait(TIMEOUT)
+
+
+def broadcast(folder: Path) -> Iterator[tuple[str, float]]:
+    """Broadcast tensors of the size of the state between two processes."""
+    spawn(_broadcast_rank, (str(folder),), nprocs=2)
+    yield "broadcast of the state", float((folder / "seconds").read_text())
+
+
+def _broadcast_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    tensors = [torch.ones(shape) for shape in STATE_TENSORS]
+    rounds = []
+    for _ in range(3):
+        dist.barrier()
+        begun = time.perf_counter()
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+        rounds.append(time.perf_counter() - begun)
+    if rank == 1:
+        (Path(folder) / "seconds").write_text(str(median(rounds)))
+    dist.destroy_process_group()
+
+
+# -- processes --------------------------------------------------------------------------------------------
 
 
 def start(command: list[str], folder: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -151,7 +389,6 @@ def start(command: list[str], folder: Path, environ: dict[str, str]) -> subproce
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "BENCH_FOLDER": str(folder),
                 "ADASCALE_CHECKPOINT_DIR": str(folder / "checkpoints"),
                 "ADASCALE_CHECKPOINT_INTERVAL": "1000",
                 **environ,
@@ -160,7 +397,9 @@ def start(command: list[str], folder: Path, environ: dict[str, str]) -> subproce
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
+def service(
+    folder: Path, spec: dict[str, Any]
+) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
     """Run a metrics service; yield the environment for agents, and a function that writes allocations."""
     token = secrets.token_hex(16)
     port_file = folder / "port"
@@ -177,28 +416,45 @@ def service(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int, int],
         url = f"http://127.0.0.1:{port_file.read_text().strip()}"
         pool = urllib3.PoolManager()
 
-        def allocate(generation: int, replicas: int) -> None:
+        def put(path: str, body: dict[str, Any]) -> dict[str, Any]:
             answer = pool.request(
                 "PUT",
-                f"{url}/jobs/bench/allocation",
-                body=json.dumps({"generation": generation, "replicas": replicas}),
+                f"{url}/jobs/bench{path}",
+                body=json.dumps(body),
                 headers={"authorization": f"Bearer {token}", "content-type": "application/json"},
             )
-            assert answer.status < 300, answer.data
+            if answer.status >= 300:
+                sys.exit(f"the metrics service refused {body}: {answer.data.decode()}")
+            parsed: dict[str, Any] = answer.json()
+            return parsed
+
+        def allocate(generation: int, replicas: int) -> None:
+            # A loss has raised the generation.
+            present = put("", spec)["desired"]
+            put(
+                "/allocation",
+                {
+                    "generation": max(generation, (present or {}).get("generation", 0) + 1),
+                    "replicas": replicas,
+                },
+            )
 
         yield {"ADASCALE_API_URL": url, "ADASCALE_TOKEN": token, "ADASCALE_JOB_ID": "bench"}, allocate
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(TIMEOUT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, for at most `TIMEOUT` seconds."""
+def wait_until(condition: Callable[[], T], what: str) -> T:
+    """Return the first true value of a condition, waiting at most `TIMEOUT` seconds for it."""
     deadline = time.monotonic() + TIMEOUT
-    while not condition():
+    while not (value := condition()):
         if time.monotonic() > deadline:
-            sys.exit(f"{what} did not appear within {TIMEOUT:.0f} s; see the log in the folder")
+            raise TimeoutError(f"{what} did not happen within {TIMEOUT:.0f} s")
         time.sleep(0.05)
+    return value
 
 
 if __name__ == "__main__":

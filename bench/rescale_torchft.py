@@ -1,0 +1,63 @@
+"""The training program of `bench/rescale.py` with torchft: one process is one replica group.
+
+It runs in an environment of its own, which has torchft and not AdaScale:
+
+    .venv/bin/uv venv --python .venv/bin/python .venv-torchft
+    VIRTUAL_ENV=.venv-torchft .venv/bin/uv pip install torchft-nightly numpy torch==<version of .venv>
+
+Environment: BENCH_STATE, BENCH_FOLDER, REPLICA, TORCHFT_LIGHTHOUSE. Records its steps as `step_times.py`
+does, with torchft's own count of committed steps and of participants.
+"""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import rescale_model
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
+
+STATE = os.environ["BENCH_STATE"]
+features, targets = rescale_model.samples(STATE)
+model, sgd = rescale_model.make(STATE)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def load_state_dict(state):  # type: ignore[no-untyped-def]
+    model.load_state_dict(state["model"])
+    sgd.load_state_dict(state["optimizer"])
+
+
+manager = Manager(
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+    min_replica_size=1,
+    load_state_dict=load_state_dict,
+    state_dict=lambda: {"model": model.state_dict(), "optimizer": sgd.state_dict()},
+    replica_id=f"bench-{os.environ['REPLICA']}",
+    rank=0,
+    world_size=1,
+    store_addr="127.0.0.1",
+    store_port=store.port,
+    timeout=timedelta(seconds=60),
+)
+ddp = DistributedDataParallel(manager, model)
+optimizer = Optimizer(manager, sgd)
+lines = (Path(os.environ["BENCH_FOLDER"]) / f"steps-{os.getpid()}").open("a", buffering=1)
+
+
+def stepped(*_):  # type: ignore[no-untyped-def]
+    participants = manager.num_participants()
+    lines.write(f"{time.time()} {manager.current_step()} 0 {participants} {os.environ['REPLICA']}\n")
+
+
+register_optimizer_step_post_hook(stepped)
+generator = torch.Generator().manual_seed(int(os.environ["REPLICA"]))
+while True:
+    chosen = torch.randint(len(features), (rescale_model.LOCAL_BSZ,), generator=generator)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(ddp(features[chosen]), targets[chosen]).backward()
+    optimizer.step()

@@ -1,0 +1,55 @@
+"""Runs a training program, and records the time of each optimizer step, without a change of the program.
+
+    python step_times.py FOLDER PROGRAM [ARGUMENT...]
+
+Each process appends a line to a file of its own in FOLDER for each step of an optimizer of torch: the seconds
+since 1970, the number of the step, the generation, the replicas and the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.adascale import AdaScale
+
+
+def main() -> None:
+    """Record and run."""
+    folder, program, *arguments = sys.argv[1:]
+    record(Path(folder))
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+def record(folder: Path) -> None:
+    """Record the steps of this process from now on."""
+    trainers: list[ElasticTrainer] = []
+    construct = ElasticTrainer.__init__
+
+    def constructed(trainer: ElasticTrainer, *arguments: Any, **options: Any) -> None:
+        construct(trainer, *arguments, **options)
+        trainers.append(trainer)
+
+    ElasticTrainer.__init__ = constructed  # type: ignore[method-assign, assignment]
+    lines = (folder / f"steps-{os.getpid()}").open("a", buffering=1)
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        if trainers and not isinstance(optimizer, AdaScale):
+            trainer = trainers[-1]
+            step = trainer._trainer.progress.step + 1
+            lines.write(f"{time.time()} {step} {trainer.generation} {trainer.replicas} {trainer.rank}\n")
+
+    register_optimizer_step_post_hook(stepped)
+
+
+if __name__ == "__main__":
+    main()

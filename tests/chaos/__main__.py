@@ -1,0 +1,47 @@
+"""The command line of the fault harness."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import chaos
+from chaos.harness import Harness
+
+
+def main() -> None:
+    """Run, and exit with 1 if something does not hold."""
+    parser = argparse.ArgumentParser(
+        prog="chaos", description=chaos.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=25)
+    parser.add_argument("--faults", type=int, default=200, help="of all runs together")
+    parser.add_argument("--seed", type=int, help="of the first run; the next ones have the next seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--minutes", type=float, help="no run starts later than this")
+    parser.add_argument("--bug", default="", help="an error that the program makes: lose, repeat or diverge")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the files of all runs, not only of failed ones"
+    )
+    arguments = parser.parse_args()
+    seed = int(time.time()) if arguments.seed is None else arguments.seed
+    harness = Harness(arguments.bug, arguments.keep, arguments.minutes)
+    counts = [
+        arguments.faults * (number + 1) // arguments.runs - arguments.faults * number // arguments.runs
+        for number in range(arguments.runs)
+    ]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        passed = list(pool.map(harness.run_seed, range(seed, seed + arguments.runs), counts))
+    skipped, failed = passed.count(None), passed.count(False)
+    print(
+        f"{len(passed) - skipped} runs, {harness.faults} faults, {failed} runs with problems"
+        + (f"; {skipped} runs not started within {arguments.minutes:g} minutes" if skipped else "")
+    )
+    sys.exit(1 if failed or skipped == len(passed) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Executes runs, checks them, and prints what happens."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from chaos.checks import problems, statistics
+from chaos.run import ChaosRun, read_results
+from chaos.schedule import Schedule, draw
+
+
+class Harness:
+    """Executes runs and prints what happens.
+
+    Args:
+        bug: an error that the program makes.
+        keep: a folder for the files of all runs; None to keep those of failed runs only.
+        minutes: no run starts later than this; None for no limit.
+    """
+
+    def __init__(self, bug: str = "", keep: Path | None = None, minutes: float | None = None) -> None:
+        self.faults = 0
+        self._bug = bug
+        self._keep = keep
+        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self._printing = threading.Lock()
+        self._expecting = threading.Lock()
+        self._expected: dict[str, dict[str, Any]] = {}
+
+    def run_seed(self, seed: int, faults: int) -> bool | None:
+        """Execute the run of a seed; return whether all holds, None if there is no time left for it."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            return None
+        return not self.run(draw(seed, faults))
+
+    def run(self, schedule: Schedule) -> list[str]:
+        """Execute a run, and return what does not hold, as sentences."""
+        seed, faults = schedule.seed, len(schedule.faults)
+        show = self._shower(seed)
+        show(f"{schedule.name}, {faults} faults")
+        expected = self._undisturbed(schedule) if schedule.fixed and faults else None
+        folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
+        outcome = ChaosRun(schedule, folder, show, self._bug).execute()
+        found = problems(schedule, outcome, folder, expected)
+        self.faults += len(outcome.applied)
+        show(f"{outcome.seconds:.1f} s, {statistics(folder)}: {'PROBLEMS' if found else 'ok'}")
+        for problem in found:
+            show(f"PROBLEM: {problem}")
+        if found:
+            bug = f" --bug {self._bug}" if self._bug else ""
+            show(f"again: python -m chaos --seed {seed} --runs 1 --faults {faults}{bug}; its files: {folder}")
+        elif self._keep is not None:
+            shutil.move(folder, self._keep)
+        else:
+            shutil.rmtree(folder)
+        return found
+
+    def _undisturbed(self, schedule: Schedule) -> dict[str, Any]:
+        """Return the result of rank 0 of a run of the same job without faults."""
+        with self._expecting:
+            job = repr(schedule.spec)
+            if job not in self._expected:
+                quiet = Schedule(0, schedule.fixed, schedule.spec)
+                with tempfile.TemporaryDirectory() as folder:
+                    outcome = ChaosRun(quiet, Path(folder), lambda _: None).execute()
+                    found = problems(quiet, outcome, Path(folder), None)
+                    assert not found, "\n".join(
+                        ["a run without faults has problems:", *found, outcome.output]
+                    )
+                    self._expected[job] = next(
+                        result for result in read_results(Path(folder)) if result["buffers"] is not None
+                    )
+            return self._expected[job]
+
+    def _shower(self, seed: int) -> Callable[[str], None]:
+        def show(line: str) -> None:
+            with self._printing:
+                print(f"[{seed}] {line}", flush=True)
+
+        return show

@@ -1,0 +1,185 @@
+"""The training program of the fault harness: its state counts how often each sample has changed the weights.
+
+The parameter `seen` has an element per sample and starts each step as zeros. Its gradient is proportional to
+how often each sample is in the step, so after the step it shows which samples, of all replicas, the optimizer
+has seen. `Ledger` adds them up, as a registered object: it is saved, restored and transferred with the rest
+of the state, and compares itself with the order of the samples after every step.
+
+Environment: CHAOS_FOLDER, the folder of the journals and results; PACE, the seconds that a sample takes;
+CHAOS_BUG, an error that the harness must find: `lose` trains no gradient of one sample of a step, `repeat`
+counts one twice, `diverge` changes the weights when a process starts.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.stream import SampleStream
+
+SAMPLES = 96
+BUGGY_STEP = 40
+
+
+class Ledger:
+    """How often each sample has changed the weights.
+
+    Attributes:
+        counts: shape (SAMPLES,).
+        steps: optimizer steps.
+        generations: [generation, replicas] in the order of training.
+        problems: what is wrong, at most two.
+    """
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(SAMPLES, dtype=torch.int64)
+        self.steps = 0
+        self.generations: list[list[int]] = []
+        self.problems: list[str] = []
+        self._stream = SampleStream(SAMPLES, seed=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "counts": self.counts.clone(),
+            "steps": self.steps,
+            "generations": [list(each) for each in self.generations],
+            "problems": list(self.problems),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = state["counts"].clone()
+        self.steps = int(state["steps"])
+        self.generations = [list(each) for each in state["generations"]]
+        self.problems = list(state["problems"])
+
+    def add(self, change: Tensor, generation: int, replicas: int) -> None:
+        """Add the samples of a step.
+
+        Args:
+            change: a multiple of how often each sample was in the step: shape (SAMPLES,). Zeros for a
+                micro-batch that is no step, and for a step that was discarded.
+        """
+        if not change.any():
+            return
+        quotient = change / change[change > 0].min()
+        times = quotient.round()
+        if not torch.allclose(quotient, times, atol=0.01):
+            self._report(f"step {self.steps + 1} weighs its samples unequally: {quotient.tolist()}")
+        self.counts += times.long()
+        self.steps += 1
+        if not self.generations or self.generations[-1][0] != generation:
+            if self.generations and self.generations[-1][0] > generation:
+                self._report(f"generation {generation} after {self.generations[-1][0]}")
+            self.generations.append([generation, replicas])
+        total = int(self.counts.sum())
+        passes, rest = divmod(total, SAMPLES)
+        begun = self._stream[passes * SAMPLES : passes * SAMPLES + rest]
+        expected = passes + torch.bincount(torch.tensor(begun, dtype=torch.int64), minlength=SAMPLES)
+        if not torch.equal(self.counts, expected):
+            wrong = (self.counts - expected).nonzero().flatten().tolist()
+            self._report(
+                f"after step {self.steps} in generation {generation}, pass {passes}: "
+                + ", ".join(f"sample {i} {self.counts[i]} times, not {expected[i]}" for i in wrong[:8])
+            )
+
+    def _report(self, problem: str) -> None:
+        if len(self.problems) < 2:
+            self.problems.append(problem)
+
+
+class Network(nn.Module):
+    """A small classifier with a buffer, random draws and the parameter `seen`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 16), nn.BatchNorm1d(16)
+        self.last = nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+        self.seen = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, index: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.norm(self.first(x))), self.seen[index]
+
+
+folder = Path(os.environ["CHAOS_FOLDER"])
+pace = float(os.environ["PACE"])
+bug = os.environ.get("CHAOS_BUG", "")
+
+trainer = ElasticTrainer()
+torch.manual_seed(1)
+features = torch.randn(SAMPLES, 6)
+# Noise in the labels makes larger batches worthwhile.
+targets = ((features.sum(1) + 3 * torch.randn(SAMPLES)) > 0).long()
+dataset = [(index, features[index], targets[index]) for index in range(SAMPLES)]
+network = Network()
+rest = [parameter for parameter in network.parameters() if parameter is not network.seen]
+optimizer = torch.optim.SGD(
+    [{"params": rest, "lr": 0.05, "momentum": 0.9}, {"params": [network.seen], "lr": 1.0, "momentum": 0.0}]
+)
+ledger = Ledger()
+state = trainer.program_reentry(network, optimizer, register={"ledger": ledger})
+if bug == "diverge" and state.restored:
+    with torch.no_grad():
+        network.first.weight.add_(1e-6)
+
+
+def train() -> None:
+    with (folder / f"journal-{time.time():.3f}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
+        for epoch in itertools.count(state.epoch):
+            for index, x, y in trainer.dataloader(dataset):
+                optimizer.zero_grad()
+                logits, seen = network(index, x)
+                weights = torch.ones(len(index))
+                if ledger.steps == BUGGY_STEP and trainer.is_main:
+                    weights[0] = {"lose": 0.0, "repeat": 2.0}.get(bug, 1.0)
+                loss = nn.functional.cross_entropy(logits, y)
+                (loss + (seen * weights).mean() / 64).backward()
+                optimizer.step()
+                trainer.log(loss=loss)
+                ledger.add(-network.seen.detach(), trainer.generation, trainer.replicas)
+                with torch.no_grad():
+                    network.seen.zero_()
+                entry = {
+                    "time": time.time(),
+                    "step": ledger.steps,
+                    "progress": trainer.progress,
+                    "generation": trainer.generation,
+                    "rank": trainer.rank,
+                    "replicas": trainer.replicas,
+                }
+                journal.write(json.dumps(entry) + "\n")
+                time.sleep(pace * len(index))
+            trainer.step(epoch)
+            if trainer.finished:
+                return
+
+
+train()
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
+
+
+result = {
+    "weights": digest(rest),
+    # DDP sends those of rank 0 to the others before each forward pass, so only rank 0 has the last ones.
+    "buffers": digest(network.buffers()) if trainer.is_main else None,
+    "finite": all(bool(each.isfinite().all()) for each in (*rest, *network.buffers())),
+    "samples": int(ledger.counts.sum()),
+    "steps": ledger.steps,
+    "progress": trainer.progress,
+    "generations": ledger.generations,
+    "problems": ledger.problems,
+}
+draft = folder / f"draft-{os.getpid()}"
+draft.write_text(json.dumps(result))
+draft.rename(folder / f"result-{os.getpid()}.json")
+trainer.report_result(weights=digest(rest))

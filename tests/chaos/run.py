@@ -1,0 +1,316 @@
+"""A run of `adascale run` under a schedule of faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adascale_client import MetricsServiceClient, ServiceError
+from adascale_controller.local import scale_requests, service_file
+from adascale_controller.local.scale_requests import ScaleError
+from adascale_controller.local.state_dir import StateDir
+from adascale_core.errors import AdaScaleError
+from adascale_core.messages import Allocation
+from chaos.processes import MARK, Process, processes
+from chaos.schedule import Fault, Kind, Schedule
+from e2e.local_run import write_job
+
+PROGRAM = Path(__file__).parent / "program.py"
+PACE = 0.005
+"""Seconds that the program takes for a sample."""
+POLL = 0.02
+PATIENCE = 4.0
+"""Seconds to wait for a process that a fault needs."""
+STALL = 100.0
+"""Seconds without a step after which a run counts as hanging. The controller waits 40 s for old processes."""
+LONGEST = 420.0
+"""Seconds after which a run counts as hanging."""
+LEAVE = 5.0
+"""Seconds that the processes have to exit after `adascale run` has."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left of a run.
+
+    Args:
+        problem: why the run did not end as it must; None if it did.
+        output: of all processes of `adascale run`, in order.
+        left: processes that were left, and killed.
+        applied: a line for each applied fault.
+        seconds: its duration.
+    """
+
+    problem: str | None
+    output: str
+    left: tuple[str, ...]
+    applied: tuple[str, ...]
+    seconds: float
+
+
+class ChaosRun:
+    """Starts `adascale run`, applies the faults, and waits for its end.
+
+    Args:
+        schedule: the job and the faults.
+        folder: an empty folder for the job file, the state, the journals and the results.
+        show: shows a line of progress.
+        bug: an error that the program makes.
+    """
+
+    def __init__(self, schedule: Schedule, folder: Path, show: Callable[[str], None], bug: str = "") -> None:
+        self._schedule = schedule
+        self._folder = folder
+        self._state = StateDir(folder / "state")
+        self._show = show
+        self._bug = bug
+        self._mark = f"{os.getpid()}-{folder.name}-{schedule.seed}"
+        self._log = folder / "output"
+        self._began = time.monotonic()
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._applied: list[str] = []
+        self._stopped_by_us = False
+        self._write_job(schedule.spec)
+        self._controller = self._start()
+
+    def execute(self) -> Outcome:
+        """Run to the end, and return what is left."""
+        try:
+            problem = self._follow()
+            if problem is None:
+                self._wait(lambda: not processes(self._mark), LEAVE)
+            left = tuple(map(str, processes(self._mark)))
+        finally:
+            self._kill_all()
+        seconds = time.monotonic() - self._began
+        return Outcome(problem, self._log.read_text(), left, tuple(self._applied), seconds)
+
+    # -- the process of `adascale run` ----------------------------------------------------------------------
+
+    def _write_job(self, spec: dict[str, Any]) -> None:
+        env = {"CHAOS_FOLDER": str(self._folder), "PACE": str(PACE), "CHAOS_BUG": self._bug}
+        fields = {"backoffLimit": 0, "checkpoint": {"intervalSeconds": 2}, **spec}
+        write_job(self._folder / "job.yaml", ["python", str(PROGRAM)], env, name="chaos", **fields)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
+        command = [sys.executable, "-m", "adascale_controller", "run", str(self._folder / "job.yaml")]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [*command, "--state-dir", str(self._state.path), "--port", "0"],
+                env={**environ, MARK: self._mark},
+                stdout=log,
+                stderr=log,
+            )
+
+    def _restart(self, number: signal.Signals, spec: dict[str, Any] | None = None) -> None:
+        """End `adascale run` by a signal, and start it again with the same state."""
+        self._controller.send_signal(signal.SIGCONT)
+        self._controller.send_signal(number)
+        self._controller.wait(60)
+        if self._controller.returncode == 0:
+            return  # It had finished.
+        if spec is not None:
+            self._write_job(spec)
+        self._controller = self._start()
+
+    # -- the course of the run ------------------------------------------------------------------------------
+
+    def _follow(self) -> str | None:
+        faults = list(self._schedule.faults)
+        target = float(self._schedule.spec["scaleInvariantSteps"])
+        previous = last_step = time.monotonic()
+        furthest, steps = 0.0, 0
+        while True:
+            now = time.monotonic()
+            self._apply_later(now)
+            code = self._controller.poll()
+            if code is not None:
+                return None if code == 0 else f"adascale run exited with code {code}"
+            progress, recorded = self._progress()
+            if recorded != steps:
+                steps, last_step = recorded, now
+            furthest = max(furthest, progress / target)
+            if now - last_step > STALL:
+                return f"no step for {STALL:.0f} s"
+            if now - self._began > LONGEST:
+                return f"not finished within {LONGEST:.0f} s"
+            if faults:
+                fault = faults[0]
+                due = now - previous >= fault.delay if fault.progress is None else furthest >= fault.progress
+                if due and self._apply(fault, patient=now - previous < PATIENCE):
+                    faults.pop(0)
+                    previous = time.monotonic()
+            time.sleep(POLL)
+
+    def _progress(self) -> tuple[float, int]:
+        """Return the progress in the newest journal, and the size of all journals."""
+        progress, size = 0.0, 0
+        for journal in self._folder.glob("journal-*"):
+            size += journal.stat().st_size
+            with journal.open("rb") as file:
+                file.seek(max(0, journal.stat().st_size - 400))
+                lines = file.read().decode().splitlines(keepends=True)
+            complete = [line for line in lines if line.endswith("\n") and line.startswith("{")]
+            if complete:
+                progress = max(progress, float(json.loads(complete[-1])["progress"]))
+        return progress, size
+
+    def _apply_later(self, now: float) -> None:
+        due = [action for moment, action in self._later if moment <= now]
+        self._later = [(moment, action) for moment, action in self._later if moment > now]
+        for action in due:
+            action()
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            self._apply_later(time.monotonic())
+            time.sleep(0.1)
+
+    def _kill_all(self) -> None:
+        # A controller that is killed lets its children save, so they are killed with it.
+        while remaining := processes(self._mark):
+            for process in remaining:
+                process.send(signal.SIGKILL)
+            time.sleep(0.05)
+        self._controller.wait()
+
+    # -- faults ---------------------------------------------------------------------------------------------
+
+    def _apply(self, fault: Fault, *, patient: bool) -> bool:
+        """Apply a fault; return whether it is done. While `patient`, wait for a process to apply it to."""
+        what = self._act(fault)
+        if what is None and patient:
+            return False
+        line = f"{time.monotonic() - self._began:6.2f} s  {fault}: {what or 'found none'}"
+        self._applied.append(line)
+        self._show(line)
+        return True
+
+    def _act(self, fault: Fault) -> str | None:
+        """Apply a fault, and return what it was applied to; None if there is no such process."""
+        match fault.kind:
+            case Kind.KILL_CONTROLLER:
+                self._restart(signal.SIGKILL)
+                return "restarted"
+            case Kind.INTERRUPT:
+                self._restart(signal.SIGINT)
+                return "restarted"
+            case Kind.EDIT:
+                self._restart(
+                    signal.SIGINT if fault.target % 2 else signal.SIGKILL, self._schedule.later_spec
+                )
+                return f"restarted with {self._schedule.later_spec}"
+            case Kind.SCALE:
+                return self._scale(1 + fault.target % 4)
+            case Kind.ALLOCATE:
+                return self._allocate(fault.target)
+        found = processes(self._mark)
+        trainers = [each for each in found if each.kind == "trainer"]
+        agents = [each for each in found if each.kind == "agent"]
+        services = [each for each in found if each.kind == "service"]
+        one_trainer, one_agent = _choose(trainers, fault.target), _choose(agents, fault.target)
+        match fault.kind:
+            case Kind.KILL_TRAINER:
+                return self._send(signal.SIGKILL, one_trainer)
+            case Kind.KILL_TRAINERS:
+                return self._send(signal.SIGKILL, trainers)
+            case Kind.KILL_AGENT:
+                return self._send(signal.SIGKILL, one_agent)
+            case Kind.KILL_AGENTS:
+                return self._send(signal.SIGKILL, agents)
+            case Kind.KILL_SERVICE:
+                return self._send(signal.SIGKILL, services)
+            case Kind.TERMINATE_TRAINER:
+                return self._send(signal.SIGTERM, one_trainer)
+            case Kind.TERMINATE_AGENT:
+                return self._send(signal.SIGTERM, one_agent)
+            case Kind.FREEZE_TRAINER:
+                return self._freeze(one_trainer, fault.seconds)
+            case Kind.FREEZE_AGENT:
+                children = [each for each in trainers if one_agent and each.parent == one_agent[0].pid]
+                return self._freeze([*one_agent, *children], fault.seconds)
+            case Kind.FREEZE_SERVICE:
+                return self._freeze(services, fault.seconds)
+            case Kind.FREEZE_CONTROLLER:
+                return self._freeze([each for each in found if each.kind == "controller"], fault.seconds)
+            case Kind.SLOW:
+                for pulse in range(int(fault.seconds / 0.2)):
+                    moment = time.monotonic() + 0.2 * pulse
+                    self._later += [
+                        (moment, lambda: self._send_again(signal.SIGSTOP, one_trainer)),
+                        (moment + 0.14, lambda: self._send_again(signal.SIGCONT, one_trainer)),
+                    ]
+                return ", ".join(map(str, one_trainer)) or None
+        raise AssertionError(fault.kind)
+
+    def _send(self, number: signal.Signals, targets: list[Process]) -> str | None:
+        for process in targets:
+            process.send(number)
+        return ", ".join(map(str, targets)) or None
+
+    def _freeze(self, targets: list[Process], seconds: float) -> str | None:
+        self._later.append((time.monotonic() + seconds, lambda: self._send_again(signal.SIGCONT, targets)))
+        return self._send(signal.SIGSTOP, targets)
+
+    def _send_again(self, number: signal.Signals, targets: list[Process]) -> None:
+        # Another process may have got the id of one that has exited since.
+        alive = {each.pid for each in processes(self._mark)}
+        self._send(number, [each for each in targets if each.pid in alive])
+
+    def _scale(self, replicas: int) -> str | None:
+        try:
+            limit = scale_requests.request_limit(
+                self._state, replicas, lambda: self._controller.poll() is None, 3.0
+            )
+        except ScaleError as error:
+            return f"to {replicas}: {error}"
+        return f"to {limit}"
+
+    def _allocate(self, choice: int) -> str | None:
+        """Request another allocation, as another controller would."""
+        service = service_file.read(self._state)
+        token = next((each.token for each in processes(self._mark) if each.token), None)
+        if service is None or token is None:
+            return None
+        spec = self._schedule.spec
+        replicas = spec["minReplicas"] + choice % (spec["maxReplicas"] - spec["minReplicas"] + 1)
+        client = MetricsServiceClient(service.url, token)
+        try:
+            generation = client.get_job(service.job).generation + 1
+            client.allocate(service.job, Allocation(generation, replicas))
+        except (ServiceError, AdaScaleError) as error:
+            return f"{replicas} replicas: {error}"
+        return f"generation {generation}, {replicas} replicas"
+
+
+def _choose(candidates: list[Process], number: int) -> list[Process]:
+    return [candidates[number % len(candidates)]] if candidates else []
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Return the results that the trainers have written, in order of time."""
+    files = sorted(folder.glob("result-*.json"), key=lambda file: file.stat().st_mtime)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def read_journals(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the steps that each trainer process has journalled, without incomplete lines."""
+    journals = []
+    for file in sorted(folder.glob("journal-*")):
+        steps = []
+        for line in file.read_text().splitlines(keepends=True):
+            with suppress(ValueError):
+                steps.append(json.loads(line))
+        journals.append(steps)
+    return journals

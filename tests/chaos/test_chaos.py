@@ -1,0 +1,33 @@
+"""A few runs of the fault harness; `make chaos` has many. And the harness finds what it must find."""
+
+from dataclasses import replace
+
+import pytest
+
+from chaos.harness import Harness
+from chaos.schedule import Fault, Kind, draw, undisturbed
+
+STEPS = 100
+
+
+@pytest.mark.slow
+def test_what_must_hold_holds_after_faults() -> None:
+    assert Harness().run(draw(4, faults=5)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["lose", "repeat"])
+def test_the_harness_finds_a_sample_that_is_not_trained_once(bug: str) -> None:
+    assert any("times, not" in problem for problem in Harness(bug).run(undisturbed(1, STEPS)))
+
+
+@pytest.mark.slow
+def test_the_harness_finds_weights_that_differ_from_those_of_an_undisturbed_run() -> None:
+    fault = Fault(Kind.INTERRUPT, progress=0.3, delay=0.0, target=0, seconds=0.0)
+    found = Harness("diverge").run(replace(undisturbed(1, STEPS), faults=(fault,)))
+    assert any("the weights are" in problem for problem in found)
+
+
+def test_a_schedule_follows_from_its_seed() -> None:
+    assert draw(7, 20) == draw(7, 20) != draw(8, 20)
+    assert len(draw(7, 20).faults) == 20
