@@ -15,7 +15,7 @@ from adascale_api.http_protocol import ConnectionLimits
 from adascale_api.openapi import DescribedApp
 from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, gain, jobs, probes
-from adascale_api.service import Service
+from adascale_api.service import Service, Settings
 
 _DESCRIPTION = """
 Workers post gain reports and register here; the controller declares jobs and sets replica counts.
@@ -30,8 +30,8 @@ of the service.
 def create_app(
     database: Database,
     authorizer: Authorizer | None,
+    settings: Settings = Settings(),  # noqa: B008 (frozen)
     *,
-    protect_reads: bool = False,
     connections: ConnectionLimits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
@@ -40,11 +40,11 @@ def create_app(
     Args:
         database: stores all data; closed when the application shuts down.
         authorizer: checks tokens; None allows every request.
-        protect_reads: whether reading needs a token too.
+        settings: what the service keeps, and for whom.
         connections: the server's connections, of which the overdue are closed; None for no limits.
         clock: returns the time, in seconds since 1970.
     """
-    service = Service(database, authorizer, protect_reads=protect_reads, connections=connections, clock=clock)
+    service = Service(database, authorizer, settings, connections=connections, clock=clock)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

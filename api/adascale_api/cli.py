@@ -12,6 +12,7 @@ from adascale_api.authorization import Authorizer
 from adascale_api.http_protocol import REQUEST_TIMEOUT
 from adascale_api.log_limit import LogLimit
 from adascale_api.server import MAX_CONNECTIONS, UsageError, is_loopback, serve
+from adascale_api.service import Settings
 from adascale_api.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.shared_token import SharedToken, SharedTokenFile
 from adascale_core.errors import AdaScaleError
@@ -47,7 +48,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         port_file=options.port_file,
         database_url=options.database,
         authorizer=_authorizer(options, environment),
-        protect_reads=options.protect_reads,
+        settings=Settings(protect_reads=options.protect_reads),
         max_connections=options.max_connections,
         request_timeout=options.request_timeout,
     )

@@ -1,167 +1,476 @@
-"""The database: connections, transactions, and group commits.
+"""The database as the event loop uses it: reads in threads, and group commits.
 
-Reads run concurrently in threads. Writes run in one thread, which commits together all writes that arrived
-during the last commit: under load, more requests share one flush to disk. A request is answered after its
-commit. Writers of different processes are serialized by SQLite's lock (`BEGIN IMMEDIATE`).
+Writes run in one thread, which commits together all writes that arrived during the last commit: under load,
+more requests share one flush to disk. A request is answered after its commit. Reads run concurrently, those
+that may take long in threads of their own, so that they never delay registrations and allocations.
+
+Every call ends within its deadline. While the disk is full, reports are refused, and the rest of the space is
+left to registrations, allocations and deletions.
 """
 
 import asyncio
+import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, make_url, select
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-
-from adascale_api import tables
+from adascale_api.databases.base import Connector, Failure, UnusableDatabaseError
+from adascale_api.errors import UnavailableError
+from adascale_api.job import Job
+from adascale_api.job_cache import JobCache
+from adascale_api.sql import Transaction
+from adascale_api.store.jobs import write_changes
 from adascale_core.errors import AdaScaleError
 
 T = TypeVar("T")
-Operation = Callable[[Connection], T]
+Operation = Callable[[Transaction], T]
 
-BUSY_TIMEOUT = 10.0
-"""Seconds that a writer waits for another process to commit."""
-READERS = 4
-"""Threads for reads."""
+DEADLINE = 4.5
+"""Seconds within which a read or write ends; clients wait 5 for an answer."""
+STOP_GRACE = 1.2
+"""Seconds that reads and writes may take to end after the service begins to stop."""
+READERS = 2
+"""Threads for short reads, and as many for long ones."""
+MAX_WAITING_READS = 64
+"""Long reads that may wait for a thread."""
 MAX_WRITES_PER_COMMIT = 256
 """Writes in one commit."""
+MAX_WAITING_WRITES = 20_000
+"""Writes that may wait for a commit."""
+RETRY_INTERVAL = 0.2
+"""Seconds until a transaction is repeated whose connection was lost or that met another one."""
+LITTLE_ROOM = 4 * 1024 * 1024
+"""Bytes of room below which reports are refused."""
+
+logger = logging.getLogger(__name__)
 
 
-class UnusableDatabaseError(AdaScaleError):
-    """The database can't be used."""
+class DatabaseError(UnavailableError):
+    """The database is unavailable."""
 
-    exit_code = 2
+    def __init__(self, reason: object, hint: str = "nothing was stored, try again") -> None:
+        super().__init__(f"the database is unavailable: {reason}; {hint}")
+
+
+class _RetryError(Exception):
+    """The transaction may succeed if it is repeated."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The jobs that a commit has changed, and the ids of those that it has deleted."""
+
+    changed: tuple[Job, ...]
+    deleted: frozenset[str]
+
+
+@dataclass
+class _Write:
+    operation: Operation[Any]
+    job_id: str
+    is_report: bool
+    deadline: float
+    done: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class Condition:
+    """What is wrong with the database, as probes and metrics show it.
+
+    Args:
+        damage: why its data can't be trusted any more; empty if it can. It stays until a restart.
+        is_full: whether reports are refused because there is little room.
+        error: why the last write failed; empty if it succeeded.
+    """
+
+    damage: str = ""
+    is_full: bool = False
+    error: str = ""
+    failures: dict[str, int] = field(default_factory=dict)
 
 
 class Database:
     """Reads and writes the tables, from an event loop.
 
     Args:
-        url: an SQLAlchemy URL of an SQLite file.
+        url: the URL of the database.
+        clock: returns the time, in seconds since 1970.
 
     Raises:
-        UnusableDatabaseError: the URL is not valid, or the file can't be opened and written.
+        UnusableDatabaseError: the URL is not valid, or the database can't be opened and written.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine = _open(url)
-        self._writes = self._engine.execution_options(adascale_writes=True)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+        self.connector = open_database(url)
+        self.cache = JobCache()
+        self.condition = Condition()
+        self.on_commit: Callable[[Committed], None] = lambda _: None
+        self._clock = clock
+        self._short = _Readers(self, "reader")
+        self._long = _Readers(self, "long-reader")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._queue: deque[tuple[Operation[Any], asyncio.Future[Any]]] = deque()
+        self._write_connection: Any = None
+        self._queue: deque[_Write] = deque()
         self._committing: asyncio.Task[None] | None = None
+        self._pending: set[asyncio.Timeout] = set()
+        self._stopping = False
 
-    async def read(self, query: Operation[T]) -> T:
-        """Return the result of `query` on a snapshot of the database."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._run, query)
+    # -- reading --------------------------------------------------------------------------------------------
 
-    async def write(self, operation: Operation[T]) -> T:
+    async def read(self, query: Operation[T], *, is_long: bool = False) -> T:
+        """Return the result of `query` on a snapshot of the database.
+
+        Args:
+            query: the query.
+            is_long: whether it may take long; it never delays others then.
+
+        Raises:
+            DatabaseError: the database is unavailable, or the query does not end within the deadline.
+        """
+        readers = self._long if is_long else self._short
+        if is_long and readers.waiting >= MAX_WAITING_READS:
+            raise UnavailableError("too many large requests at the same time; try again")
+        if self.condition.damage:
+            raise DatabaseError(self.condition.damage, "restart the service after repairing it")
+        return await self._within_deadline(readers.submit(query), "try again")
+
+    def cached(self, job_id: str) -> Job | None:
+        """Return the committed state of a job if it is known without a read."""
+        return None if self.condition.damage else self.cache.get(job_id)
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    async def write(self, operation: Operation[T], *, job_id: str = "", is_report: bool = False) -> T:
         """Return the result of `operation` once it is committed.
 
-        The operation may run more than once, so it must have no effect outside the database.
+        The operation may run more than once, so it must have no effect outside the database. If it raises an
+        `AdaScaleError`, it must not have changed anything.
+
+        Args:
+            operation: the operation.
+            job_id: the job that it locks, if it locks one.
+            is_report: whether it is refused first when there is little room.
+
+        Raises:
+            DatabaseError: the database is unavailable, or the commit does not end within the deadline.
         """
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.append((operation, done))
+        if self.condition.damage:
+            raise DatabaseError(self.condition.damage, "restart the service after repairing it")
+        if is_report and self.condition.is_full:
+            raise DatabaseError("the disk is full", "reports are refused until there is room, try again")
+        if self._stopping:
+            raise UnavailableError("the service is stopping; nothing was stored, try again")
+        if len(self._queue) >= MAX_WAITING_WRITES:
+            raise UnavailableError("too many requests at the same time; nothing was stored, try again")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        self._queue.append(_Write(operation, job_id, is_report, time.monotonic() + DEADLINE, done))
         if self._committing is None:
             self._committing = asyncio.create_task(self._commit_all())
-        return await done
+        return await self._within_deadline(done, "whether it was stored is unknown, try again")
+
+    async def _commit_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_WRITES_PER_COMMIT))]
+            batch = [write for write in batch if not write.done.done()]
+            if not batch:
+                continue
+            committed = await loop.run_in_executor(self._writer, self._commit, batch)
+            self.on_commit(committed)
+            for write in batch:
+                if write.done.done():  # the request was cancelled
+                    continue
+                if write.error is None:
+                    write.done.set_result(write.result)
+                else:
+                    write.done.set_exception(write.error)
+        self._committing = None
+
+    def _commit(self, batch: list[_Write]) -> Committed:
+        """Commit writes together, and set their results or errors."""
+        # In the order of their jobs, so that two processes lock jobs in the same order.
+        batch = sorted(batch, key=lambda write: write.job_id) if self.connector.is_shared else batch
+        while True:
+            try:
+                return self._commit_together(batch)
+            except _RetryError as error:
+                if self._stopping or time.monotonic() > min(write.deadline for write in batch):
+                    return self._fail(batch, DatabaseError(error.__cause__))
+                time.sleep(RETRY_INTERVAL)
+            except self.connector.error as error:
+                if self._note_failure(error) is Failure.FULL and not all(write.is_report for write in batch):
+                    reports = [write for write in batch if write.is_report]
+                    self._fail(reports, DatabaseError(error))
+                    batch = [write for write in batch if not write.is_report]
+                    if reports:
+                        continue
+                if self.connector.failure(error) is Failure.OTHER and len(batch) > 1:
+                    return self._commit_alone(batch)
+                return self._fail(batch, DatabaseError(error))
+            except Exception as error:
+                if len(batch) > 1:
+                    return self._commit_alone(batch)
+                logger.exception("a write failed")
+                return self._fail(batch, error)
+
+    def _commit_alone(self, batch: list[_Write]) -> Committed:
+        """Commit each write alone: a failed one undoes the others of its commit."""
+        changed: dict[str, Job] = {}
+        deleted: set[str] = set()
+        for write in batch:
+            committed = self._commit([write])
+            for job in committed.changed:
+                changed[job.id] = job
+            for job_id in committed.deleted:
+                changed.pop(job_id, None)
+                deleted.add(job_id)
+        return Committed(tuple(changed.values()), frozenset(deleted))
+
+    def _commit_together(self, batch: list[_Write]) -> Committed:
+        connector = self.connector
+        try:
+            if self._write_connection is None:
+                self._write_connection = connector.connect(writes=True)
+            connection = self._write_connection
+            connector.begin(connection, writes=True)
+            transaction = Transaction(connector, connection, self.cache)
+            for write in batch:
+                try:
+                    write.result, write.error = write.operation(transaction), None
+                except AdaScaleError as error:
+                    write.result, write.error = None, error
+            write_changes(transaction, self._clock())
+            versions = {job_id: transaction.jobs[job_id].version for job_id in transaction.changed}
+            connector.commit(connection, {**dict.fromkeys(transaction.deleted, -1), **versions})
+        except connector.error as error:
+            self._roll_back()
+            if connector.failure(error) in (Failure.LOST, Failure.CONFLICT):
+                self._note_failure(error)
+                raise _RetryError from error
+            raise
+        except BaseException:
+            self._roll_back()
+            raise
+        self.condition.error = ""
+        # Before any request is answered, so that the next request of the same client finds the new state.
+        for job_id in transaction.deleted:
+            self.cache.remove(job_id)
+        changed = tuple(transaction.jobs[job_id] for job_id in transaction.changed)
+        for job in changed:
+            self.cache.put(job)
+        return Committed(changed, frozenset(transaction.deleted - transaction.changed))
+
+    def _roll_back(self) -> None:
+        connection, self._write_connection = self._write_connection, None
+        if connection is None:
+            return
+        # If the connection is lost, the database has undone the transaction.
+        with suppress(self.connector.error):
+            connection.rollback()
+            connection.close()
+
+    def _fail(self, batch: list[_Write], error: Exception) -> Committed:
+        for write in batch:
+            write.error = error
+        return Committed((), frozenset())
+
+    def _note_failure(self, error: Exception) -> Failure:
+        failure = self.connector.failure(error)
+        condition = self.condition
+        condition.failures[failure.name.lower()] = condition.failures.get(failure.name.lower(), 0) + 1
+        if condition.error != str(error):
+            condition.error = str(error)
+            logger.warning("the database is unavailable: %s", error)
+        if failure is Failure.FULL:
+            condition.is_full = True
+            self.connector.make_room()
+        if failure is Failure.DAMAGED:
+            self.note_damage(str(error))
+        return failure
+
+    def note_damage(self, reason: str) -> None:
+        """Refuse all further requests, because the data can't be trusted any more."""
+        if not self.condition.damage:
+            self.condition.damage = reason
+            self.cache.clear()
+            logger.error("the database is damaged, all requests are refused: %s", reason)
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    async def check(self, *, thorough: bool = False) -> None:
+        """Find out whether the database can be trusted, and whether it has room."""
+        if not self.condition.damage:
+            reason = await self._within_deadline(
+                self._long.submit_check(thorough=thorough), "try again", None if thorough else DEADLINE
+            )
+            if reason:
+                self.note_damage(reason)
+        room = await asyncio.get_running_loop().run_in_executor(None, self.connector.room)
+        if room is not None:
+            was_full, self.condition.is_full = self.condition.is_full, room < LITTLE_ROOM
+            if self.condition.is_full and not was_full:
+                logger.warning("there is little room left, reports are refused: %d bytes", room)
+            if not self.condition.is_full:
+                self.connector.reserve_room()
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Accept no further writes, and end those that do not end soon. Called in the event loop."""
+        if not self._stopping:
+            self._stopping = True
+            asyncio.get_running_loop().call_later(STOP_GRACE, self._abandon)
+
+    def _abandon(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for timeout in self._pending:
+            timeout.reschedule(now)
+        self._short.interrupt()
+        self._long.interrupt()
 
     async def close(self) -> None:
-        """Finish the pending writes, and close the files."""
+        """Finish the pending writes, and close the connections."""
+        self._stopping = True
         if self._committing is not None:
             await self._committing
         self._writer.shutdown()
-        self._readers.shutdown()
-        self._engine.dispose()
+        self._short.close()
+        self._long.close()
+        self._roll_back()
+        self.connector.close()
+
+    async def _within_deadline(
+        self, future: "asyncio.Future[T]", hint: str, seconds: float | None = DEADLINE
+    ) -> T:
+        try:
+            async with asyncio.timeout(seconds) as timeout:
+                self._pending.add(timeout)
+                try:
+                    return await future
+                finally:
+                    self._pending.discard(timeout)
+        except TimeoutError:
+            reason = "the service is stopping" if self._stopping else f"no answer within {seconds} s"
+            raise DatabaseError(reason, hint) from None
+
+
+class _Readers:
+    """Threads that read, each with a connection of its own."""
+
+    def __init__(self, database: Database, name: str) -> None:
+        self._database = database
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix=name)
+        self._local = threading.local()
+        self._connections: list[Any] = []
+        self.waiting = 0
+
+    def submit(self, query: Operation[T]) -> "asyncio.Future[T]":
+        return self._submit(lambda: self._run(query))
+
+    def submit_check(self, *, thorough: bool) -> "asyncio.Future[str]":
+        def check() -> str:
+            connector = self._database.connector
+            try:
+                connection = connector.connect(writes=False)
+                try:
+                    return connector.check(connection, thorough=thorough)
+                finally:
+                    connection.close()
+            except connector.error as error:
+                return str(error) if connector.failure(error) is Failure.DAMAGED else ""
+
+        return self._submit(check)
+
+    def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        self.waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: "asyncio.Future[Any]") -> None:
+        self.waiting -= 1
+        if not future.cancelled():
+            future.exception()  # retrieved, so that asyncio logs none of a request that was cancelled
 
     def _run(self, query: Operation[T]) -> T:
-        with self._engine.connect() as connection:
-            return query(connection)
+        database, connector = self._database, self._database.connector
+        for attempt in (1, 2):
+            try:
+                connection = self._connection()
+                connector.begin(connection, writes=False)
+                try:
+                    return query(Transaction(connector, connection, database.cache))
+                finally:
+                    connection.rollback()
+            except connector.error as error:
+                self._forget_connection()
+                failure = connector.failure(error)
+                if failure is Failure.LOST and attempt == 1:
+                    continue
+                if failure is Failure.DAMAGED:
+                    database.note_damage(str(error))
+                raise DatabaseError(error, "try again") from error
+        raise AssertionError
 
-    def _commit(self, operations: list[Operation[Any]]) -> list[Any]:
-        with self._writes.begin() as connection:
-            return [operation(connection) for operation in operations]
+    def _connection(self) -> Any:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._database.connector.connect(writes=False)
+            self._connections.append(connection)
+        return connection
 
-    async def _commit_all(self) -> None:
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_WRITES_PER_COMMIT))]
-            if not await self._commit_together(batch):
-                # A failed write rolls back the others of its commit, so each is committed alone.
-                for write in batch:
-                    await self._commit_together([write])
-        self._committing = None
+    def _forget_connection(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        self._local.connection = None
+        if connection is not None:
+            self._connections.remove(connection)
+            with suppress(self._database.connector.error):
+                connection.close()
 
-    async def _commit_together(self, batch: list[tuple[Operation[Any], asyncio.Future[Any]]]) -> bool:
-        """Commit writes and complete their futures. Return False if several writes failed together."""
-        operations = [operation for operation, _ in batch]
-        commit = asyncio.get_running_loop().run_in_executor(self._writer, self._commit, operations)
-        await asyncio.wait([commit])
-        error = commit.exception()
-        if error is not None and len(batch) > 1:
-            return False
-        for (_, done), result in zip(batch, commit.result() if error is None else [None], strict=True):
-            if done.done():  # the request was cancelled
-                continue
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(error)
-        return True
+    def interrupt(self) -> None:
+        for connection in list(self._connections):
+            self._database.connector.interrupt(connection)
 
-
-def _open(url: str) -> Engine:
-    try:
-        parsed = make_url(url)
-        if parsed.get_backend_name() != "sqlite":
-            raise UnusableDatabaseError(
-                f"database {parsed.render_as_string()} is not supported: use sqlite:///PATH"
-            )
-        if parsed.database in (None, "", ":memory:"):
-            raise UnusableDatabaseError(
-                f"database {url} is in memory and would lose all data at the end: use sqlite:///PATH"
-            )
-        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT})
-    except (ArgumentError, ImportError) as error:
-        raise UnusableDatabaseError(
-            f"database URL {url!r} is not valid: {error}; use sqlite:///PATH"
-        ) from error
-    event.listen(engine, "connect", _prepare_connection)
-    event.listen(engine, "begin", _begin)
-    try:
-        _create_tables(engine)
-    except SQLAlchemyError as error:
-        engine.dispose()
-        reason = getattr(error, "orig", None) or error
-        raise UnusableDatabaseError(
-            f"database {parsed.render_as_string()} can't be opened and written: {reason}"
-        ) from error
-    return engine
+    def close(self) -> None:
+        self.interrupt()
+        self._threads.shutdown()
+        for connection in self._connections:
+            connection.close()
 
 
-def _create_tables(engine: Engine) -> None:
-    with engine.execution_options(adascale_writes=True).begin() as connection:
-        tables.metadata.create_all(connection)
-        found = connection.scalars(select(tables.schema.c.version)).all()
-        if not found:
-            connection.execute(insert(tables.schema).values(version=tables.SCHEMA_VERSION))
-        elif found != [tables.SCHEMA_VERSION]:
-            raise UnusableDatabaseError(
-                f"database {engine.url.render_as_string()} has schema version {found[0]}, this service needs "
-                f"version {tables.SCHEMA_VERSION}: use the version of the service that created it, or "
-                "another database"
-            )
+def open_database(url: str) -> Connector:
+    """Return the connector of a database by its URL.
+
+    Raises:
+        UnusableDatabaseError: the URL is not valid, or the database can't be opened and written.
+    """
+    scheme = url.partition("://")[0]
+    match scheme:
+        case "sqlite":
+            from adascale_api.databases.sqlite import SqliteConnector
+
+            return SqliteConnector(url)
+        case "postgresql" | "postgres":
+            from adascale_api.databases.postgresql import PostgresqlConnector
+
+            return PostgresqlConnector(url)
+    raise UnusableDatabaseError(
+        f"database URL {without_password(url)!r} is not valid: use sqlite:///PATH, or "
+        "postgresql://USER:PASSWORD@HOST/NAME"
+    )
 
 
-def _prepare_connection(connection: Any, _record: object) -> None:
-    # Disable the driver's implicit transactions; `_begin` starts them.
-    connection.isolation_level = None
-    connection.execute("PRAGMA journal_mode = WAL")
-    # Commits survive a loss of power. Group commits make it affordable.
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-
-
-def _begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("adascale_writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+def without_password(url: str) -> str:
+    """Return a URL with *** for its password."""
+    scheme, separator, rest = url.partition("://")
+    login, at, place = rest.rpartition("@")
+    user, colon, _ = login.partition(":")
+    return f"{scheme}{separator}{user}{colon and ':***'}{at}{place}"

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from adascale_api.errors import ErrorBody, InvalidInputError, RequestError
 from adascale_api.field_errors import field_errors
+from adascale_api.job import UnreadableJobError
 from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.job_id import InvalidJobIdError
@@ -20,7 +20,6 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(AdaScaleError, _handle_refusal)
     app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
     app.add_exception_handler(HTTPException, _handle_http_error)
-    app.add_exception_handler(SQLAlchemyError, _handle_database_error)
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)
 
 
@@ -37,6 +36,8 @@ def _handle_refusal(_request: Request, error: Exception) -> Response:
             return error_response(error.status, ErrorBody(error=str(error)), error.headers)
         case JobNotFoundError():
             return error_response(404, ErrorBody(error=str(error)))
+        case UnreadableJobError():
+            return error_response(500, ErrorBody(error=str(error)))
         case InvalidJobError() | InvalidJobIdError():
             return error_response(422, ErrorBody(error=str(error)))
     raise error
@@ -60,13 +61,6 @@ def _handle_http_error(request: Request, error: Exception) -> Response:
         allowed = ", ".join(sorted(method.upper() for method in methods)) or (headers or {}).get("Allow", "")
         message, headers = f"method {request.method} is not allowed here: use {allowed}", {"Allow": allowed}
     return error_response(error.status_code, ErrorBody(error=message), headers)
-
-
-def _handle_database_error(_request: Request, error: Exception) -> Response:
-    reason = getattr(error, "orig", None) or error
-    return error_response(
-        503, ErrorBody(error=f"the database is unavailable: {reason}; nothing was stored, try again")
-    )
 
 
 def _handle_disconnect(_request: Request, _error: Exception) -> Response:

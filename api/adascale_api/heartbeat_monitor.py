@@ -1,41 +1,165 @@
-"""Removes replicas whose heartbeat has expired."""
+"""Removes replicas whose agents no longer send heartbeats.
 
-from collections.abc import Callable
+Heartbeats are kept in memory, with the time of a clock that is never set. Nothing is written for them, so
+they are recorded while the database is unavailable, and no replica is removed because the service could not
+record its heartbeat. After a start, each replica has the whole timeout to send the next one.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
-from adascale_api.change_notifier import ChangeNotifier
-from adascale_api.database import Database
-from adascale_api.store import replicas
+from adascale_api.database import Committed, Database
+from adascale_api.job import Job, UnreadableJobError
+from adascale_api.sql import Transaction
+from adascale_api.store import jobs, replicas
+from adascale_core.messages import Registration
 from adascale_core.names import HEARTBEAT_TIMEOUT
+from adascale_core.rendezvous import EXITED_STATES
+
+PAGE_SIZE = 500
+"""Jobs that are read together after a start."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Heartbeat:
+    """The last heartbeat of an agent.
+
+    Args:
+        instance: the agent.
+        received_at: by the monitor's clock.
+        registration: what it registered, without the log; None before the first registration since the start.
+        log: a digest of the log of this registration.
+        version: the version of the job for which the registration is known to change nothing.
+    """
+
+    instance: str
+    received_at: float
+    registration: Registration | None = None
+    log: int = 0
+    version: int = -1
 
 
 class HeartbeatMonitor:
-    """Removes the replicas whose heartbeat is older than `HEARTBEAT_TIMEOUT`.
-
-    It removes none until the service itself has run for that time: while the service was stopped or the
-    machine slept, agents could not send heartbeats.
+    """The heartbeats of the replicas of all jobs.
 
     Args:
-        database: stores the heartbeats.
-        changes: notified of the jobs that change.
-        clock: returns the time, in seconds since 1970.
+        database: stores the jobs.
+        clock: returns seconds from an arbitrary start.
+        wall_clock: returns the time, in seconds since 1970.
     """
 
-    def __init__(self, database: Database, changes: ChangeNotifier, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._database = database
-        self._changes = changes
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._jobs: dict[str, dict[int, _Heartbeat]] = {}
         self._checked_at = clock()
-        self._running_since = self._checked_at
+        self._is_loaded = False
+
+    def receive(self, job_id: str, registration: Registration) -> None:
+        """Record the heartbeat of an agent that is registered already."""
+        heartbeat = self._jobs.get(job_id, {}).get(registration.rank)
+        # A replaced agent may still send heartbeats; they do not keep its successor alive.
+        if heartbeat is not None and heartbeat.instance == registration.instance:
+            heartbeat.received_at = self._clock()
+
+    def changes_nothing(self, job: Job, registration: Registration, log: str | None) -> bool:
+        """Whether this registration, without its log, was received before at this version of the job."""
+        heartbeat = self._jobs.get(job.id, {}).get(registration.rank)
+        return (
+            heartbeat is not None
+            and heartbeat.version == job.version
+            and heartbeat.log == hash(log)
+            and heartbeat.registration == registration
+        )
+
+    def settle(self, job: Job, registration: Registration, log: str | None) -> None:
+        """Record that a registration changes nothing at this version of the job."""
+        heartbeat = self._jobs.get(job.id, {}).get(registration.rank)
+        if heartbeat is not None and heartbeat.instance == registration.instance:
+            heartbeat.registration, heartbeat.log, heartbeat.version = registration, hash(log), job.version
+
+    def ages(self, job_id: str) -> Mapping[int, float]:
+        """Return the seconds since the last heartbeat of each replica of a job."""
+        now = self._clock()
+        return {rank: now - heartbeat.received_at for rank, heartbeat in self._jobs.get(job_id, {}).items()}
+
+    def update(self, committed: Committed) -> None:
+        """Wait for the heartbeats of the replicas that changed jobs have now."""
+        for job_id in committed.deleted:
+            self._jobs.pop(job_id, None)
+        for job in committed.changed:
+            self._update_job(job)
 
     async def check(self) -> None:
-        """Remove the replicas whose heartbeat has expired."""
+        """Remove the replicas whose heartbeats have expired."""
         now = self._clock()
-        if abs(now - self._checked_at) > HEARTBEAT_TIMEOUT / 2:
-            self._running_since = now
-        self._checked_at = now
-        if now - self._running_since < HEARTBEAT_TIMEOUT:
-            return
-        if await self._database.read(partial(replicas.any_expired, now=now)):
-            for job_id in await self._database.write(partial(replicas.remove_expired, now=now)):
-                self._changes.notify(job_id)
+        slept, self._checked_at = now - self._checked_at > HEARTBEAT_TIMEOUT / 2, now
+        if not self._is_loaded:
+            await self._load()
+        if slept:
+            # The machine slept, or this process could not run, so it may have missed heartbeats.
+            for heartbeats in self._jobs.values():
+                for heartbeat in heartbeats.values():
+                    heartbeat.received_at = now
+        for job_id in [job_id for job_id in self._jobs if self._overdue(job_id)]:
+            await self._expire(job_id)
+
+    async def _expire(self, job_id: str) -> None:
+        def expire(transaction: Transaction) -> jobs.Transition:
+            # Read again: a heartbeat may have arrived while this waited for the last commit.
+            return replicas.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
+
+        try:
+            await self._database.write(expire, job_id=job_id)
+        except UnreadableJobError as error:
+            logger.error("%s", error)
+            self._jobs.pop(job_id, None)
+
+    def _overdue(self, job_id: str) -> dict[int, str]:
+        oldest = self._clock() - HEARTBEAT_TIMEOUT
+        return {
+            rank: heartbeat.instance
+            for rank, heartbeat in self._jobs.get(job_id, {}).items()
+            if heartbeat.received_at < oldest
+        }
+
+    async def _load(self) -> None:
+        after = ""
+        while True:
+            query = partial(jobs.incomplete_jobs, after=after, limit=PAGE_SIZE)
+            page = await self._database.read(query, is_long=True)
+            for job in page:
+                # Jobs that have changed since the start are known already.
+                if job.id not in self._jobs:
+                    self._update_job(job)
+            if not page:
+                break
+            after = page[-1].id
+        self._is_loaded = True
+
+    def _update_job(self, job: Job) -> None:
+        before, now = self._jobs.get(job.id, {}), self._clock()
+        heartbeats = {}
+        for rank, registration in ({} if job.rendezvous.complete else job.rendezvous.replicas).items():
+            # An agent that has exited sends no heartbeats.
+            if registration.state in EXITED_STATES:
+                continue
+            known = before.get(rank)
+            if known is None or known.instance != registration.instance:
+                known = _Heartbeat(registration.instance, now)
+            heartbeats[rank] = known
+        if heartbeats:
+            self._jobs[job.id] = heartbeats
+        else:
+            self._jobs.pop(job.id, None)

@@ -23,7 +23,7 @@ class DescribedApp(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             _add_bodies(document)
-            if not self.state.service.protect_reads:
+            if not self.state.service.settings.protect_reads:
                 _remove_security_of_reads(document)
             self.openapi_schema = document
         return self.openapi_schema

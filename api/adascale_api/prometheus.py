@@ -1,16 +1,22 @@
 """Metrics for Prometheus: the jobs in the database, and the requests of this process."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-from sqlalchemy import Connection
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adascale_api.http_protocol import ConnectionLimits
+from adascale_api.sql import Transaction
 from adascale_api.store.reports import latest_reports
 from adascale_core.messages import GainReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from adascale_api.database import Condition
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,9 +30,14 @@ _GAUGES: dict[str, tuple[str, Callable[[GainReport], float]]] = {
 
 
 class Metrics:
-    """The counters of this process."""
+    """The counters of this process.
 
-    def __init__(self) -> None:
+    Args:
+        condition: what is wrong with the database.
+        connections: the server's connections; None for no limits.
+    """
+
+    def __init__(self, condition: "Condition", connections: ConnectionLimits | None) -> None:
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "adascale_reports",
@@ -41,12 +52,21 @@ class Metrics:
             registry=self.registry,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60),
         )
+        self._observers: dict[tuple[str, str, int], Callable[[float], None]] = {}
+        self.registry.register(_Health(condition, connections))
 
-    def text(self, connection: Connection) -> bytes:
+    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request and its time."""
+        # `labels` takes longer than the rest.
+        key = (_method(method), route, status)
+        observer = self._observers.get(key)
+        if observer is None:
+            observer = self._observers[key] = self.requests.labels(*key).observe
+        observer(seconds)
+
+    def text(self, transaction: Transaction) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        jobs = CollectorRegistry()
-        jobs.register(_Jobs(latest_reports(connection)))
-        return generate_latest(jobs) + generate_latest(self.registry)
+        return _jobs_text(latest_reports(transaction)).encode() + generate_latest(self.registry)
 
 
 class RequestMetrics:
@@ -54,7 +74,7 @@ class RequestMetrics:
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
-        self._requests = metrics.requests
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, and measure its time."""
@@ -75,20 +95,54 @@ class RequestMetrics:
         finally:
             # Labelled with the route's template: labels with full paths would create a series per path.
             route = getattr(scope.get("route"), "path", "none")
-            seconds = time.perf_counter() - started
-            self._requests.labels(_method(scope["method"]), route, status).observe(seconds)
+            self._metrics.observe(scope["method"], route, status, time.perf_counter() - started)
 
 
-class _Jobs(Collector):
-    def __init__(self, latest: dict[str, GainReport]) -> None:
-        self._latest = latest
+class _Health:
+    """The state of the database and of the connections."""
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, (description, value) in _GAUGES.items():
-            family = GaugeMetricFamily(f"adascale_job_{name}", description, labels=["job"])
-            for job_id, report in self._latest.items():
-                family.add_metric([job_id], value(report))
-            yield family
+    def __init__(self, condition: "Condition", connections: ConnectionLimits | None) -> None:
+        self._condition = condition
+        self._connections = connections
+
+    def collect(self) -> "Iterator[GaugeMetricFamily | CounterMetricFamily]":
+        condition = self._condition
+        yield GaugeMetricFamily(
+            "adascale_database_full",
+            "1 while reports are refused because there is little room on the disk.",
+            value=float(condition.is_full),
+        )
+        yield GaugeMetricFamily(
+            "adascale_database_damaged",
+            "1 if the database was deleted, replaced or damaged.",
+            value=float(bool(condition.damage)),
+        )
+        failures = CounterMetricFamily(
+            "adascale_database_failures", "Failed transactions, by reason.", labels=["reason"]
+        )
+        for reason, count in condition.failures.items():
+            failures.add_metric([reason], count)
+        yield failures
+        if self._connections is not None:
+            yield CounterMetricFamily(
+                "adascale_connections_closed",
+                "Connections closed because of a limit.",
+                value=self._connections.closed,
+            )
+
+
+def _jobs_text(latest: dict[str, GainReport]) -> str:
+    """Return the gauges of all jobs.
+
+    Formatted here, because the client library takes ten times as long for thousands of jobs.
+    """
+    lines = []
+    for name, (description, value) in _GAUGES.items():
+        family = f"adascale_job_{name}"
+        lines += [f"# HELP {family} {description}", f"# TYPE {family} gauge"]
+        # Ids of jobs have no character that must be escaped.
+        lines += [f'{family}{{job="{job}"}} {float(value(report))!r}' for job, report in latest.items()]
+    return "\n".join([*lines, ""])
 
 
 def _method(method: str) -> str:

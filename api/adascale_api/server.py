@@ -12,8 +12,9 @@ import uvicorn
 
 from adascale_api.app import create_app
 from adascale_api.authorization import Authorizer
-from adascale_api.database import Database
+from adascale_api.database import Database, without_password
 from adascale_api.http_protocol import ConnectionLimits, limited_protocol
+from adascale_api.service import Settings
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 2048
@@ -44,7 +45,7 @@ def serve(
     port_file: Path | None,
     database_url: str,
     authorizer: Authorizer | None,
-    protect_reads: bool,
+    settings: Settings,
     max_connections: int,
     request_timeout: float,
 ) -> None:
@@ -58,7 +59,7 @@ def serve(
         port_file: gets the port once the server listens.
         database_url: the database.
         authorizer: checks tokens; None allows every request.
-        protect_reads: whether reading needs a token too.
+        settings: what the service keeps, and for whom.
         max_connections: connections that may be open, if the process may open as many files.
         request_timeout: seconds for a request to arrive.
 
@@ -72,14 +73,14 @@ def serve(
         # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limits = ConnectionLimits(_max_connections(max_connections), request_timeout)
-        app = create_app(Database(database_url), authorizer, protect_reads=protect_reads, connections=limits)
+        app = create_app(Database(database_url), authorizer, settings, connections=limits)
         address, port = listener.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
         def announce() -> None:
             if port_file is not None:
                 _write_port_file(port_file, port)
-            print(f"adascale-api: listening on {url}, database {database_url}", flush=True)
+            print(f"adascale-api: listening on {url}, database {without_password(database_url)}", flush=True)
 
         config = uvicorn.Config(
             app,
@@ -93,7 +94,7 @@ def serve(
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=SHUTDOWN_GRACE,
         )
-        server = _Server(config, on_listening=announce, on_stopping=app.state.service.changes.close)
+        server = _Server(config, on_listening=announce, on_stopping=app.state.service.stop)
         server.run([listener])
         if server.start_error is not None:
             raise server.start_error

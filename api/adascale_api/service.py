@@ -2,24 +2,50 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from adascale_api.authorization import Authorizer
-from adascale_api.change_notifier import POLL_INTERVAL, ChangeNotifier
-from adascale_api.database import Database, Operation
+from adascale_api.change_notifier import ChangeNotifier
+from adascale_api.database import Committed, Database
+from adascale_api.errors import UnavailableError
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
+from adascale_api.job import Job
 from adascale_api.prometheus import Metrics
-from adascale_api.store import jobs
-from adascale_api.store.jobs import Transition
-from adascale_core.messages import AllocationView
+from adascale_api.retention import RETENTION_INTERVAL, JobRetention, Remover
+from adascale_api.store import jobs, replicas
+from adascale_api.store.reports import Retention
+from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 
+CHECK_INTERVAL = 3.0
+"""Seconds between two checks of the database."""
+THOROUGH_CHECK_INTERVAL = 3600.0
+"""Seconds between two checks that read the whole database; the first follows the start."""
+
+DEFAULT_REPORTS = Retention()
+DEFAULT_JOBS = JobRetention()
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the service keeps, and for whom.
+
+    Args:
+        protect_reads: whether reading needs a token.
+        reports: how many reports of a job are kept.
+        jobs: how long jobs are kept.
+    """
+
+    protect_reads: bool = False
+    reports: Retention = DEFAULT_REPORTS
+    jobs: JobRetention = DEFAULT_JOBS
 
 
 class Service:
@@ -28,65 +54,119 @@ class Service:
     Args:
         database: stores all data.
         authorizer: checks tokens; None allows every request.
-        protect_reads: whether reading needs a token too.
+        settings: what the service keeps, and for whom.
         connections: the server's connections, of which the overdue are closed; None for no limits.
         clock: returns the time, in seconds since 1970.
+        monotonic: returns seconds from an arbitrary start.
     """
 
     def __init__(
         self,
         database: Database,
         authorizer: Authorizer | None,
+        settings: Settings,
         *,
-        protect_reads: bool,
         connections: ConnectionLimits | None = None,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.database = database
         self.authorizer = authorizer
-        self.protect_reads = protect_reads
+        self.settings = settings
         self.connections = connections
         self.clock = clock
-        self.changes = ChangeNotifier(self._read_versions)
-        self.metrics = Metrics()
+        self.changes = ChangeNotifier()
+        self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
+        self.metrics = Metrics(database.condition, connections)
+        self.remover = Remover(database, settings.jobs, clock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        database.on_commit = self._publish
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the background tasks; on exit, finish the pending writes and close the database."""
-        monitor = HeartbeatMonitor(self.database, self.changes, self.clock)
-        tasks = [
-            asyncio.create_task(repeat(self.changes.poll, POLL_INTERVAL)),
-            asyncio.create_task(repeat(monitor.check, HEARTBEAT_INTERVAL)),
+        self._loop = asyncio.get_running_loop()
+        repeated = [
+            (self.heartbeats.check, HEARTBEAT_INTERVAL),
+            (self.database.check, CHECK_INTERVAL),
+            (self.remover.remove_old_jobs, RETENTION_INTERVAL),
         ]
         if self.connections is not None:
-            tasks.append(asyncio.create_task(repeat(self.connections.close_overdue, SWEEP_INTERVAL)))
+            repeated.append((self.connections.close_overdue, SWEEP_INTERVAL))
+        tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
+        tasks.append(asyncio.create_task(self._check_thoroughly()))
+        self.remover.start()
         try:
             yield
         finally:
-            self.changes.close()
+            self.stop()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            await self.remover.close()
             await self.database.close()
             if self.authorizer is not None:
                 await self.authorizer.close()
 
-    async def commit(self, job_id: str, operation: Operation[Transition]) -> AllocationView:
-        """Commit a transition of a job, notify waiting requests, and return the job's generations."""
-        transition = await self.database.write(operation)
-        if transition.changed:
-            self.changes.notify(job_id)
-        return transition.view
+    def stop(self) -> None:
+        """Answer the waiting requests, and accept no further writes. May be called from a signal handler."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.changes.close)
+            self._loop.call_soon_threadsafe(self.database.stop)
 
-    async def _read_versions(self, job_ids: Iterable[str]) -> dict[str, int]:
-        return await self.database.read(partial(jobs.versions, job_ids=job_ids))
+    async def find_job(self, job_id: str) -> Job:
+        """Return a job.
+
+        Raises:
+            JobNotFoundError: it does not exist.
+        """
+        cached = self.database.cached(job_id)
+        if cached is not None:
+            return cached
+        return await self.database.read(partial(jobs.find_job, job_id=job_id))
+
+    async def view(self, job_id: str) -> AllocationView:
+        """Return a job's generations; errors as for `find_job`."""
+        return (await self.find_job(job_id)).view
+
+    async def register(self, job_id: str, registration: Registration) -> Job:
+        """Store the registration of a replica, which is also its heartbeat, and return the job."""
+        self.heartbeats.receive(job_id, registration)
+        without_log = replace(registration, log=None) if registration.log is not None else registration
+        cached = self.database.cached(job_id)
+        if cached is not None and self.heartbeats.changes_nothing(cached, without_log, registration.log):
+            return cached
+        transition = await self.database.write(
+            partial(replicas.register, job_id=job_id, registration=registration, now=self.clock()),
+            job_id=job_id,
+        )
+        if not transition.changed:
+            self.heartbeats.settle(transition.job, without_log, registration.log)
+        return transition.job
+
+    def _publish(self, committed: Committed) -> None:
+        self.heartbeats.update(committed)
+        for job in committed.changed:
+            self.changes.notify(job.id)
+        for job_id in committed.deleted:
+            self.changes.notify(job_id)
+        if committed.deleted:
+            self.remover.wake()
+
+    async def _check_thoroughly(self) -> None:
+        while True:
+            try:
+                await self.database.check(thorough=True)
+            except UnavailableError as error:
+                logger.warning("%s", error)
+            await asyncio.sleep(THOROUGH_CHECK_INTERVAL)
 
 
 async def repeat(task: Callable[[], Awaitable[None]], interval: float) -> None:
-    """Run a task every `interval` seconds. A database error is logged, and the next run tries again."""
+    """Run a task every `interval` seconds. If the database is unavailable, the next run tries again."""
     while True:
         await asyncio.sleep(interval)
         try:
             await task()
-        except SQLAlchemyError as error:
-            logger.warning("the database is unavailable, retrying: %s", error)
+        except UnavailableError as error:
+            logger.warning("%s", error)

@@ -4,111 +4,97 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Column,
-    Double,
-    ForeignKey,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    UniqueConstraint,
-    literal_column,
-)
-
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
-metadata = MetaData()
+SCHEMA = "adascale_schema"
+"""The table with the schema's version."""
 
-_KEY = BigInteger().with_variant(Integer, "sqlite")  # SQLite generates keys only for INTEGER columns
+TABLES: dict[str, str] = {
+    SCHEMA: "version INTEGER PRIMARY KEY",
+    # A job without an id is deleted, and its rows are removed in the background.
+    "jobs": """
+        key {key},
+        id TEXT UNIQUE,
+        created_at {double} NOT NULL,
+        changed_at {double} NOT NULL,
+        version BIGINT NOT NULL,
+        complete INTEGER NOT NULL,
+        spec TEXT,
+        rendezvous TEXT NOT NULL
+    """,
+    # The last version of each deleted job. A new job with the same id continues from this version.
+    "deleted_jobs": """
+        id TEXT PRIMARY KEY,
+        version BIGINT NOT NULL,
+        deleted_at {double} NOT NULL
+    """,
+    # The newest report of a job by generation and step, and how many were received and are kept.
+    "measurements": """
+        job_key BIGINT PRIMARY KEY,
+        generation INTEGER NOT NULL,
+        step BIGINT NOT NULL,
+        received BIGINT NOT NULL,
+        kept INTEGER NOT NULL,
+        reported_at {double} NOT NULL
+    """,
+    "reports": """
+        job_key BIGINT NOT NULL,
+        generation INTEGER NOT NULL,
+        step BIGINT NOT NULL,
+        progress {double} NOT NULL,
+        epoch INTEGER NOT NULL,
+        replicas INTEGER NOT NULL,
+        local_bsz INTEGER NOT NULL,
+        accumulation INTEGER NOT NULL,
+        scale {double} NOT NULL,
+        gain {double} NOT NULL,
+        grad_sqr {double} NOT NULL,
+        grad_var {double} NOT NULL,
+        step_time {double} NOT NULL,
+        time {double} NOT NULL,
+        loss {double},
+        target {double},
+        nodes INTEGER NOT NULL,
+        PRIMARY KEY (job_key, generation, step)
+    """,
+    # The latest step times of a batch plan on a number of nodes, as doubles. They outlive the reports.
+    "step_times": """
+        job_key BIGINT NOT NULL,
+        replicas INTEGER NOT NULL,
+        local_bsz INTEGER NOT NULL,
+        accumulation INTEGER NOT NULL,
+        nodes INTEGER NOT NULL,
+        seconds {bytes} NOT NULL,
+        received BIGINT NOT NULL,
+        PRIMARY KEY (job_key, replicas, local_bsz, accumulation, nodes)
+    """,
+    "logs": """
+        job_key BIGINT NOT NULL,
+        replica INTEGER NOT NULL,
+        instance TEXT NOT NULL,
+        log TEXT NOT NULL,
+        stored_at {double} NOT NULL,
+        PRIMARY KEY (job_key, replica)
+    """,
+}
+
+OF_A_JOB = ("reports", "step_times", "logs", "measurements")
+"""The tables whose rows belong to a job."""
 
 
-def _job_key() -> Column[int]:
-    return Column(
-        "job_key", _KEY, ForeignKey("jobs.key", ondelete="CASCADE"), primary_key=True, autoincrement=False
-    )
+def create_statements(*, key: str, double: str, binary: str, suffixes: dict[str, str]) -> list[str]:
+    """Return the statements that create the tables.
 
-
-schema = Table(
-    "adascale_schema",
-    metadata,
-    Column("version", Integer, primary_key=True, autoincrement=False),
-)
-
-jobs = Table(
-    "jobs",
-    metadata,
-    Column("key", _KEY, primary_key=True),
-    Column("id", String(127), nullable=False, unique=True),
-    Column("created_at", Double, nullable=False),
-    Column("version", BigInteger, nullable=False),
-    Column("spec", JSON(none_as_null=True)),
-    Column("rendezvous", Text, nullable=False),
-    sqlite_autoincrement=True,
-)
-
-deleted_jobs = Table(
-    "deleted_jobs",
-    metadata,
-    Column("id", String(127), primary_key=True),
-    Column("version", BigInteger, nullable=False),
-)
-"""The last version of each deleted job. A new job with the same id continues from this version."""
-
-heartbeats = Table(
-    "heartbeats",
-    metadata,
-    _job_key(),
-    Column("rank", Integer, primary_key=True, autoincrement=False),
-    Column("received_at", Double, nullable=False),
-    Column("expires_at", Double),  # NULL if the heartbeat does not expire
-    Index("heartbeats_by_expires_at", "expires_at"),
-)
-
-reports = Table(
-    "reports",
-    metadata,
-    _job_key(),
-    # Numbers the job's reports in order of arrival, without gaps: evenly spaced reports are found without a
-    # scan.
-    Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("generation", Integer, nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("progress", Double, nullable=False),
-    Column("epoch", Integer, nullable=False),
-    Column("replicas", Integer, nullable=False),
-    Column("local_bsz", Integer, nullable=False),
-    Column("accumulation", Integer, nullable=False),
-    Column("scale", Double, nullable=False),
-    Column("gain", Double, nullable=False),
-    Column("grad_sqr", Double, nullable=False),
-    Column("grad_var", Double, nullable=False),
-    Column("step_time", Double, nullable=False),
-    Column("time", Double, nullable=False),
-    Column("loss", Double),
-    Column("target", Double),
-    Column("nodes", Integer, nullable=False),
-    UniqueConstraint("job_key", "generation", "step", name="reports_count_once"),
-    sqlite_with_rowid=False,
-)
-
-# A shorter step time is not a measurement, and its inverse may overflow. The value is a literal, not a bound
-# parameter, because SQLite uses a partial index only if it can see that the query implies the index's
-# condition.
-has_step_time = reports.c.step_time >= literal_column("1e-9")
-Index(
-    "reports_by_plan",
-    reports.c.job_key,
-    reports.c.replicas,
-    reports.c.local_bsz,
-    reports.c.accumulation,
-    reports.c.nodes,
-    reports.c.number.desc(),
-    sqlite_where=has_step_time,
-    postgresql_where=has_step_time,
-)
+    Args:
+        key: the type of a generated key.
+        double: the type of a floating-point number of 64 bits.
+        binary: the type of bytes.
+        suffixes: options of tables, by their name.
+    """
+    statements = []
+    for name, columns in TABLES.items():
+        # `format` would take a brace in a comment for a field, so the tables have none.
+        types = columns.format(key=key, double=double, bytes=binary)
+        statements.append(f"CREATE TABLE IF NOT EXISTS {name} ({types}) {suffixes.get(name, '')}")
+    return statements

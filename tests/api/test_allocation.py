@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_core.messages import AllocationView, ReplicaState
-from api.client import Client, ServiceProcess, a_registration, a_report
+from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, run_service
 
 
 def allocate(client: Client, job: str, generation: int, replicas: int) -> dict[str, Any]:
@@ -95,17 +95,13 @@ def wait_in_thread(port: int, job: str, version: int) -> Any:
         return client.call("GET", f"/jobs/{job}/allocation?version={version}&wait=60")
 
 
-def test_a_change_by_another_process_on_the_same_database_wakes_waiting_requests(tmp_path: Path) -> None:
-    with (
-        ServiceProcess(tmp_path) as service,
-        ServiceProcess(tmp_path) as other,
-        Client(other.port) as other_client,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        version = allocate(other_client, "shared", 1, 1)["version"]
-        waiting = threads.submit(wait_in_thread, service.port, "shared", version)
-        changed = allocate(other_client, "shared", 2, 1)
-        assert waiting.result(30).body == changed
+def test_a_second_service_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path):
+        url = f"sqlite:///{tmp_path / 'service.db'}"
+        refused = run_service("--port", "0", "--database", url, ADASCALE_TOKEN=TOKEN)
+    assert refused.returncode == 2
+    assert "is used by another metrics service" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_versions_continue_after_a_restart(tmp_path: Path) -> None:

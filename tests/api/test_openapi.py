@@ -18,6 +18,7 @@ from adascale_api.app import create_app
 from adascale_api.database import Database
 from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
 from adascale_api.routes.common import JOB_ID_PATTERN
+from adascale_api.service import Settings
 from adascale_api.shared_token import SharedToken
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 from api.client import TOKEN
@@ -43,7 +44,9 @@ CONFIG = {
 
 def an_app(folder: Path, *, protect_reads: bool) -> FastAPI:
     return create_app(
-        Database(f"sqlite:///{folder / 'service.db'}"), SharedToken(TOKEN), protect_reads=protect_reads
+        Database(f"sqlite:///{folder / 'service.db'}"),
+        SharedToken(TOKEN),
+        Settings(protect_reads=protect_reads),
     )
 
 

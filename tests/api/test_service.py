@@ -1,24 +1,24 @@
-"""Group commits, long polling, and the expiry of heartbeats."""
+"""Group commits, the cache, long polling, and the expiry of heartbeats."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
-from sqlalchemy.exc import IntegrityError, OperationalError
 
 from adascale_api.change_notifier import ChangeNotifier
-from adascale_api.database import Database
-from adascale_api.heartbeat_monitor import HeartbeatMonitor
-from adascale_api.service import Service, repeat
-from adascale_api.store import jobs, replicas, reports
+from adascale_api.database import Database, DatabaseError
+from adascale_api.job import Job
+from adascale_api.job_cache import JobCache
+from adascale_api.service import Service, Settings, repeat
+from adascale_api.sql import Sql, Transaction
+from adascale_api.store import jobs, reports
 from adascale_core.messages import Allocation, AllocationView, ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.rendezvous import StaleAllocationError
-from adascale_core.views import StoredReports
+from adascale_core.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
 
 
@@ -37,14 +37,14 @@ def with_database(url: str, use: Callable[[Database], Coroutine[Any, Any, None]]
 
 
 def test_a_failed_write_does_not_affect_the_others_of_its_commit(url: str) -> None:
-    def allocate(connection: Connection, generation: int) -> None:
-        jobs.allocate(connection, "a.b", Allocation(generation, 1), 0.0)
+    def allocate(transaction: Transaction, generation: int) -> None:
+        jobs.allocate(transaction, "a.b", Allocation(generation, 1), 0.0)
 
-    def break_the_table(connection: Connection) -> None:
-        connection.execute(text("INSERT INTO jobs (id) VALUES ('c.d')"))
+    def break_the_table(transaction: Transaction) -> None:
+        transaction.execute(Sql("INSERT INTO jobs (id) VALUES ('c.d')"))
 
     async def use(database: Database) -> None:
-        operations: list[Callable[[Connection], object]] = [
+        operations: list[Callable[[Transaction], object]] = [
             partial(reports.post, job_id="a.b", new=[a_report(1)], now=0.0),
             partial(allocate, generation=5),
             partial(allocate, generation=4),
@@ -53,8 +53,8 @@ def test_a_failed_write_does_not_affect_the_others_of_its_commit(url: str) -> No
         ]
         done = await asyncio.gather(*map(database.write, operations), return_exceptions=True)
         assert isinstance(done[2], StaleAllocationError)
-        assert isinstance(done[3], IntegrityError)
-        assert isinstance(done[4], StoredReports)
+        assert isinstance(done[3], DatabaseError)
+        assert isinstance(done[4], reports.Posted)
         assert (done[4].stored, done[4].repeated) == (1, 1)
         job = await database.read(partial(jobs.find_job, job_id="a.b"))
         assert job.rendezvous.desired == Allocation(5, 1)
@@ -76,42 +76,85 @@ def test_a_cancelled_write_does_not_block_the_next_one(url: str) -> None:
     with_database(url, use)
 
 
-def test_a_write_to_a_locked_database_fails_and_the_next_one_succeeds(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("adascale_api.database.BUSY_TIMEOUT", 0.01)
-
+def test_a_failed_write_changes_no_version_and_the_next_one_succeeds(url: str) -> None:
     async def use(database: Database) -> None:
-        other = Database(url)
-        locked, release = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
+        first = Allocation(1, 1)
+        before = await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=0.0))
 
-        def hold_lock(connection: Connection) -> None:
-            reports.post(connection, "a.b", [a_report(1)], 0.0)
-            loop.call_soon_threadsafe(locked.set)
-            asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+        def fail(transaction: Transaction) -> None:
+            jobs.allocate(transaction, "a.b", Allocation(2, 1), 0.0)
+            raise ZeroDivisionError
 
-        holder = asyncio.create_task(other.write(hold_lock))
-        await locked.wait()
-        record = partial(reports.post, job_id="a.b", new=[a_report(2)], now=0.0)
-        with pytest.raises(OperationalError, match="locked"):
-            await database.write(record)
-        release.set()
-        await holder
-        assert (await database.write(record)).stored == 1
-        await other.close()
+        with pytest.raises(ZeroDivisionError):
+            await database.write(fail)
+        assert database.cached("a.b") == before.job
+        again = await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=0.0))
+        assert again == replace(before, changed=False)
 
     with_database(url, use)
 
 
+def test_of_the_writes_of_a_commit_each_sees_the_changes_of_the_last(url: str) -> None:
+    async def use(database: Database) -> None:
+        allocations = [Allocation(generation, 1) for generation in (1, 2, 3)]
+        done = await asyncio.gather(
+            *(
+                database.write(partial(jobs.allocate, job_id="a.b", allocation=allocation, now=5.0))
+                for allocation in allocations
+            )
+        )
+        versions = [transition.version for transition in done]
+        assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+        assert database.cached("a.b") == done[-1].job
+        database.cache.clear()
+        assert await database.read(partial(jobs.find_job, job_id="a.b")) == done[-1].job
+
+    with_database(url, use)
+
+
+def a_job(job_id: str, version: int, replicas_count: int = 0) -> Job:
+    state = Rendezvous(
+        replicas={rank: a_registration(rank, ReplicaState.RUNNING) for rank in range(replicas_count)}
+    )
+    return Job(1, job_id, 0.0, version, None, state)
+
+
+def test_the_cache_is_bounded_in_bytes() -> None:
+    cache = JobCache(max_bytes=1_000_000)
+    for number in range(1000):
+        cache.put(a_job(f"a.{number}", 1))
+    assert sum(cache.get(f"a.{number}") is not None for number in range(1000)) <= 1_000_000 // 2048
+    assert cache.get("a.999") is not None
+    cache.put(a_job("a.large", 1, replicas_count=1024))
+    assert cache.get("a.large") is None, "it is larger than the cache"
+    assert cache.get("a.999") is not None
+    for number in range(50):
+        cache.put(a_job("a.changes", number, replicas_count=number))
+    cached = cache.get("a.changes")
+    assert cached is not None
+    assert cached.version == 49
+    assert cache.get("a.999") is not None, "each state of a job replaces the last"
+
+
+def test_a_state_that_was_read_before_a_change_does_not_enter_the_cache() -> None:
+    cache = JobCache()
+    ticket = cache.ticket("a.b")
+    cache.put(a_job("a.b", 2))
+    cache.add(a_job("a.b", 1), ticket)
+    cached = cache.get("a.b")
+    assert cached is not None
+    assert cached.version == 2
+    ticket = cache.ticket("a.b")
+    cache.remove("a.b")
+    cache.add(a_job("a.b", 2), ticket)
+    assert cache.get("a.b") is None
+
+
 class Versions:
-    """Versions of jobs that another process changes."""
+    """The version of a job that changes."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {"a": 1}
-
-    async def read(self, job_ids: Iterable[str]) -> dict[str, int]:
-        return {job_id: self.current[job_id] for job_id in job_ids if job_id in self.current}
 
     async def view(self) -> AllocationView:
         return AllocationView(self.current["a"], None, None, broken=False, complete=False)
@@ -124,7 +167,7 @@ def wait_for_a(
 
     async def run() -> AllocationView:
         versions = Versions()
-        notifier = ChangeNotifier(versions.read)
+        notifier = ChangeNotifier()
         waiter = asyncio.create_task(notifier.wait_for_change("a", 1, seconds, versions.view))
         await asyncio.sleep(0)
         assert not waiter.done()
@@ -153,24 +196,6 @@ def test_a_notification_without_a_change_does_not_end_the_wait() -> None:
     assert wait_for_a(change).version == 2
 
 
-def test_a_change_by_another_process_ends_the_wait_at_the_next_poll() -> None:
-    async def change(notifier: ChangeNotifier, versions: Versions) -> None:
-        await notifier.poll()
-        await asyncio.sleep(0.01)
-        versions.current["a"] = 2
-        await notifier.poll()
-
-    assert wait_for_a(change).version == 2
-
-
-def test_a_change_by_another_process_before_the_first_poll_ends_the_wait() -> None:
-    async def change(notifier: ChangeNotifier, versions: Versions) -> None:
-        versions.current["a"] = 2
-        await notifier.poll()
-
-    assert wait_for_a(change).version == 2
-
-
 def test_closing_the_notifier_ends_the_wait() -> None:
     async def close(notifier: ChangeNotifier, versions: Versions) -> None:
         notifier.close()
@@ -195,69 +220,138 @@ class Clock:
         return self.now
 
 
-def with_monitor(
-    url: str, scenario: Callable[[Service, HeartbeatMonitor, Clock], Coroutine[Any, Any, None]]
-) -> None:
+def with_monitor(url: str, scenario: Callable[[Service, Clock], Coroutine[Any, Any, None]]) -> None:
     async def use(database: Database) -> None:
         clock = Clock()
-        service = Service(database, None, protect_reads=False, clock=clock)
-        registration = a_registration(0, ReplicaState.RUNNING, generation=1)
+        service = Service(database, None, Settings(), monotonic=clock)
         first = Allocation(1, 1)
-        await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=clock()))
-        await database.write(partial(replicas.register, job_id="a.b", registration=registration, now=clock()))
-        await scenario(service, HeartbeatMonitor(service.database, service.changes, clock), clock)
+        await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=0.0))
+        await register(service)
+        await scenario(service, clock)
 
     with_database(url, use)
 
 
-async def pass_time(monitor: HeartbeatMonitor, clock: Clock, seconds: float) -> None:
+async def register(service: Service, instance: str = "agent-0", **changed: Any) -> None:
+    registration = a_registration(0, ReplicaState.RUNNING, generation=1, instance=instance)
+    await service.register("a.b", replace(registration, **changed))
+
+
+async def pass_time(service: Service, clock: Clock, seconds: float) -> None:
     """Advance the clock, and check as often as the service does."""
     until = clock.now + seconds
     while clock.now < until:
         clock.now = min(clock.now + HEARTBEAT_INTERVAL, until)
-        await monitor.check()
+        await service.heartbeats.check()
 
 
 async def is_registered(service: Service) -> bool:
-    job = await service.database.read(partial(jobs.find_job, job_id="a.b"))
-    return 0 in job.rendezvous.replicas
+    return 0 in (await service.find_job("a.b")).rendezvous.replicas
 
 
 def test_a_replica_without_heartbeats_is_removed_and_waiting_requests_are_notified(url: str) -> None:
-    async def scenario(service: Service, monitor: HeartbeatMonitor, clock: Clock) -> None:
-        async def view() -> AllocationView:
-            return (await service.database.read(partial(jobs.find_job, job_id="a.b"))).view
-
-        before = await view()
-        waiter = asyncio.create_task(service.changes.wait_for_change("a.b", before.version, 60, view))
-        await pass_time(monitor, clock, HEARTBEAT_TIMEOUT)
+    async def scenario(service: Service, clock: Clock) -> None:
+        before = await service.view("a.b")
+        waiter = asyncio.create_task(
+            service.changes.wait_for_change("a.b", before.version, 60, partial(service.view, "a.b"))
+        )
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT)
         assert await is_registered(service)
-        await pass_time(monitor, clock, HEARTBEAT_INTERVAL)
+        await pass_time(service, clock, HEARTBEAT_INTERVAL)
         assert not await is_registered(service)
         assert (await asyncio.wait_for(waiter, 30)).broken
 
     with_monitor(url, scenario)
 
 
-def test_no_replica_is_removed_before_the_service_has_run_for_the_timeout(url: str) -> None:
-    async def scenario(service: Service, monitor: HeartbeatMonitor, clock: Clock) -> None:
-        clock.now += 3600  # the service was stopped for an hour
-        restarted = HeartbeatMonitor(service.database, service.changes, clock)
-        await pass_time(restarted, clock, HEARTBEAT_TIMEOUT - 0.1)
-        assert await is_registered(service)
-        await pass_time(restarted, clock, HEARTBEAT_INTERVAL)
+def test_heartbeats_keep_a_replica_and_write_nothing(url: str) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        before = await service.find_job("a.b")
+        await register(service)
+        writes = 0
+        write = service.database.write
+
+        async def count_write(*arguments: Any, **options: Any) -> Any:
+            nonlocal writes
+            writes += 1
+            return await write(*arguments, **options)
+
+        service.database.write = count_write  # type: ignore[method-assign]
+        for _ in range(10):
+            await pass_time(service, clock, HEARTBEAT_TIMEOUT - 1)
+            await register(service)
+        assert await service.find_job("a.b") == before
+        assert writes == 0
+        assert service.heartbeats.ages("a.b") == {0: 0.0}
+        await register(service, log="failed")
+        assert writes == 1, "the log has changed"
+
+    with_monitor(url, scenario)
+
+
+def test_a_heartbeat_of_a_replaced_agent_does_not_keep_its_successor(url: str) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        await register(service, "successor", state=ReplicaState.WAITING, generation=0)
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT - 1)
+        await register(service)
+        await pass_time(service, clock, HEARTBEAT_INTERVAL)
         assert not await is_registered(service)
 
     with_monitor(url, scenario)
 
 
-@pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_no_replica_is_removed_because_the_machine_slept_or_its_clock_was_set(url: str, jump: float) -> None:
-    async def scenario(service: Service, monitor: HeartbeatMonitor, clock: Clock) -> None:
-        await pass_time(monitor, clock, HEARTBEAT_TIMEOUT - 5)
-        clock.now += jump
-        await monitor.check()
-        await pass_time(monitor, clock, HEARTBEAT_TIMEOUT - 5)
+@pytest.mark.parametrize(
+    "replica_state", [ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED]
+)
+def test_an_agent_that_has_exited_needs_no_heartbeat(url: str, replica_state: ReplicaState) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        await register(service, state=replica_state)
+        await pass_time(service, clock, 10 * HEARTBEAT_TIMEOUT)
+        assert await is_registered(service)
+
+    with_monitor(url, scenario)
+
+
+def test_no_replica_is_removed_before_the_service_has_run_for_the_timeout(url: str) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        clock.now += 3600  # the service was stopped for an hour
+        service.database.cache.clear()
+        restarted = Service(service.database, None, Settings(), monotonic=clock)
+        await pass_time(restarted, clock, HEARTBEAT_TIMEOUT - 0.1)
+        assert await is_registered(restarted)
+        await pass_time(restarted, clock, 2 * HEARTBEAT_INTERVAL)
+        assert not await is_registered(restarted)
+
+    with_monitor(url, scenario)
+
+
+def test_no_replica_is_removed_because_the_machine_slept(url: str) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT - 5)
+        clock.now += 3600
+        await service.heartbeats.check()
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT - 5)
+        assert await is_registered(service)
+
+    with_monitor(url, scenario)
+
+
+def test_no_replica_is_removed_whose_heartbeats_came_while_nothing_could_be_written(url: str) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        write = service.database.write
+
+        async def fail(*_arguments: Any, **_options: Any) -> Any:
+            raise DatabaseError("disk full")
+
+        service.database.write = fail  # type: ignore[method-assign]
+        for _ in range(10):
+            # With another state, which must be stored.
+            with pytest.raises(DatabaseError):
+                await register(service, state=ReplicaState.REENTERING)
+            clock.now += HEARTBEAT_INTERVAL
+            await service.heartbeats.check()
+        service.database.write = write  # type: ignore[method-assign]
+        await service.heartbeats.check()
         assert await is_registered(service)
 
     with_monitor(url, scenario)
@@ -270,7 +364,7 @@ def test_a_task_is_repeated_after_a_database_error(caplog: pytest.LogCaptureFixt
         nonlocal calls
         calls += 1
         if calls == 1:
-            raise OperationalError("SELECT 1", {}, OSError("disk I/O error"))
+            raise DatabaseError("disk I/O error")
 
     async def run() -> None:
         task = asyncio.create_task(repeat(fail_once, 0.0))
@@ -280,5 +374,4 @@ def test_a_task_is_repeated_after_a_database_error(caplog: pytest.LogCaptureFixt
         await asyncio.wait([task])
 
     asyncio.run(run())
-    assert "the database is unavailable, retrying" in caplog.text
-    assert "disk I/O error" in caplog.text
+    assert "the database is unavailable: disk I/O error" in caplog.text

@@ -1,6 +1,7 @@
 """The store, compared with a plain model of it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, pairwise
@@ -11,16 +12,15 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection
 
 from adascale_api.database import Database
-from adascale_api.rendezvous_text import rendezvous_from_text, rendezvous_to_text
+from adascale_api.job import Job, UnreadableJobError
+from adascale_api.sql import Sql, Transaction
 from adascale_api.store import jobs, replicas
 from adascale_api.store import reports as report_store
-from adascale_api.store.jobs import Job, JobNotFoundError
+from adascale_api.store.jobs import JobNotFoundError
 from adascale_core import rendezvous
 from adascale_core.messages import Allocation, GainReport, JobSpec, ReplicaState, StepTime
-from adascale_core.names import HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import Rendezvous
 from api.client import a_registration, a_report
 
@@ -164,32 +164,112 @@ def test_a_step_time_covers_the_latest_fifty_reports(store: Store) -> None:
     ]
 
 
+def test_a_job_keeps_its_newest_reports_and_an_even_part_of_the_earlier_ones(store: Store) -> None:
+    job_id = new_job_id()
+    retention = report_store.Retention(newest=100, earlier=50)
+    for start in range(0, 10_000, 40):
+        new = [a_report(step, generation=1 + step // 3000) for step in range(start, start + 40)]
+        store.write(report_store.post, job_id=job_id, new=new, now=0.0, retention=retention)
+    history = store.read(report_store.history, job=store.job(job_id), points=5000)
+    steps = [report.step for report in history.reports]
+    assert history.total == 10_000
+    assert len(steps) < retention.limit
+    assert steps[0] == 0
+    assert steps[-100:] == list(range(9900, 10_000))
+    earlier = [after - before for before, after in pairwise(steps[:-100])]
+    assert len(earlier) >= 50
+    # The parts grow with the job, so a gap may span several.
+    assert max(earlier) <= 4 * 10_000 / 50
+    assert store.read(report_store.latest_report, job=store.job(job_id)) == a_report(9999, generation=4)
+    assert store.read(report_store.step_times, job=store.job(job_id))[0].reports == 50
+
+
+def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_plans(store: Store) -> None:
+    job_id = new_job_id()
+    retention = report_store.Retention(newest=100, earlier=50)
+    for start in range(0, 3000, 100):
+        new = [a_report(step, local_bsz=1 + step) for step in range(start, start + 100)]
+        store.write(report_store.post, job_id=job_id, new=new, now=0.0, retention=retention)
+    plans = store.read(report_store.step_times, job=store.job(job_id))
+    assert len(plans) == report_store.MAX_PLANS
+    assert max(plan.local_bsz for plan in plans) == 3000
+
+
 @pytest.mark.parametrize(
     "query",
     [report_store.step_times, report_store.latest_report, partial(report_store.history, points=10)],
     ids=["step_times", "latest_report", "history"],
 )
 def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(
-    store: Store, query: Callable[[Connection, Job], object]
+    store: Store, query: Callable[[Transaction, Job], object]
 ) -> None:
     """Measured in instructions of SQLite's virtual machine, which do not depend on the computer."""
 
-    def instructions(connection: Connection) -> int:
-        job = jobs.find_job(connection, "a.b")
+    def instructions(transaction: Transaction) -> int:
+        job = jobs.find_job(transaction, "a.b")
         hundreds = count()
-        driver = connection.connection.driver_connection
-        assert driver is not None
-        driver.set_progress_handler(lambda: next(hundreds) and None, 100)
-        query(connection, job)
-        driver.set_progress_handler(None, 0)
+        connection: Any = transaction._connection
+        connection.set_progress_handler(lambda: next(hundreds) and None, 100)
+        query(transaction, job)
+        connection.set_progress_handler(None, 0)
         return next(hundreds)
 
     costs = []
-    for steps in (range(1000), range(1000, 10_000)):
-        store.post("a.b", [a_report(step, local_bsz=8 + step % 3) for step in steps])
-        costs.append(store.read(instructions))
+    retention = report_store.Retention(newest=100, earlier=100)
+    for start in range(0, 20_000, 500):
+        new = [a_report(step, local_bsz=8 + step % 3) for step in range(start, start + 500)]
+        store.write(report_store.post, job_id="a.b", new=new, now=0.0, retention=retention)
+        if start in (500, 19_500):
+            costs.append(store.read(instructions))
     with_few, with_many = costs
     assert with_many <= with_few * 1.5 + 10
+
+
+def test_the_rows_of_a_deleted_job_are_removed_in_pieces(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "DELETED_ROWS", 10)
+    job_id = new_job_id()
+    store.post(job_id, [a_report(step, local_bsz=1 + step % 7) for step in range(95)])
+    key = store.job(job_id).key
+    store.write(jobs.delete_job, job_id=job_id, now=1.0)
+    assert job_id not in [job.id for job in store.read(jobs.list_jobs, after="", limit=1000)]
+    assert job_id not in store.read(report_store.latest_reports)
+    again = store.post(job_id, [a_report(1)])
+    assert again == (1, 0)
+    pieces = 0
+    while store.write(jobs.remove_deleted):
+        pieces += 1
+    assert pieces >= 10
+    count_rows = Sql("SELECT count(*) FROM reports WHERE job_key = :key")
+    assert store.read(lambda transaction: transaction.first(count_rows, key=key)) == (0,)
+    assert store.read(report_store.history, job=store.job(job_id), points=9).total == 1
+
+
+def test_jobs_are_removed_some_time_after_their_last_change_and_report(store: Store) -> None:
+    finished, reporting, unfinished = new_job_id(), new_job_id(), new_job_id()
+    for job_id in (finished, reporting, unfinished):
+        store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 1), now=0.0)
+    for job_id in (finished, reporting):
+        for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING, ReplicaState.FINISHED):
+            generation = 0 if replica_state is ReplicaState.WAITING else 1
+            registration = a_registration(0, replica_state, generation=generation)
+            store.write(replicas.register, job_id=job_id, registration=registration, now=0.0)
+    changed_at = time.time()
+    store.write(report_store.post, job_id=reporting, new=[a_report(1)], now=changed_at + 1000)
+
+    def old(finished_before: float, unfinished_before: float) -> set[str]:
+        found = store.read(
+            jobs.old_jobs,
+            finished_before=finished_before,
+            unfinished_before=unfinished_before,
+            limit=1000,
+        )
+        return set(found) & {finished, reporting, unfinished}
+
+    assert old(changed_at + 500, 0.0) == {finished}
+    assert old(changed_at + 1500, 0.0) == {finished, reporting}
+    assert old(0.0, changed_at + 500) == {unfinished}
 
 
 # -- transitions ----------------------------------------------------------------------------------------
@@ -212,7 +292,8 @@ def test_a_rendezvous_is_stored_and_its_version_counts_the_changes(
         versions.append(transition.version)
         assert versions[-1] - versions[-2] == int(transition.changed)
         state = after
-        assert rendezvous_from_text(rendezvous_to_text(state)) == state
+        text = Job(1, job_id, 0.0, 1, None, state).rendezvous_text
+        assert Job.parse(1, job_id, 0.0, 1, None, text).rendezvous == state
     assert store.job(job_id).rendezvous == state
 
 
@@ -223,7 +304,7 @@ def test_a_version_is_never_reused_even_after_the_job_is_deleted(store: Store) -
         for size in (1, 2):
             allocation = Allocation(generation + size, size)
             versions.append(store.write(jobs.allocate, job_id=job_id, allocation=allocation, now=0.0).version)
-        store.write(jobs.delete_job, job_id=job_id)
+        store.write(jobs.delete_job, job_id=job_id, now=0.0)
         with pytest.raises(JobNotFoundError):
             store.job(job_id)
     assert versions == sorted(set(versions))
@@ -264,83 +345,32 @@ def test_a_generation_keeps_the_spec_that_was_declared_when_it_became_active(sto
     assert store.job(job_id).version > version
 
 
-# -- heartbeats -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def running(store: Store) -> str:
-    """The id of a job with two running replicas, whose last heartbeats are from 100 and 110."""
+def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:
     job_id = new_job_id()
-    store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=90.0)
-    for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING):
-        for rank, now in ((0, 100.0), (1, 110.0)):
-            register_at(store, job_id, rank, replica_state, now)
-    return job_id
+    store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 40), now=0.0)
+    for rank in range(40):
+        failed = a_registration(rank, ReplicaState.FAILED, log=f"log {rank}", exit_code=1)
+        store.write(replicas.register, job_id=job_id, registration=failed, now=float(rank))
+    job = store.job(job_id)
+    assert "log 1" not in job.rendezvous_text
+    logs = store.read(replicas.logs, job=job)
+    assert {rank: log.text for rank, log in logs.items()} == {
+        rank: f"log {rank}" for rank in range(40 - replicas.MAX_LOGS, 40)
+    }
 
 
-def register_at(
-    store: Store, job_id: str, rank: int, replica_state: ReplicaState, now: float, instance: str = ""
-) -> None:
-    generation = 0 if replica_state is ReplicaState.WAITING else 1
-    registration = a_registration(
-        rank, replica_state, generation=generation, instance=instance or f"agent-{rank}"
-    )
-    store.write(replicas.register, job_id=job_id, registration=registration, now=now)
-
-
-def remove_expired(store: Store, now: float) -> list[str]:
-    """Remove expired replicas as the service does, and return the jobs that changed."""
-    if not store.read(replicas.any_expired, now=now):
-        return []
-    return store.write(replicas.remove_expired, now=now)
-
-
-def test_an_expired_heartbeat_removes_the_replica_and_breaks_the_generation(
-    store: Store, running: str
-) -> None:
-    assert remove_expired(store, 100.0 + HEARTBEAT_TIMEOUT) == []
-    assert remove_expired(store, 100.0 + HEARTBEAT_TIMEOUT + 0.1) == [running]
-    state = store.job(running).rendezvous
-    assert state.broken
-    assert list(state.replicas) == [1]
-    assert remove_expired(store, 100.0 + HEARTBEAT_TIMEOUT + 0.2) == []
-    assert remove_expired(store, 200.0) == [running]
-    assert remove_expired(store, 300.0) == []
-
-
-def test_a_heartbeat_keeps_a_replica_and_changes_nothing_else(store: Store, running: str) -> None:
-    before = store.job(running)
-    for rank in (0, 1):
-        register_at(store, running, rank, ReplicaState.RUNNING, 125.0)
-    assert remove_expired(store, 125.0 + HEARTBEAT_TIMEOUT) == []
-    assert store.job(running) == before
-    registered = store.read(replicas.list_replicas, job=before)
-    assert [replica.heartbeat_at for replica in registered] == [125.0, 125.0]
-
-
-def test_a_heartbeat_of_a_replaced_agent_does_not_keep_its_successor(store: Store, running: str) -> None:
-    register_at(store, running, 0, ReplicaState.WAITING, 120.0, instance="successor")
-    register_at(store, running, 0, ReplicaState.RUNNING, 139.0)
-    register_at(store, running, 1, ReplicaState.RUNNING, 139.0)
-    assert remove_expired(store, 120.0 + HEARTBEAT_TIMEOUT + 0.1) == [running]
-    assert 0 not in store.job(running).rendezvous.replicas
-
-
-@pytest.mark.parametrize(
-    "replica_state", [ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED]
-)
-def test_an_agent_that_has_exited_needs_no_heartbeat(
-    store: Store, running: str, replica_state: ReplicaState
-) -> None:
-    register_at(store, running, 0, replica_state, 111.0)
-    register_at(store, running, 1, replica_state, 111.0)
-    assert remove_expired(store, 1000.0) == []
-    states = [registration.state for registration in store.job(running).rendezvous.replicas.values()]
-    assert states == [replica_state, replica_state]
-
-
-def test_a_complete_job_keeps_its_replicas(store: Store, running: str) -> None:
-    register_at(store, running, 0, ReplicaState.FINISHED, 111.0)
-    assert remove_expired(store, 1000.0) == []
-    assert not store.read(replicas.any_expired, now=2000.0)
-    assert list(store.job(running).rendezvous.replicas) == [0, 1]
+def test_an_unreadable_job_harms_itself_only(store: Store) -> None:
+    broken, sound = sorted([new_job_id(), new_job_id()])
+    for job_id in (broken, sound):
+        store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 1), now=0.0)
+    damage = Sql("UPDATE jobs SET version = version + 1, rendezvous = 'no JSON' WHERE id = :id")
+    store.write(lambda transaction: transaction.execute(damage, id=broken))
+    with pytest.raises(UnreadableJobError, match="can't be read"):
+        store.job(broken)
+    with pytest.raises(UnreadableJobError):
+        store.write(jobs.allocate, job_id=broken, allocation=Allocation(2, 1), now=0.0)
+    listed = [job.id for job in store.read(jobs.list_jobs, after="", limit=1000)]
+    assert sound in listed
+    assert broken not in listed
+    store.write(jobs.delete_job, job_id=broken, now=0.0)
+    assert store.write(jobs.allocate, job_id=broken, allocation=Allocation(1, 1), now=0.0).changed

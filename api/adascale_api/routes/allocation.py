@@ -4,14 +4,13 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Response
-from sqlalchemy import Connection
 
 from adascale_api.error_handlers import error_response
 from adascale_api.errors import ConflictBody, FieldError, InvalidInputError
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import AllocationBody, RegistrationBody
 from adascale_api.routes.common import CONTROLLER, READER, WORKER, JobId, ServiceOf, errors
-from adascale_api.store import jobs, replicas
+from adascale_api.store import jobs
 from adascale_core.messages import AllocationView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous import StaleAllocationError
@@ -41,11 +40,12 @@ async def put_allocation(
     """The allocation becomes active once all its replicas are ready. Repeating the request has no effect."""
     desired = body.to_allocation()
     try:
-        return await service.commit(
-            job, partial(jobs.allocate, job_id=job, allocation=desired, now=service.clock())
+        transition = await service.database.write(
+            partial(jobs.allocate, job_id=job, allocation=desired, now=service.clock()), job_id=job
         )
+        return transition.view
     except StaleAllocationError as error:
-        current = await service.database.read(partial(_view, job_id=job))
+        current = await service.view(job)
         return error_response(409, ConflictBody(error=str(error), allocation=current))
 
 
@@ -73,10 +73,9 @@ async def get_allocation(
 ) -> AllocationView:
     """Answers at once if the job's version is not `version`; otherwise when it changes, or after `wait`
     seconds."""
-    read = partial(service.database.read, partial(_view, job_id=job))
     if version is None:
-        return await read()
-    return await service.changes.wait_for_change(job, version, wait, read)
+        return await service.view(job)
+    return await service.changes.wait_for_change(job, version, wait, partial(service.view, job))
 
 
 @router.put(
@@ -99,10 +98,4 @@ async def put_replica(
             [FieldError(field="rank", got=str(body.rank), expected=f"{rank}, the rank in the path")]
         )
     registration = body.to_registration()
-    return await service.commit(
-        job, partial(replicas.register, job_id=job, registration=registration, now=service.clock())
-    )
-
-
-def _view(connection: Connection, job_id: str) -> AllocationView:
-    return jobs.find_job(connection, job_id).view
+    return (await service.register(job, registration)).view

@@ -44,7 +44,7 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 async def require_reader(request: Request, service: ServiceOf, credentials: Credentials) -> None:
     """Refuse a request without the role reader, if the service protects reads."""
-    if service.protect_reads:
+    if service.settings.protect_reads:
         await _require(Role.READER, request, service, credentials)
 
 

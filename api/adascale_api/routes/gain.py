@@ -4,12 +4,12 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
-from sqlalchemy import Connection
 
 from adascale_api.request_body import ReportsBody
 from adascale_api.request_models import GainReportBody
 from adascale_api.response_models import GainResponse
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, errors
+from adascale_api.sql import Transaction
 from adascale_api.store import jobs, reports
 from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.batch import valid_replicas
@@ -46,10 +46,14 @@ async def post_gain(
     reports of a request, or none. Answers with the job's generations, which show a worker when to leave its
     generation."""
     new = [report.to_report() for report in body]
-    result = await service.database.write(partial(reports.post, job_id=job, new=new, now=service.clock()))
+    result = await service.database.write(
+        partial(reports.post, job_id=job, new=new, now=service.clock(), retention=service.settings.reports),
+        job_id=job,
+        is_report=True,
+    )
     service.metrics.reports.labels("stored").inc(result.stored)
     service.metrics.reports.labels("repeated").inc(result.repeated)
-    return result
+    return result.view
 
 
 @router.get(
@@ -61,7 +65,7 @@ async def post_gain(
 async def get_gain(service: ServiceOf, job: JobId) -> GainResponse:
     """Returns the report of the highest generation and step. `predictions` has the predicted performance of
     each valid replica count from `min_replicas` to `max_replicas`, by the measured step times."""
-    return GainResponse.of(await service.database.read(partial(_gain_view, job_id=job)))
+    return GainResponse.of(await service.database.read(partial(_gain_view, job_id=job), is_long=True))
 
 
 @router.get(
@@ -78,21 +82,21 @@ async def get_history(
     """Returns reports that are evenly spread over all reports, by generation and step, including the first
     and the last. A single point is the last."""
 
-    def query(connection: Connection) -> HistoryView:
-        history = reports.history(connection, jobs.find_job(connection, job), points)
+    def query(transaction: Transaction) -> HistoryView:
+        history = reports.history(transaction, jobs.find_job(transaction, job), points)
         return HistoryView(job, history.total, history.reports)
 
-    return await service.database.read(query)
+    return await service.database.read(query, is_long=True)
 
 
-def _gain_view(connection: Connection, job_id: str) -> GainView:
-    job = jobs.find_job(connection, job_id)
-    report = reports.latest_report(connection, job)
+def _gain_view(transaction: Transaction, job_id: str) -> GainView:
+    job = jobs.find_job(transaction, job_id)
+    report = reports.latest_report(transaction, job)
     if report is None:
         raise ReportNotFoundError(job_id)
     predictions = None
     if job.spec is not None:
-        predictions = _predictions(job.spec, report, reports.step_times(connection, job))
+        predictions = _predictions(job.spec, report, reports.step_times(transaction, job))
     return GainView(job_id, report, predictions)
 
 

@@ -1,19 +1,25 @@
 """Jobs, which the controller declares and deletes."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
-from sqlalchemy import Connection
 
+from adascale_api.job import Job
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import JobSpecBody
 from adascale_api.routes.common import CONTROLLER, READER, JobId, ServiceOf, errors
+from adascale_api.service import Service
+from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas, reports
-from adascale_api.store.jobs import Job
-from adascale_api.store.replicas import Replica
+from adascale_api.store.replicas import Log
 from adascale_core.batch import require_valid_replicas
+from adascale_core.messages import Registration
 from adascale_core.views import JobList, JobView, ReplicaView
+
+MAX_PAGE = 4 * 1024 * 1024
+"""Bytes of the states of the jobs in one page, unless a single job has more."""
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)
@@ -27,18 +33,25 @@ async def get_jobs(
 ) -> JobList:
     """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page."""
 
-    def query(connection: Connection) -> JobList:
-        found = jobs.list_jobs(connection, after, limit + 1)
-        views = [_view(connection, job, service.clock()) for job in found[:limit]]
-        return JobList(views, next=views[-1].id if len(found) > limit else None)
+    def query(transaction: Transaction) -> JobList:
+        found = jobs.list_jobs(transaction, after, limit + 1)
+        views: list[JobView] = []
+        size = 0
+        for job in found[:limit]:
+            # Jobs of many replicas make pages of fewer jobs.
+            size += len(job.rendezvous_text)
+            if views and size > MAX_PAGE:
+                break
+            views.append(_view(transaction, job, service))
+        return JobList(views, next=views[-1].id if len(found) > len(views) else None)
 
-    return await service.database.read(query)
+    return await service.database.read(query, is_long=True)
 
 
 @router.get("/{job}", summary="Read a job", dependencies=READER, responses=errors(401, 403, 404, 422, 503))
 async def get_job(service: ServiceOf, job: JobId) -> JobView:
     """Returns the job's declaration, generations, replicas, latest report and measured step times."""
-    return await service.database.read(partial(_find_view, job_id=job, now=service.clock()))
+    return await service.database.read(partial(_find_view, job_id=job, service=service), is_long=True)
 
 
 @router.put(
@@ -59,9 +72,9 @@ async def put_job(
     spec = body.to_spec()
     require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     now = service.clock()
-    if await service.database.write(partial(jobs.declare, job_id=job, spec=spec, now=now)):
+    if await service.database.write(partial(jobs.declare, job_id=job, spec=spec, now=now), job_id=job):
         response.status_code = 201
-    return await service.database.read(partial(_find_view, job_id=job, now=now))
+    return await service.database.read(partial(_find_view, job_id=job, service=service))
 
 
 @router.delete(
@@ -73,16 +86,17 @@ async def put_job(
 )
 async def delete_job(service: ServiceOf, job: JobId) -> None:
     """Waiting requests for the job are answered with 404. A later report or registration creates it again."""
-    await service.database.write(partial(jobs.delete_job, job_id=job))
-    service.changes.notify(job)
+    now = service.clock()
+    await service.database.write(partial(jobs.delete_job, job_id=job, now=now), job_id=job)
 
 
-def _find_view(connection: Connection, job_id: str, now: float) -> JobView:
-    return _view(connection, jobs.find_job(connection, job_id), now)
+def _find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:
+    return _view(transaction, jobs.find_job(transaction, job_id), service)
 
 
-def _view(connection: Connection, job: Job, now: float) -> JobView:
+def _view(transaction: Transaction, job: Job, service: Service) -> JobView:
     state = job.rendezvous
+    ages, logs = service.heartbeats.ages(job.id), replicas.logs(transaction, job)
     return JobView(
         id=job.id,
         spec=job.spec,
@@ -93,13 +107,17 @@ def _view(connection: Connection, job: Job, now: float) -> JobView:
         complete=state.complete,
         failures=state.failures,
         disruptions=state.disruptions,
-        replicas=[_replica_view(replica, now) for replica in replicas.list_replicas(connection, job)],
-        latest=reports.latest_report(connection, job),
-        step_times=reports.step_times(connection, job),
+        replicas=[
+            _replica_view(registration, logs.get(rank), ages.get(rank))
+            for rank, registration in sorted(state.replicas.items())
+        ],
+        latest=reports.latest_report(transaction, job),
+        step_times=reports.step_times(transaction, job),
         created_at=job.created_at,
     )
 
 
-def _replica_view(replica: Replica, now: float) -> ReplicaView:
-    received_at = replica.heartbeat_at
-    return ReplicaView.of(replica.registration, None if received_at is None else max(now - received_at, 0.0))
+def _replica_view(registration: Registration, log: Log | None, age: float | None) -> ReplicaView:
+    if log is not None and log.instance == registration.instance:
+        registration = replace(registration, log=log.text)
+    return ReplicaView.of(registration, age)

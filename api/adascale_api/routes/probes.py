@@ -1,12 +1,12 @@
 """Probes, and metrics for Prometheus."""
 
 from fastapi import APIRouter, Response
-from sqlalchemy import select
 
+from adascale_api.errors import UnavailableError
 from adascale_api.prometheus import MEDIA_TYPE
 from adascale_api.response_models import HealthResponse
 from adascale_api.routes.common import READER, ServiceOf, errors
-from adascale_api.tables import schema
+from adascale_api.sql import Sql
 
 router = APIRouter(tags=["probes"])
 
@@ -19,8 +19,10 @@ async def get_health() -> HealthResponse:
 
 @router.get("/readyz", summary="Readiness probe", responses=errors(503))
 async def get_readiness(service: ServiceOf) -> HealthResponse:
-    """Reads the database."""
-    await service.database.read(lambda connection: connection.execute(select(schema)).one())
+    """Reads the database. Fails if it is damaged, and while reports are refused because the disk is full."""
+    await service.database.read(lambda transaction: transaction.first(_READ))
+    if service.database.condition.is_full:
+        raise UnavailableError("the disk is full: reports are refused until there is room")
     return HealthResponse("ok")
 
 
@@ -40,5 +42,8 @@ async def get_readiness(service: ServiceOf) -> HealthResponse:
 async def get_metrics(service: ServiceOf) -> Response:
     """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests of this
     process."""
-    text = await service.database.read(service.metrics.text)
+    text = await service.database.read(service.metrics.text, is_long=True)
     return Response(text, media_type=MEDIA_TYPE)
+
+
+_READ = Sql("SELECT version FROM adascale_schema")

@@ -1,19 +1,23 @@
 """Jobs: their declaration, and the state of their rendezvous."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
-
-from adascale_api.rendezvous_text import rendezvous_from_text, rendezvous_to_text
-from adascale_api.store.dialects import insert_into
-from adascale_api.tables import deleted_jobs, heartbeats, jobs, reports
+from adascale_api.job import Job, UnreadableJobError
+from adascale_api.sql import Sql, Transaction
+from adascale_api.tables import OF_A_JOB
 from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages import Allocation, AllocationView, JobSpec
 from adascale_core.rendezvous import Rendezvous
+
+DELETED_ROWS = 2000
+"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long."""
+
+logger = logging.getLogger(__name__)
 
 
 class JobNotFoundError(AdaScaleError):
@@ -23,23 +27,6 @@ class JobNotFoundError(AdaScaleError):
         super().__init__(
             f"job {job_id} does not exist: its first report, allocation, replica or declaration creates it"
         )
-
-
-@dataclass(frozen=True)
-class Job:
-    """A stored job, without its reports and heartbeats."""
-
-    key: int
-    id: str
-    created_at: float
-    version: int
-    spec: JobSpec | None
-    rendezvous: Rendezvous
-
-    @property
-    def view(self) -> AllocationView:
-        """The job's generations."""
-        return self.rendezvous.view(self.version)
 
 
 class TransitionRule(Protocol):
@@ -52,126 +39,263 @@ class TransitionRule(Protocol):
 
 @dataclass(frozen=True)
 class Transition:
-    """The state of a job's rendezvous after a rule was applied, and whether it changed."""
+    """A job after a rule was applied to its rendezvous, and whether it changed."""
 
-    rendezvous: Rendezvous
-    version: int
+    job: Job
     changed: bool
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """The state of the rendezvous."""
+        return self.job.rendezvous
+
+    @property
+    def version(self) -> int:
+        """The version of the job."""
+        return self.job.version
 
     @property
     def view(self) -> AllocationView:
         """The job's generations."""
-        return self.rendezvous.view(self.version)
+        return self.job.view
 
 
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def find_job(connection: Connection, job_id: str) -> Job:
+def find_job(transaction: Transaction, job_id: str) -> Job:
     """Return a job.
 
     Raises:
         JobNotFoundError: it does not exist.
+        UnreadableJobError: its row has invalid values.
     """
-    row = connection.execute(_job_by_id, {"id": job_id}).one_or_none()
-    if row is None:
+    ticket = transaction.cache.ticket(job_id)
+    found = transaction.first(_FIND, id=job_id)
+    if found is None:
         raise JobNotFoundError(job_id)
-    return _job(row)
+    job = _load(transaction, job_id, *found)
+    transaction.cache.add(job, ticket)
+    return job
 
 
-def list_jobs(connection: Connection, after: str, limit: int) -> list[Job]:
-    """Return at most `limit` jobs with an id greater than `after`, by id."""
-    query = select(jobs).where(jobs.c.id > after).order_by(jobs.c.id).limit(limit)
-    return [_job(row) for row in connection.execute(query)]
+def list_jobs(transaction: Transaction, after: str, limit: int) -> list[Job]:
+    """Return at most `limit` jobs with an id greater than `after`, by id. Unreadable jobs are logged."""
+    return list(_readable(transaction, transaction.all(_PAGE, after=after, limit=limit)))
 
 
-def versions(connection: Connection, job_ids: Iterable[str]) -> dict[str, int]:
-    """Return the versions of the given jobs that exist."""
-    query = select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(list(job_ids)))
-    return {row.id: row.version for row in connection.execute(query)}
+def incomplete_jobs(transaction: Transaction, after: str, limit: int) -> list[Job]:
+    """As `list_jobs`, of the jobs that are not complete."""
+    return list(_readable(transaction, transaction.all(_INCOMPLETE_PAGE, after=after, limit=limit)))
+
+
+def old_jobs(
+    transaction: Transaction, finished_before: float, unfinished_before: float, limit: int
+) -> list[str]:
+    """Return the ids of at most `limit` jobs without a change or report since these times."""
+    rows = transaction.all(
+        _OLD, finished_before=finished_before, unfinished_before=unfinished_before, limit=limit
+    )
+    return [job_id for (job_id,) in rows]
 
 
 # -- writing --------------------------------------------------------------------------------------------
 
 
-def declare(connection: Connection, job_id: str, spec: JobSpec, now: float) -> bool:
+def declare(transaction: Transaction, job_id: str, spec: JobSpec, now: float) -> bool:
     """Store a job's spec, and return whether the job is new."""
-    exists = connection.execute(_job_by_id, {"id": job_id}).one_or_none() is not None
-    job = lock_or_create(connection, job_id, now)
-    connection.execute(update(jobs).where(jobs.c.key == job.key).values(spec=spec.to_json()))
+    exists = job_id in transaction.jobs or transaction.first(_LOCK, id=job_id) is not None
+    job = lock_or_create(transaction, job_id, now)
+    if job.spec != spec:
+        _change(transaction, replace(job, version=job.version + 1, spec=spec))
     return not exists
 
 
-def allocate(connection: Connection, job_id: str, allocation: Allocation, now: float) -> Transition:
+def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now: float) -> Transition:
     """Store a job's desired allocation. Creates the job if it does not exist.
 
     Raises:
         StaleAllocationError: a newer allocation is desired already.
     """
-    job = lock_or_create(connection, job_id, now)
-    return apply(connection, job, partial(rendezvous.allocate, allocation=allocation))
+    job = lock_or_create(transaction, job_id, now)
+    return apply(transaction, job, partial(rendezvous.allocate, allocation=allocation))
 
 
-def delete_job(connection: Connection, job_id: str) -> None:
-    """Delete a job with its reports and heartbeats.
+def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
+    """Delete a job. `remove_deleted` removes its reports later, in pieces.
 
     Raises:
         JobNotFoundError: it does not exist.
     """
-    job = find_job(connection, job_id)
-    connection.execute(delete(deleted_jobs).where(deleted_jobs.c.id == job_id))
-    connection.execute(insert(deleted_jobs).values(id=job_id, version=job.version))
-    for table in (reports, heartbeats):
-        connection.execute(delete(table).where(table.c.job_key == job.key))
-    connection.execute(delete(jobs).where(jobs.c.key == job.key))
+    job = transaction.jobs.pop(job_id, None)
+    found = transaction.first(_LOCK, id=job_id)
+    if found is None:
+        raise JobNotFoundError(job_id)
+    key, version = found if job is None else (job.key, job.version)
+    transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, now=now)
+    transaction.execute(_DELETE, key=key, now=now)
+    transaction.changed.discard(job_id)
+    transaction.deleted.add(job_id)
+
+
+def remove_deleted(transaction: Transaction) -> bool:
+    """Remove some rows of deleted jobs, and return whether there are more."""
+    found = transaction.first(_ANY_DELETED)
+    if found is None:
+        return False
+    (key,) = found
+    left = DELETED_ROWS
+    for statement in _REMOVE_ROWS:
+        left -= transaction.execute(statement, key=key, limit=left)
+        if left <= 0:
+            return True
+    transaction.execute(_REMOVE_JOB, key=key)
+    return True
+
+
+def forget_versions(transaction: Transaction, before: float) -> None:
+    """Remove the versions of jobs that were deleted before this time: a new job starts from the clock."""
+    transaction.execute(_FORGET_VERSIONS, before=before)
 
 
 # -- for the other modules of the store -----------------------------------------------------------------
 
 
-def lock_or_create(connection: Connection, job_id: str, now: float) -> Job:
-    """Return a job, locked until the end of the transaction. Creates the job if it does not exist."""
-    row = connection.execute(_job_by_id_for_update, {"id": job_id}).one_or_none()
-    if row is None:
-        last_version = connection.scalar(select(deleted_jobs.c.version).where(deleted_jobs.c.id == job_id))
-        connection.execute(
-            insert_into(jobs, connection.dialect.name)
-            .values(
-                id=job_id,
-                created_at=now,
-                # From the clock, so that versions rise also for agents that outlive a lost database.
-                version=max(int(1000 * now), 0 if last_version is None else last_version + 1),
-                rendezvous=rendezvous_to_text(Rendezvous()),
-            )
-            .on_conflict_do_nothing(index_elements=["id"])
+def lock_or_create(transaction: Transaction, job_id: str, now: float) -> Job:
+    """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
+
+    Raises:
+        UnreadableJobError: its row has invalid values.
+    """
+    job = transaction.jobs.get(job_id)
+    if job is not None:
+        return job
+    found = transaction.first(_LOCK, id=job_id)
+    if found is None:
+        last_version = transaction.first(_DELETED_VERSION, id=job_id)
+        # From the clock, so that versions rise also for agents that outlive a lost database.
+        version = max(int(1000 * now), 0 if last_version is None else last_version[0] + 1)
+        empty = Job(0, job_id, now, version, None, Rendezvous())
+        created = transaction.first(
+            _CREATE, id=job_id, now=now, version=version, rendezvous=empty.rendezvous_text
         )
-        row = connection.execute(_job_by_id_for_update, {"id": job_id}).one()
-    return _job(row)
+        if created is not None:
+            job = replace(empty, key=created[0])
+            transaction.jobs[job_id] = job
+            transaction.changed.add(job_id)
+            return job
+        # Another process created it meanwhile.
+        found = transaction.first(_LOCK, id=job_id)
+        if found is None:
+            raise JobNotFoundError(job_id)
+    job = _load(transaction, job_id, *found)
+    transaction.jobs[job_id] = job
+    return job
 
 
-def lock(connection: Connection, key: int) -> Job:
-    """Return a job by its key, locked until the end of the transaction."""
-    return _job(connection.execute(select(jobs).where(jobs.c.key == key).with_for_update()).one())
-
-
-def apply(connection: Connection, job: Job, rule: TransitionRule) -> Transition:
+def apply(transaction: Transaction, job: Job, rule: TransitionRule) -> Transition:
     """Apply a rule to a locked job's rendezvous, and store the next state if it differs."""
     after = rule(job.rendezvous, declared=job.spec)
     if after == job.rendezvous:
-        return Transition(job.rendezvous, job.version, changed=False)
-    version = job.version + 1
-    connection.execute(
-        update(jobs)
-        .where(jobs.c.key == job.key)
-        .values(version=version, rendezvous=rendezvous_to_text(after))
+        return Transition(job, changed=False)
+    changed = replace(job, version=job.version + 1, rendezvous=after)
+    _change(transaction, changed)
+    return Transition(changed, changed=True)
+
+
+def write_changes(transaction: Transaction, now: float) -> None:
+    """Write the jobs that the transaction has changed; called before its commit."""
+    for job_id in transaction.changed:
+        job = transaction.jobs[job_id]
+        transaction.execute(
+            _UPDATE,
+            key=job.key,
+            version=job.version,
+            spec=job.spec_text,
+            rendezvous=job.rendezvous_text,
+            complete=int(job.rendezvous.complete),
+            now=now,
+        )
+
+
+def _change(transaction: Transaction, job: Job) -> None:
+    transaction.jobs[job.id] = job
+    transaction.changed.add(job.id)
+
+
+def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
+    """Return the state of a job, from the cache if it has this version."""
+    cached = transaction.cache.get(job_id)
+    if cached is not None and cached.key == key and cached.version == version:
+        return cached
+    row = transaction.first(_LOAD, key=key)
+    if row is None:
+        raise JobNotFoundError(job_id)
+    return Job.parse(key, job_id, *row)
+
+
+def _readable(transaction: Transaction, rows: list[tuple[str, int, int]]) -> Iterator[Job]:
+    for job_id, key, version in rows:
+        try:
+            yield _load(transaction, job_id, key, version)
+        except UnreadableJobError as error:
+            logger.error("%s", error)
+        except JobNotFoundError:
+            continue
+
+
+_FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
+_LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
+_LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
+_PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
+_INCOMPLETE_PAGE = Sql(
+    "SELECT id, key, version FROM jobs WHERE id > :after AND complete = 0 ORDER BY id LIMIT :limit"
+)
+_CREATE = Sql(
+    """
+    INSERT INTO jobs (id, created_at, changed_at, version, complete, rendezvous)
+    VALUES (:id, :now, :now, :version, 0, :rendezvous)
+    ON CONFLICT (id) DO NOTHING
+    RETURNING key
+    """
+)
+_UPDATE = Sql(
+    """
+    UPDATE jobs
+    SET version = :version, spec = :spec, rendezvous = :rendezvous, complete = :complete, changed_at = :now
+    WHERE key = :key
+    """
+)
+_DELETED_VERSION = Sql("SELECT version FROM deleted_jobs WHERE id = :id")
+_REMEMBER_VERSION = Sql(
+    """
+    INSERT INTO deleted_jobs (id, version, deleted_at) VALUES (:id, :version, :now)
+    ON CONFLICT (id) DO UPDATE SET version = excluded.version, deleted_at = excluded.deleted_at
+    """
+)
+_OLD = Sql(
+    """
+    SELECT jobs.id FROM jobs LEFT JOIN measurements ON measurements.job_key = jobs.key
+    WHERE jobs.id IS NOT NULL
+    AND jobs.changed_at < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
+    AND coalesce(reported_at, 0) < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
+    LIMIT :limit
+    """
+)
+_FORGET_VERSIONS = Sql("DELETE FROM deleted_jobs WHERE deleted_at < :before")
+_DELETE = Sql("UPDATE jobs SET id = NULL, changed_at = :now, rendezvous = '' WHERE key = :key")
+_ANY_DELETED = Sql("SELECT key FROM jobs WHERE id IS NULL LIMIT 1")
+_REMOVE_JOB = Sql("DELETE FROM jobs WHERE key = :key")
+_PRIMARY_KEYS = {
+    "reports": "generation, step",
+    "step_times": "replicas, local_bsz, accumulation, nodes",
+    "logs": "replica",
+    "measurements": "job_key",
+}
+_REMOVE_ROWS = [
+    Sql(
+        f"DELETE FROM {table} WHERE job_key = :key AND ({_PRIMARY_KEYS[table]}) IN "
+        f"(SELECT {_PRIMARY_KEYS[table]} FROM {table} WHERE job_key = :key LIMIT :limit)"
     )
-    return Transition(after, version, changed=True)
-
-
-_job_by_id = select(jobs).where(jobs.c.id == bindparam("id"))
-_job_by_id_for_update = _job_by_id.with_for_update()
-
-
-def _job(row: Row[Any]) -> Job:
-    spec = JobSpec.from_json(row.spec) if row.spec else None
-    return Job(row.key, row.id, row.created_at, row.version, spec, rendezvous_from_text(row.rendezvous))
+    for table in OF_A_JOB
+]

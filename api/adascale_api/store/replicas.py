@@ -1,88 +1,79 @@
-"""Replicas: their registrations, and the heartbeats that keep them registered."""
+"""Replicas: their registrations and logs."""
 
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
-from sqlalchemy import Connection, bindparam, select, update
-
-from adascale_api.store.dialects import insert_into
-from adascale_api.store.jobs import Job, Transition, apply, lock, lock_or_create
-from adascale_api.tables import heartbeats
+from adascale_api.job import Job
+from adascale_api.sql import Sql, Transaction
+from adascale_api.store.jobs import Transition, apply, lock_or_create
 from adascale_core import rendezvous
 from adascale_core.messages import Registration
-from adascale_core.names import HEARTBEAT_TIMEOUT
+
+MAX_LOGS = 16
+"""Logs of a job that are kept, the latest: one shows why a program fails, and all replicas fail alike."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    """A registered replica.
+def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> Transition:
+    """Store a registration. Creates the job if it does not exist.
 
-    Args:
-        registration: its last registration.
-        heartbeat_at: when the service received its last heartbeat, in seconds since 1970; None if unknown.
+    The log is stored separately: a state with the logs of all replicas would be read and written with every
+    registration.
     """
-
-    registration: Registration
-    heartbeat_at: float | None
-
-
-def list_replicas(connection: Connection, job: Job) -> list[Replica]:
-    """Return the registered replicas of a job, by rank."""
-    query = select(heartbeats.c.rank, heartbeats.c.received_at).where(heartbeats.c.job_key == job.key)
-    received_at = {row.rank: row.received_at for row in connection.execute(query)}
-    return [
-        Replica(registration, received_at.get(rank))
-        for rank, registration in sorted(job.rendezvous.replicas.items())
-    ]
-
-
-def register(connection: Connection, job_id: str, registration: Registration, now: float) -> Transition:
-    """Store a registration and its heartbeat. Creates the job if it does not exist."""
-    job = lock_or_create(connection, job_id, now)
-    transition = apply(connection, job, partial(rendezvous.register, registration=registration))
-    current = transition.rendezvous.replicas.get(registration.rank)
-    # A replaced agent may still send heartbeats; they do not keep its successor alive.
-    if current is not None and current.instance == registration.instance:
-        expires_at = None if current.state in rendezvous.EXITED_STATES else now + HEARTBEAT_TIMEOUT
-        connection.execute(
-            _upsert_heartbeat(connection.dialect.name),
-            {"job_key": job.key, "rank": current.rank, "received_at": now, "expires_at": expires_at},
+    job = lock_or_create(transaction, job_id, now)
+    without_log = replace(registration, log=None)
+    transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
+    if registration.log and transition.rendezvous.replicas.get(registration.rank) == without_log:
+        transaction.execute(
+            _UPSERT_LOG,
+            key=job.key,
+            replica=registration.rank,
+            instance=registration.instance,
+            log=registration.log,
+            now=now,
         )
+        transaction.execute(_REMOVE_OLD_LOGS, key=job.key, limit=MAX_LOGS)
     return transition
 
 
-def any_expired(connection: Connection, now: float) -> bool:
-    """Whether a heartbeat has expired."""
-    return connection.execute(_expired.limit(1), {"now": now}).first() is not None
+def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], now: float) -> Transition:
+    """Remove the replicas of these agents, whose heartbeats have expired."""
+    job = lock_or_create(transaction, job_id, now)
+    overdue = [
+        rank
+        for rank, instance in instances.items()
+        if rank in job.rendezvous.replicas and job.rendezvous.replicas[rank].instance == instance
+    ]
+    return apply(transaction, job, partial(rendezvous.expire, ranks=overdue))
 
 
-def remove_expired(connection: Connection, now: float) -> list[str]:
-    """Remove the replicas whose heartbeat has expired, and return the ids of the jobs that changed."""
-    expired: dict[int, list[int]] = {}
-    for key, rank in connection.execute(_expired, {"now": now}):
-        expired.setdefault(key, []).append(rank)
-    changed = []
-    for key, ranks in expired.items():
-        job = lock(connection, key)
-        if apply(connection, job, partial(rendezvous.expire, ranks=ranks)).changed:
-            changed.append(job.id)
-        # A complete job keeps its replicas, but their heartbeats do not expire a second time.
-        connection.execute(
-            update(heartbeats)
-            .where(heartbeats.c.job_key == key, heartbeats.c.rank.in_(ranks))
-            .values(expires_at=None)
-        )
-    return changed
+@dataclass(frozen=True)
+class Log:
+    """The log of a replica's agent."""
+
+    instance: str
+    text: str
 
 
-_expired = select(heartbeats.c.job_key, heartbeats.c.rank).where(heartbeats.c.expires_at < bindparam("now"))
+def logs(transaction: Transaction, job: Job) -> dict[int, Log]:
+    """Return the logs of a job, by replica."""
+    return {row[0]: Log(*row[1:]) for row in transaction.all(_LOGS, key=job.key)}
 
 
-@cache  # building the statement takes longer than running it
-def _upsert_heartbeat(dialect: str) -> Any:
-    statement = insert_into(heartbeats, dialect)
-    return statement.on_conflict_do_update(
-        index_elements=["job_key", "rank"],
-        set_={"received_at": statement.excluded.received_at, "expires_at": statement.excluded.expires_at},
+_LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
+_UPSERT_LOG = Sql(
+    """
+    INSERT INTO logs (job_key, replica, instance, log, stored_at)
+    VALUES (:key, :replica, :instance, :log, :now)
+    ON CONFLICT (job_key, replica) DO UPDATE SET
+        instance = excluded.instance, log = excluded.log, stored_at = excluded.stored_at
+    """
+)
+_REMOVE_OLD_LOGS = Sql(
+    """
+    DELETE FROM logs WHERE job_key = :key AND replica IN (
+        SELECT replica FROM logs WHERE job_key = :key
+        ORDER BY stored_at DESC, replica LIMIT 1000000 OFFSET :limit
     )
+    """
+)

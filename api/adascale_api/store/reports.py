@@ -1,139 +1,273 @@
-"""Gain reports, and the step times that they measure."""
+"""Gain reports, and the step times that they measure.
 
-from collections.abc import Sequence
+A job keeps its newest reports and, of the earlier ones, a bounded number that is evenly spread over its
+steps, so a job of a year takes a bounded size.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, func, select, tuple_
-
-from adascale_api.store.dialects import insert_into
-from adascale_api.store.jobs import Job, lock_or_create
-from adascale_api.tables import has_step_time, jobs, reports
-from adascale_core.messages import GainReport, StepTime
+from adascale_api.job import Job
+from adascale_api.sql import Sql, Transaction
+from adascale_api.store.jobs import lock_or_create
+from adascale_core.messages import AllocationView, GainReport, StepTime
 from adascale_core.views import StoredReports
 
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
+MIN_STEP_TIME = 1e-9
+"""Seconds; a shorter step time is not a measurement, and its inverse may overflow."""
+MAX_PLANS = 256
+"""Batch plans of a job whose step times are kept, the latest."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many reports of a job are kept.
+
+    Args:
+        newest: the newest reports that are kept, all of them.
+        earlier: the earlier reports that are kept at least, evenly spread over the steps.
+    """
+
+    newest: int = 2000
+    earlier: int = 2000
+
+    @property
+    def limit(self) -> int:
+        """The number of reports at which earlier ones are removed."""
+        return self.newest + 2 * self.earlier
 
 
 @dataclass(frozen=True)
 class History:
-    """Some of a job's reports, by generation and step, and the number of all of them."""
+    """Some of a job's reports, by generation and step, and the number of all that were received."""
 
     reports: list[GainReport]
     total: int
 
 
-def post(connection: Connection, job_id: str, new: Sequence[GainReport], now: float) -> StoredReports:
+@dataclass(frozen=True)
+class Posted:
+    """How many reports were stored and repeated, and the job."""
+
+    stored: int
+    repeated: int
+    job: Job
+
+    @property
+    def allocation(self) -> AllocationView:
+        """The job's generations."""
+        return self.job.view
+
+    @property
+    def view(self) -> StoredReports:
+        """The answer."""
+        return StoredReports(self.stored, self.repeated, self.job.view)
+
+
+def post(
+    transaction: Transaction,
+    job_id: str,
+    new: Sequence[GainReport],
+    now: float,
+    retention: Retention = Retention(),
+) -> Posted:
     """Store reports, each (generation, step) once. Creates the job if it does not exist."""
-    job = lock_or_create(connection, job_id, now)
+    job = lock_or_create(transaction, job_id, now)
     rows = [{"job_key": job.key, **vars(report)} for report in new]
-    stored = 0
-    if rows:
-        stored = connection.execute(_insert_report(connection.dialect.name), rows).rowcount
-    return StoredReports(stored, len(rows) - stored, job.view)
+    before = transaction.first(_MEASUREMENTS, key=job.key) or (-1, -1, 0, 0)
+    inserted = transaction.insert_new(_INSERT, rows)
+    if inserted:
+        newest = max((before[0], before[1]), *((row["generation"], row["step"]) for row in inserted))
+        received, kept = before[2] + len(inserted), before[3] + len(inserted)
+        _add_step_times(transaction, job.key, inserted, received)
+        if kept >= retention.limit:
+            kept -= _thin(transaction, job.key, newest[0], newest[1], kept, retention)
+        transaction.execute(
+            _UPSERT_MEASUREMENTS,
+            key=job.key,
+            generation=newest[0],
+            step=newest[1],
+            received=received,
+            kept=kept,
+            now=now,
+        )
+    return Posted(len(inserted), len(rows) - len(inserted), job)
 
 
-def latest_report(connection: Connection, job: Job) -> GainReport | None:
+def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
     """Return the report of the highest generation and, in it, of the highest step."""
-    row = connection.execute(_latest_report, {"job_key": job.key}).one_or_none()
-    return _report(row) if row else None
+    row = transaction.first(_LATEST, key=job.key)
+    return None if row is None else GainReport(*row)
 
 
-def latest_reports(connection: Connection) -> dict[str, GainReport]:
+def latest_reports(transaction: Transaction) -> dict[str, GainReport]:
     """Return the latest report of every job that has a report, by job id."""
-    return {row.id: _report(row) for row in connection.execute(_latest_reports)}
+    return {row[0]: GainReport(*row[1:]) for row in transaction.all(_ALL_LATEST)}
 
 
-def history(connection: Connection, job: Job, points: int) -> History:
+def history(transaction: Transaction, job: Job, points: int) -> History:
     """Return at most `points` of a job's reports, evenly spread, the first and the last among them."""
-    last = connection.execute(_latest_report, {"job_key": job.key}).one_or_none()
-    first = connection.execute(_first_report, {"job_key": job.key}).one_or_none()
-    if last is None or first is None:
+    measurements = transaction.first(_MEASUREMENTS, key=job.key)
+    if measurements is None:
         return History([], 0)
-    total: int = connection.execute(_report_count, {"job_key": job.key}).scalar_one()
-    ends = [last] if points == 1 or first.number == last.number else [first, last]
-    between = _spread(total, points - 2) - {end.number for end in ends} if points > 2 else set()
-    query = select(reports).where(reports.c.job_key == job.key, reports.c.number.in_(sorted(between)))
-    rows = [*ends, *connection.execute(query)]
-    return History([_report(row) for row in sorted(rows, key=attrgetter("generation", "step"))], total)
+    received, kept = measurements[2:]
+    if kept <= points:
+        rows = transaction.all(_ALL, key=job.key)
+    else:
+        # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
+        rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=max(points - 1, 0))
+    return History([GainReport(*row) for row in rows], received)
 
 
-def step_times(connection: Connection, job: Job) -> list[StepTime]:
-    """Return the step time of each batch plan on each number of nodes: the median over its latest reports.
-
-    It takes one index search per plan, independent of the number of reports.
-    """
+def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
+    """Return the step time of each batch plan on each number of nodes: the median over its latest reports."""
     found = []
-    least = (0, 0, 0, 0)
-    while rows := connection.execute(
-        _next_plan, {"job_key": job.key, **dict(zip(_PLAN, least, strict=True))}
-    ).all():
-        first = rows[0]
-        plan = (first.replicas, first.local_bsz, first.accumulation)
-        times = [row.step_time for row in rows if row[:4] == first[:4]]
-        found.append(StepTime(*plan, median(times), len(times), first.nodes))
-        least = (*plan, first.nodes + 1)
+    for replicas, local_bsz, accumulation, nodes, packed in transaction.all(_STEP_TIMES, key=job.key):
+        seconds = array("d", packed)
+        found.append(StepTime(replicas, local_bsz, accumulation, median(seconds), len(seconds), nodes))
     return found
 
 
-_PLAN = ("replicas", "local_bsz", "accumulation", "nodes")
+def _add_step_times(
+    transaction: Transaction, key: int, rows: Sequence[Mapping[str, Any]], received: int
+) -> None:
+    measured: dict[tuple[int, int, int, int], list[float]] = {}
+    for row in rows:
+        if row["step_time"] >= MIN_STEP_TIME:
+            plan = (row["replicas"], row["local_bsz"], row["accumulation"], row["nodes"])
+            measured.setdefault(plan, []).append(row["step_time"])
+    is_new = False
+    for plan, seconds in measured.items():
+        names = dict(zip(("replicas", "local_bsz", "accumulation", "nodes"), plan, strict=True))
+        before = transaction.first(_STEP_TIMES_OF_PLAN, key=key, **names)
+        is_new = is_new or before is None
+        kept = array("d", b"" if before is None else before[0])
+        kept.extend(seconds)
+        packed = kept[-REPORTS_PER_STEP_TIME:].tobytes()
+        transaction.execute(_UPSERT_STEP_TIMES, key=key, seconds=packed, received=received, **names)
+    if is_new:
+        transaction.execute(_REMOVE_OLD_PLANS, key=key, limit=MAX_PLANS)
+
+
+def _thin(
+    transaction: Transaction, key: int, generation: int, step: int, kept: int, retention: Retention
+) -> int:
+    """Remove reports before the newest until `earlier` are left of them, and return how many it removed."""
+    first = transaction.first(_STEP_RANGE, key=key)
+    last = transaction.first(_NTH, key=key, skip=kept - retention.newest)
+    if first is None or last is None:
+        return 0
+    return transaction.execute(
+        _THIN,
+        key=key,
+        generation=last[0],
+        step=last[1],
+        first=first[0],
+        density=retention.earlier / (first[1] - first[0] + 1),
+        newest_generation=generation,
+        newest_step=step,
+    )
+
+
 _REPORT = tuple(GainReport.__dataclass_fields__)
-
-_of_job = reports.c.job_key == bindparam("job_key")
-_latest_report = (
-    select(reports).where(_of_job).order_by(reports.c.generation.desc(), reports.c.step.desc()).limit(1)
+_COLUMNS = ", ".join(_REPORT)
+_OF_REPORT = ", ".join(f"reports.{name}" for name in _REPORT)
+_INSERT = Sql(
+    f"INSERT INTO reports (job_key, {_COLUMNS}) "
+    f"VALUES (:job_key, {', '.join(f':{name}' for name in _REPORT)}) "
+    "ON CONFLICT (job_key, generation, step) DO NOTHING"
 )
-_first_report = select(reports).where(_of_job).order_by(reports.c.generation, reports.c.step).limit(1)
-_candidate = reports.alias()
-_latest_reports = (
-    select(jobs.c.id, *(reports.c[name] for name in _REPORT))
-    .join(reports, reports.c.job_key == jobs.c.key)
-    .where(
-        reports.c.number
-        == select(_candidate.c.number)
-        .where(_candidate.c.job_key == jobs.c.key)
-        .order_by(_candidate.c.generation.desc(), _candidate.c.step.desc())
-        .limit(1)
-        .scalar_subquery()
+_MEASUREMENTS = Sql("SELECT generation, step, received, kept FROM measurements WHERE job_key = :key")
+_UPSERT_MEASUREMENTS = Sql(
+    """
+    INSERT INTO measurements (job_key, generation, step, received, kept, reported_at)
+    VALUES (:key, :generation, :step, :received, :kept, :now)
+    ON CONFLICT (job_key) DO UPDATE SET
+        generation = excluded.generation, step = excluded.step, received = excluded.received,
+        kept = excluded.kept, reported_at = excluded.reported_at
+    """
+)
+_LATEST = Sql(
+    f"""
+    SELECT {_OF_REPORT} FROM measurements JOIN reports
+        ON reports.job_key = measurements.job_key
+        AND reports.generation = measurements.generation AND reports.step = measurements.step
+    WHERE measurements.job_key = :key
+    """
+)
+_ALL_LATEST = Sql(
+    f"""
+    SELECT jobs.id, {_OF_REPORT} FROM jobs
+    JOIN measurements ON measurements.job_key = jobs.key
+    JOIN reports ON reports.job_key = measurements.job_key
+        AND reports.generation = measurements.generation AND reports.step = measurements.step
+    WHERE jobs.id IS NOT NULL
+    ORDER BY jobs.id
+    """
+)
+_ALL = Sql(f"SELECT {_COLUMNS} FROM reports WHERE job_key = :key ORDER BY generation, step")
+_SPREAD = Sql(
+    f"""
+    SELECT {_COLUMNS} FROM (
+        SELECT {_COLUMNS}, row_number() OVER (ORDER BY generation, step) - 1 AS n
+        FROM reports WHERE job_key = :key
+    ) AS numbered
+    WHERE n = :last OR (:gaps > 0 AND (n = 0 OR (n * :gaps) / :last > ((n - 1) * :gaps) / :last))
+    ORDER BY generation, step
+    """
+)
+_STEP_TIMES = Sql(
+    """
+    SELECT replicas, local_bsz, accumulation, nodes, seconds FROM step_times
+    WHERE job_key = :key ORDER BY replicas, local_bsz, accumulation, nodes
+    """
+)
+_STEP_TIMES_OF_PLAN = Sql(
+    """
+    SELECT seconds FROM step_times WHERE job_key = :key
+    AND replicas = :replicas AND local_bsz = :local_bsz AND accumulation = :accumulation AND nodes = :nodes
+    """
+)
+_UPSERT_STEP_TIMES = Sql(
+    """
+    INSERT INTO step_times (job_key, replicas, local_bsz, accumulation, nodes, seconds, received)
+    VALUES (:key, :replicas, :local_bsz, :accumulation, :nodes, :seconds, :received)
+    ON CONFLICT (job_key, replicas, local_bsz, accumulation, nodes) DO UPDATE SET
+        seconds = excluded.seconds, received = excluded.received
+    """
+)
+_REMOVE_OLD_PLANS = Sql(
+    """
+    DELETE FROM step_times WHERE job_key = :key AND (replicas, local_bsz, accumulation, nodes) IN (
+        SELECT replicas, local_bsz, accumulation, nodes FROM step_times WHERE job_key = :key
+        ORDER BY received DESC, replicas, local_bsz, accumulation, nodes LIMIT 1000000 OFFSET :limit
     )
-    .order_by(jobs.c.id)
+    """
 )
-_report_count = select(func.coalesce(func.max(reports.c.number) + 1, 0)).where(_of_job)
-_plan = tuple_(*(reports.c[name] for name in _PLAN))
-_next_plan = (
-    select(*(reports.c[name] for name in _PLAN), reports.c.step_time)
-    # From the smallest plan after the last plan. With `>` the last plan, SQLite would read all its reports.
-    .where(_of_job, has_step_time, _plan >= tuple_(*(bindparam(name) for name in _PLAN)))
-    .order_by(*(reports.c[name] for name in _PLAN), reports.c.number.desc())
-    .limit(REPORTS_PER_STEP_TIME)
+_STEP_RANGE = Sql("SELECT min(step), max(step) FROM reports WHERE job_key = :key")
+_NTH = Sql(
+    """
+    SELECT generation, step FROM reports WHERE job_key = :key ORDER BY generation, step LIMIT 1 OFFSET :skip
+    """
 )
-
-
-@cache  # building the statement takes longer than running it
-def _insert_report(dialect: str) -> Any:
-    return (
-        insert_into(reports, dialect)
-        .values(
-            {
-                "job_key": bindparam("job_key"),
-                "number": _report_count.scalar_subquery(),
-                **{name: bindparam(name) for name in _REPORT},
-            }
-        )
-        .on_conflict_do_nothing(index_elements=["job_key", "generation", "step"])
+_THIN = Sql(
+    """
+    DELETE FROM reports
+    WHERE job_key = :key AND (generation, step) < (:generation, :step)
+    AND (generation, step) <> (:newest_generation, :newest_step)
+    AND (generation, step) NOT IN (
+        SELECT generation, step FROM (
+            SELECT generation, step, row_number() OVER (
+                PARTITION BY CAST((step - :first) * :density AS INTEGER) ORDER BY generation, step
+            ) AS n
+            FROM reports WHERE job_key = :key AND (generation, step) < (:generation, :step)
+        ) AS numbered
+        WHERE n = 1
     )
-
-
-def _report(row: Row[Any]) -> GainReport:
-    return GainReport(**{name: getattr(row, name) for name in _REPORT})
-
-
-def _spread(total: int, points: int) -> set[int]:
-    """Return at most `points` of the numbers below `total`, evenly spread, without the first and the last."""
-    if 0 < total <= points + 2:
-        return set(range(total))
-    return {(i + 1) * total // (points + 1) for i in range(points)}
+    """
+)

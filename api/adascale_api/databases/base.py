@@ -1,0 +1,99 @@
+"""The interface of a database."""
+
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from adascale_api.sql import Sql
+from adascale_core.errors import AdaScaleError
+
+
+class UnusableDatabaseError(AdaScaleError):
+    """The database can't be used."""
+
+    exit_code = 2
+
+
+class Failure(Enum):
+    """What an error of the driver means."""
+
+    FULL = auto()
+    """There is no room to write."""
+    BUSY = auto()
+    """Another connection holds a lock for too long."""
+    LOST = auto()
+    """The connection is lost, or the server can't write now. A new connection may succeed."""
+    CONFLICT = auto()
+    """The transaction was undone because of another one, and may succeed when it is repeated."""
+    DAMAGED = auto()
+    """The database is not what the service has written."""
+    OTHER = auto()
+    """The statement failed."""
+
+
+class Connector(Protocol):
+    """Opens connections to a database, and executes on them what differs between databases.
+
+    Attributes:
+        error: the base class of the driver's errors.
+        url: the URL of the database, without a password.
+        is_shared: whether several processes may use it.
+    """
+
+    error: type[Exception]
+    url: str
+    is_shared: bool
+
+    def connect(self, *, writes: bool) -> Any:
+        """Open a connection."""
+        ...
+
+    def begin(self, connection: Any, *, writes: bool) -> None:
+        """Begin a transaction."""
+        ...
+
+    def commit(self, connection: Any, changed: Mapping[str, int]) -> None:
+        """Commit a transaction, which has changed jobs to these versions; a deleted one to -1."""
+        ...
+
+    def interrupt(self, connection: Any) -> None:
+        """End the statement that another thread executes on the connection."""
+        ...
+
+    def failure(self, error: Exception) -> Failure:
+        """Return what an error means."""
+        ...
+
+    def check(self, connection: Any, *, thorough: bool) -> str:
+        """Return why the database can't be trusted any more; empty if it can. A thorough check reads all."""
+        ...
+
+    def room(self) -> int | None:
+        """Return the bytes that can still be written; None if it is unknown."""
+        ...
+
+    def make_room(self) -> None:
+        """Give the space back that is reserved for when the disk is full."""
+        ...
+
+    def reserve_room(self) -> None:
+        """Reserve that space again, if there is enough."""
+        ...
+
+    def close(self) -> None:
+        """Give all resources back."""
+        ...
+
+    def text(self, statement: Sql) -> str:
+        """Return a statement as the driver reads it."""
+        ...
+
+    def insert_new(
+        self, connection: Any, statement: Sql, rows: list[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
+        ...
+
+    def listen(self, on_change: Callable[[str, int], None], on_lost: Callable[[], None]) -> None:
+        """Report the changes that other processes commit, from a thread, until `close`."""
+        ...

@@ -1,0 +1,97 @@
+"""SQL statements for SQLite and PostgreSQL, and the transactions that execute them.
+
+Statements are written by hand and executed by the drivers: building them would take longer than running them.
+They use the SQL that both databases have.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from adascale_api.job import Job
+from adascale_api.job_cache import JobCache
+
+Row = tuple[Any, ...]
+
+
+class Sql:
+    """A statement with named parameters, written `:name`.
+
+    Args:
+        text: the statement.
+        lock: whether PostgreSQL locks the selected rows until the end of the transaction. SQLite's writers
+            run one after another.
+    """
+
+    def __init__(self, text: str, *, lock: bool = False) -> None:
+        self.sqlite = text
+        self.postgresql = re.sub(r":(\w+)", r"%(\1)s", text) + (" FOR UPDATE" if lock else "")
+
+
+class DriverConnection(Protocol):
+    """What a transaction needs of a connection of a driver."""
+
+    def execute(self, statement: Any, parameters: Any = ..., /) -> Any:
+        """Return a cursor."""
+        ...
+
+
+class Executor(Protocol):
+    """What differs between the databases when a transaction executes statements."""
+
+    def text(self, statement: Sql) -> str:
+        """Return the statement as the driver reads it."""
+        ...
+
+    def insert_new(
+        self, connection: Any, statement: Sql, rows: list[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
+        ...
+
+
+class Transaction:
+    """Executes statements in a transaction.
+
+    Several operations may share a transaction, so a job that they change is written once, before the commit.
+
+    Args:
+        executor: the database.
+        connection: a connection of its driver.
+        cache: the committed states of jobs.
+
+    Attributes:
+        jobs: the jobs that this transaction has locked, with their state in it.
+        changed: the ids of those that it has changed.
+        deleted: the ids of jobs that it has deleted.
+    """
+
+    def __init__(self, executor: Executor, connection: DriverConnection, cache: JobCache) -> None:
+        self._executor = executor
+        self._connection = connection
+        self.cache = cache
+        self.jobs: dict[str, Job] = {}
+        self.changed: set[str] = set()
+        self.deleted: set[str] = set()
+
+    def all(self, statement: Sql, **parameters: Any) -> list[Row]:
+        """Return all rows of a query."""
+        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        rows: list[Row] = cursor.fetchall()
+        return rows
+
+    def first(self, statement: Sql, **parameters: Any) -> Row | None:
+        """Return the first row of a query; None if there is none."""
+        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        row: Row | None = cursor.fetchone()
+        return row
+
+    def execute(self, statement: Sql, **parameters: Any) -> int:
+        """Execute a statement, and return the number of rows that it has changed."""
+        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        count: int = cursor.rowcount
+        return count
+
+    def insert_new(self, statement: Sql, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
+        return self._executor.insert_new(self._connection, statement, list(rows))
