@@ -29,7 +29,7 @@ registration_body = JsonBody(RegistrationBody)
     dependencies=CONTROLLER,
     response_model=AllocationView,
     responses={
-        **errors(401, 403, 413, 415, 422, 503),
+        **errors(401, 403, 413, 415, 422, 500, 503),
         409: {"model": ConflictBody, "description": "This generation or a newer one is desired already."},
     },
     openapi_extra=allocation_body.openapi,
@@ -53,7 +53,7 @@ async def put_allocation(
     "/allocation",
     summary="Read the job's generations, and optionally wait for a change",
     dependencies=READER,
-    responses=errors(401, 403, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def get_allocation(
     service: ServiceOf,
@@ -82,7 +82,7 @@ async def get_allocation(
     "/replicas/{rank}",
     summary="Register the state of a replica",
     dependencies=WORKER,
-    responses=errors(401, 403, 413, 415, 422, 503),
+    responses=errors(401, 403, 413, 415, 422, 500, 503),
     openapi_extra=registration_body.openapi,
 )
 async def put_replica(

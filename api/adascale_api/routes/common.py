@@ -80,6 +80,7 @@ _DESCRIPTIONS = {
     413: "The body is too large.",
     415: "The content type of the body is not JSON.",
     422: "A parameter or a field of the body is not valid. Nothing was stored.",
+    500: "The stored state of the job is damaged.",
     503: "The database is unavailable, or the token can't be checked now. Nothing was stored; try again.",
 }
 

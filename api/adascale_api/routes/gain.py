@@ -36,7 +36,7 @@ class ReportNotFoundError(JobNotFoundError):
     "",
     summary="Post a report or a list of reports",
     dependencies=WORKER,
-    responses=errors(401, 403, 413, 415, 422, 503),
+    responses=errors(401, 403, 413, 415, 422, 500, 503),
     openapi_extra=reports_body.openapi,
 )
 async def post_gain(
@@ -60,7 +60,7 @@ async def post_gain(
     "",
     summary="Read the latest gain, and predictions for other replica counts",
     dependencies=READER,
-    responses=errors(401, 403, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def get_gain(service: ServiceOf, job: JobId) -> GainResponse:
     """Returns the report of the highest generation and step. `predictions` has the predicted performance of
@@ -72,7 +72,7 @@ async def get_gain(service: ServiceOf, job: JobId) -> GainResponse:
     "/history",
     summary="Read the reports over time",
     dependencies=READER,
-    responses=errors(401, 403, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def get_history(
     service: ServiceOf,

@@ -25,7 +25,7 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)
 
 
-@router.get("", summary="List all jobs", dependencies=READER, responses=errors(401, 403, 422, 503))
+@router.get("", summary="List all jobs", dependencies=READER, responses=errors(401, 403, 422, 500, 503))
 async def get_jobs(
     service: ServiceOf,
     limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
@@ -48,7 +48,9 @@ async def get_jobs(
     return await service.database.read(query, is_long=True)
 
 
-@router.get("/{job}", summary="Read a job", dependencies=READER, responses=errors(401, 403, 404, 422, 503))
+@router.get(
+    "/{job}", summary="Read a job", dependencies=READER, responses=errors(401, 403, 404, 422, 500, 503)
+)
 async def get_job(service: ServiceOf, job: JobId) -> JobView:
     """Returns the job's declaration, generations, replicas, latest report and measured step times."""
     return await service.database.read(partial(_find_view, job_id=job, service=service), is_long=True)
@@ -61,7 +63,7 @@ async def get_job(service: ServiceOf, job: JobId) -> JobView:
     responses={
         200: {"description": "The declaration of an existing job was replaced."},
         201: {"description": "The job was created.", "model": JobView},
-        **errors(401, 403, 413, 415, 422, 503),
+        **errors(401, 403, 413, 415, 422, 500, 503),
     },
     openapi_extra=spec_body.openapi,
 )
@@ -82,7 +84,7 @@ async def put_job(
     summary="Delete a job with its reports and replicas",
     dependencies=CONTROLLER,
     status_code=204,
-    responses=errors(401, 403, 404, 422, 503),
+    responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def delete_job(service: ServiceOf, job: JobId) -> None:
     """Waiting requests for the job are answered with 404. A later report or registration creates it again."""
