@@ -46,6 +46,7 @@ def require_refused(result: tuple[int, str], message: str) -> None:
     code, output = result
     assert code in (EXIT_INVALID_PROGRAM, TORCHRUN_FAILED), output
     assert re.search(message, output), output
+    assert re.search(rf"adascale: .* \({re.escape(PROGRAM)}, line \d+\)$", output, re.MULTILINE), output
     assert f'File "{PROGRAM}"' not in output, "a traceback was printed"
     assert "trained" not in output
 

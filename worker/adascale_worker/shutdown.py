@@ -26,6 +26,7 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker.errors import exit_code
 from adascale_worker.process_group import is_lost_peer
+from adascale_worker.user_code import raising_line
 
 
 class ShutdownSignal:
@@ -195,7 +196,8 @@ def _end_process(code: int) -> NoReturn:
 class UncaughtErrorHandler:
     """A `sys.excepthook` that gives uncaught errors an exit code and a message without a traceback.
 
-    - An `AdaScaleError` is printed as its message, and the process exits with the error's exit code.
+    - An `AdaScaleError` is printed as its message with the line of the program that it was raised in, and
+      the process exits with the error's exit code.
     - With `lost_peer_generation` set, an error that a lost peer has caused is printed as one line, and the
       process exits with `EXIT_PEER_LOST`.
     - Any other error goes to the previous hook.
@@ -231,7 +233,8 @@ class UncaughtErrorHandler:
             # Without exit functions, which could wait for the lost peer for ever.
             _end_process(EXIT_PEER_LOST)
         if isinstance(error, AdaScaleError):
-            print(f"adascale: {error}", file=sys.stderr)
+            line = raising_line(trace)
+            print(f"adascale: {error}{f' ({line})' if line else ''}", file=sys.stderr)
             self._fast_exit.code = exit_code(error)
             return
         (self._previous or sys.__excepthook__)(kind, error, trace)

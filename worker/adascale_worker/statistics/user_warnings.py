@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-OWN_MODULES = ("adascale_worker", "torch")
+from adascale_worker.user_code import is_own
 
 
 def warn_user(message: str) -> None:
@@ -11,7 +11,7 @@ def warn_user(message: str) -> None:
     level = 2  # of the caller of this function
     here = inspect.currentframe()
     frame = None if here is None else here.f_back
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in OWN_MODULES:
+    while frame is not None and is_own(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 
