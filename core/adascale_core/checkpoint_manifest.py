@@ -1,26 +1,32 @@
 """Checkpoint files: their names, and the manifest that describes a checkpoint.
 
-A checkpoint consists of two files: `checkpoint-<number>.pt` with the state, and `checkpoint-<number>.json`
-with the manifest. Each file is written as a draft, `<name>.draft`, and renamed when it is complete. The
-worker writes these files. The controller reads the manifests, and deletes the files of a job that starts
-from scratch.
+A checkpoint consists of two files: `checkpoint-<number>-<writer>.safetensors` with the state, and
+`checkpoint-<number>.json` with the manifest, which exists only if the state is complete. No file changes
+after it got its name. In a folder, a file is written as a draft, `<name>.<writer>.draft`, and renamed when
+it is complete. The worker writes these files. The controller reads the manifests, and deletes the files of a
+job that starts from scratch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The format of the manifest and of the state."""
 
-_FILE_NAME: Final = re.compile(r"checkpoint-(?P<number>[0-9]{8,})\.(?P<kind>json|pt)(?P<draft>\.draft)?")
+_FILE_NAME: Final = re.compile(
+    r"checkpoint-(?P<number>[0-9]{8,})(\.json|(?P<state>-[0-9a-f]{8}\.safetensors))"
+    r"(?P<draft>\.[0-9a-f]{8}\.draft)?"
+)
 
 
 class InvalidManifestError(ValueError):
-    """A manifest that lacks a member, or has a member of the wrong type."""
+    """A manifest that lacks a member, has a member of the wrong type, or has another checksum."""
 
 
 class UnsupportedFormatError(ValueError):
@@ -41,13 +47,17 @@ class Manifest:
 
     Args:
         number: number of the checkpoint, from 1; the next checkpoint of a job has the next number.
-        sha256: SHA-256 of the file with the state, in hexadecimal digits.
-        bytes: length of the file with the state.
+        state: name of the file with the state.
+        bytes: length of that file.
+        header_bytes: length of its header, which contains the tensors' names and the rest of the state.
+        chunk_bytes: length of each part of the remaining bytes, except the last, which may be shorter.
+        sha256: SHA-256 of the header and then of each part, in hexadecimal digits.
         step: optimizer steps since the job was created.
         progress: sum of gains, in steps at `batch_size`.
         epoch: epoch in which the checkpoint was saved, from 0.
         replicas: number of replicas that trained.
         generation: generation that saved the checkpoint; 0 without an agent.
+        saved_at: when the state was copied, in seconds since 1970.
         finished: whether training is over.
         result: result of the training, as the program has reported it.
         format: version of this format.
@@ -57,13 +67,17 @@ class Manifest:
     """
 
     number: int
-    sha256: str
+    state: str
     bytes: int
+    header_bytes: int
+    chunk_bytes: int
+    sha256: Sequence[str]
     step: int
     progress: float
     epoch: int
     replicas: int
     generation: int
+    saved_at: float
     finished: bool = False
     result: dict[str, float | str] = field(default_factory=dict)
     format: int = FORMAT
@@ -71,16 +85,18 @@ class Manifest:
     finish_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the members of the manifest's JSON object."""
-        return asdict(self)
+        """Return the members of the manifest's JSON object, with their checksum."""
+        members = asdict(self) | {"sha256": list(self.sha256)}
+        return {**members, "checksum": _checksum(members)}
 
     @classmethod
     def from_json(cls, members: object) -> Self:
-        """Return the manifest of a parsed JSON document. Unknown members are ignored.
+        """Return the manifest of a parsed JSON document.
 
         Raises:
             UnsupportedFormatError: it has another format.
-            InvalidManifestError: a member is missing or of the wrong type.
+            InvalidManifestError: a member is missing or of the wrong type, or the members are not those that
+                the checksum was computed from.
         """
         if not isinstance(members, Mapping):
             raise InvalidManifestError(f"must be a JSON object, got {members!r}")
@@ -88,20 +104,27 @@ class Manifest:
             raise InvalidManifestError("format is missing")
         if members["format"] != FORMAT:
             raise UnsupportedFormatError(members["format"])
-        values = {name: _checked(name, members) for name in _TYPES if name in members or name in _REQUIRED}
+        values = {name: _checked(name, members) for name in _TYPES}
+        if members.get("checksum") != _checksum(
+            {name: value for name, value in members.items() if name != "checksum"}
+        ):
+            raise InvalidManifestError("its checksum does not match its members")
         return cls(**values)
 
 
-_REQUIRED: Final = ("number", "sha256", "bytes", "step", "progress", "epoch", "replicas", "generation")
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "number": (int,),
-    "sha256": (str,),
+    "state": (str,),
     "bytes": (int,),
+    "header_bytes": (int,),
+    "chunk_bytes": (int,),
+    "sha256": (list,),
     "step": (int,),
     "progress": (int, float),
     "epoch": (int,),
     "replicas": (int,),
     "generation": (int,),
+    "saved_at": (int, float),
     "finished": (bool,),
     "result": (dict,),
     "format": (int,),
@@ -120,9 +143,18 @@ def _checked(name: str, members: Mapping[str, Any]) -> Any:
     return value
 
 
-def state_file_name(number: int) -> str:
-    """Return the name of the file with the state of checkpoint `number`."""
-    return f"checkpoint-{number:08d}.pt"
+def _checksum(members: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
+
+
+def state_file_name(number: int, writer: str) -> str:
+    """Return the name of the file with the state of checkpoint `number`.
+
+    Args:
+        number: of the checkpoint.
+        writer: 8 hexadecimal digits, chosen at random by the process that writes the file.
+    """
+    return f"checkpoint-{number:08d}-{writer}.safetensors"
 
 
 def manifest_file_name(number: int) -> str:
@@ -130,15 +162,15 @@ def manifest_file_name(number: int) -> str:
     return f"checkpoint-{number:08d}.json"
 
 
-def draft_file_name(name: str) -> str:
-    """Return the name under which the file `name` is written until it is complete."""
-    return f"{name}.draft"
+def draft_file_name(name: str, writer: str) -> str:
+    """Return the name under which `writer` writes the file `name` until it is complete."""
+    return f"{name}.{writer}.draft"
 
 
 def manifest_number(name: str) -> int | None:
     """Return the checkpoint's number if `name` is a complete manifest, else None."""
     match = _FILE_NAME.fullmatch(name)
-    if match is None or match["kind"] != "json" or match["draft"]:
+    if match is None or match["state"] or match["draft"]:
         return None
     return int(match["number"])
 

@@ -12,17 +12,17 @@ import pytest
 from adascale_controller.local.checkpoints import newest_manifest
 from adascale_controller.local.processes import tail
 from adascale_controller.local.service_process import PortTakenError, listen
-from adascale_core.checkpoint_manifest import Manifest
+from support.manifests import make_manifest
 
 
 def test_the_newest_readable_manifest_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert newest_manifest(folder) is None
     folder.mkdir()
-    manifest = Manifest(10, "00ff", 12, 70, 12.5, 0, 1, 1, finished=True, result={"accuracy": 0.9})
+    manifest = make_manifest(10, step=70, progress=12.5, finished=True, result={"accuracy": 0.9})
     (folder / "checkpoint-00000009.json").write_text(json.dumps(replace(manifest, number=9).to_json()))
     (folder / "checkpoint-00000010.json").write_text(json.dumps(manifest.to_json()))
-    (folder / "checkpoint-00000011.pt").touch()
+    (folder / "checkpoint-00000011-0123abcd.safetensors").touch()
     assert newest_manifest(folder) == manifest
     (folder / "checkpoint-00000012.json").write_text("{")
     assert newest_manifest(folder) == manifest

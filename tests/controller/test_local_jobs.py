@@ -14,8 +14,8 @@ from adascale_controller.local.log_follower import print_log
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.scale_requests import ScaleError, request_limit
 from adascale_controller.local.state_dir import StateDir
-from adascale_core.checkpoint_manifest import Manifest
 from e2e.local_run import adascale_in_process as adascale
+from support.manifests import make_manifest
 
 
 def write_state(path: Path, job_id: str, exit_code: int | None = None, steps: int | None = 1000) -> StateDir:
@@ -31,7 +31,7 @@ def write_state(path: Path, job_id: str, exit_code: int | None = None, steps: in
 def write_checkpoint(folder: StateDir, progress: float, *, finished: bool) -> None:
     """Write the manifest of a checkpoint at step 12."""
     folder.checkpoints.mkdir()
-    manifest = Manifest(1, "00ff", 1, 12, progress, 0, 1, 1, finished=finished, result={"accuracy": 0.5})
+    manifest = make_manifest(step=12, progress=progress, finished=finished, result={"accuracy": 0.5})
     (folder.checkpoints / "checkpoint-00000001.json").write_text(json.dumps(manifest.to_json()))
 
 

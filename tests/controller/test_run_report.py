@@ -8,7 +8,7 @@ from rich.console import Console
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.run_report import print_summary
 from adascale_controller.local.run_result import RunResult
-from adascale_core.checkpoint_manifest import Manifest
+from support.manifests import make_manifest
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ from adascale_core.checkpoint_manifest import Manifest
 def test_the_last_line_says_saved_only_if_the_end_of_the_run_has_saved(result: RunResult, begin: str) -> None:
     output = io.StringIO()
     display = PlainDisplay(Console(file=output, width=200))
-    print_summary(display, result, [], Manifest(1, "00ff", 1, 9, 12.0, 0, 1, 1), 12.0, 3.0)
+    print_summary(display, result, [], make_manifest(progress=12.0), 12.0, 3.0)
     assert output.getvalue().splitlines()[-1].split("  ")[-1] == f"{begin}; run the same command to resume"

@@ -145,10 +145,10 @@ def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> Non
         folder.service_log,
         folder.replica_log(0),
         elsewhere / "checkpoint-00000001.json",
-        elsewhere / "checkpoint-00000001.pt",
-        elsewhere / "checkpoint-00000002.pt.draft",
+        elsewhere / "checkpoint-00000001-0123abcd.safetensors",
+        elsewhere / "checkpoint-00000002.json.0123abcd.draft",
     ]
-    theirs = [folder.path / "notes.txt", elsewhere / "checkpoint-best.pt", elsewhere / "data.pt"]
+    theirs = [folder.path / "notes.txt", elsewhere / "checkpoint-best.safetensors", elsewhere / "data.pt"]
     for file in (*ours, *theirs):
         file.touch()
     run_history.record_start(folder, RunRecord("default.a", 1.0))

@@ -19,8 +19,9 @@ from adascale_core.checkpoint_manifest import (
 )
 
 MANIFEST = Manifest(
-    number=2, sha256="00ff", bytes=12, step=7, progress=21.5, epoch=1, replicas=2, generation=3,
-    finished=True, result={"accuracy": 0.97}, incarnation=1_700_000_000,
+    number=2, state="checkpoint-00000002-00ff00ff.safetensors", bytes=12, header_bytes=8, chunk_bytes=4,
+    sha256=["00ff", "ff00"], step=7, progress=21.5, epoch=1, replicas=2, generation=3,
+    saved_at=1_700_000_009.5, finished=True, result={"accuracy": 0.97}, incarnation=1_700_000_000,
 )  # fmt: skip
 
 
@@ -28,12 +29,12 @@ def test_a_manifest_is_equal_after_a_round_trip_through_json() -> None:
     assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
 
 
-def test_optional_members_have_defaults_and_unknown_members_are_ignored() -> None:
-    members = MANIFEST.to_json() | {"later": 1}
-    for name in ("finished", "result", "incarnation"):
-        del members[name]
-    manifest = Manifest.from_json(members)
-    assert (manifest.finished, manifest.result, manifest.incarnation) == (False, {}, 0)
+@pytest.mark.parametrize(
+    "change", [{"step": 6}, {"result": {"accuracy": 0.98}}, {"sha256": ["00ff", "ff01"]}, {"later": 1}]
+)
+def test_a_changed_or_added_member_is_rejected(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifestError, match="its checksum does not match its members"):
+        Manifest.from_json(MANIFEST.to_json() | change)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_optional_members_have_defaults_and_unknown_members_are_ignored() -> Non
         ({"step": True}, "step must be of type int, got True"),
         ({"progress": "9"}, "progress must be of type int or float, got '9'"),
         ({"finished": 1}, "finished must be of type bool, got 1"),
-        ({"sha256": 1}, "sha256 must be of type str, got 1"),
+        ({"sha256": "0"}, "sha256 must be of type list, got '0'"),
         ({"result": []}, r"result must be of type dict, got \[\]"),
     ],
 )
@@ -68,27 +69,29 @@ def test_a_document_other_than_an_object_is_rejected(document: object) -> None:
 
 def test_another_format_is_rejected_with_both_numbers() -> None:
     with pytest.raises(
-        UnsupportedFormatError, match="format 1 is not supported: this version reads format 2"
+        UnsupportedFormatError, match="format 2 is not supported: this version reads format 3"
     ):
-        Manifest.from_json(MANIFEST.to_json() | {"format": 1})
+        Manifest.from_json(MANIFEST.to_json() | {"format": 2})
 
 
 @given(st.integers(1, 10**10))
 def test_file_names_carry_the_number(number: int) -> None:
-    names = [state_file_name(number), manifest_file_name(number)]
+    names = [state_file_name(number, "0123abcd"), manifest_file_name(number)]
     assert [checkpoint_number(name) for name in names] == [number, number]
-    assert [checkpoint_number(draft_file_name(name)) for name in names] == [number, number]
+    assert [checkpoint_number(draft_file_name(name, "00000000")) for name in names] == [number, number]
     assert [manifest_number(name) for name in names] == [None, number]
-    assert manifest_number(draft_file_name(manifest_file_name(number))) is None
+    assert manifest_number(draft_file_name(manifest_file_name(number), "00000000")) is None
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "checkpoint-best.pt",
+        "checkpoint-best.safetensors",
+        "checkpoint-00000001.safetensors",
+        "checkpoint-00000001.draft",
         "checkpoint-00000001.txt",
-        "checkpoint-1.pt",
-        "checkpoint-00000001.pt\n",
+        "checkpoint-1.json",
+        "checkpoint-00000001.json\n",
     ],
 )
 def test_files_of_the_user_are_no_checkpoints(name: str) -> None:

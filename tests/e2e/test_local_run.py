@@ -18,7 +18,6 @@ from adascale_controller.jobfile import load_job
 from adascale_controller.local import run_history
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
-from adascale_core.checkpoint_manifest import Manifest
 from e2e.local_run import (
     ROOT,
     adascale,
@@ -29,6 +28,7 @@ from e2e.local_run import (
     write_paced_job,
 )
 from support.launch import wait_until
+from support.manifests import make_manifest
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_fresh_run_deletes_the_saved_state(tmp_path: Path, state: Path) -> Non
     job = write_light_job(tmp_path / "job.yaml", "exit", "0", scaleInvariantSteps=9)
     (state / "checkpoints").mkdir(parents=True)
     (state / "checkpoints" / "checkpoint-00000001.json").write_text(
-        json.dumps(Manifest(1, "00ff", 1, 9, 9.0, 0, 1, 1, True, {"accuracy": 0.5}).to_json())
+        json.dumps(make_manifest(finished=True, result={"accuracy": 0.5}).to_json())
     )
     completed = adascale_in_process("run", job, "--state-dir", state)
     assert completed.returncode == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from adascale_worker import ElasticTrainer, shutdown
+from adascale_worker.checkpoint_writer import CheckpointWriter
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -34,6 +35,18 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
     yield make
     for trainer in reversed(trainers):
         trainer.close()
+
+
+@pytest.fixture
+def durable_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes trainers wait for each periodic checkpoint, so that a test knows which is the last one."""
+    start = CheckpointWriter.start
+
+    def start_and_wait(writer: CheckpointWriter, *arguments: Any) -> None:
+        start(writer, *arguments)
+        writer.wait()
+
+    monkeypatch.setattr(CheckpointWriter, "start", start_and_wait)
 
 
 @pytest.fixture

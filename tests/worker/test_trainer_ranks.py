@@ -76,8 +76,12 @@ def test_a_copy_of_the_model_uses_its_own_parameters(results: list[dict[str, Any
         assert copied["original"] > 0
 
 
-def test_a_checkpoint_that_is_due_once_is_saved_once(results: list[dict[str, Any]]) -> None:
-    assert len(results[0]["saved"]) == 1
+def test_a_checkpoint_is_saved_at_the_first_step_and_once_when_it_is_due(
+    results: list[dict[str, Any]],
+) -> None:
+    first, second = results[0]["saved"]
+    assert first == 1
+    assert second >= 3
     assert results[1]["saved"] == []
 
 

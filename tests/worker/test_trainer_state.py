@@ -37,6 +37,8 @@ from support.training import (
     train,
 )
 
+pytestmark = pytest.mark.usefixtures("durable_checkpoints")
+
 
 class CrashError(Exception):
     """Ends a loop as a kill does: nothing is saved."""
@@ -354,5 +356,5 @@ def test_state_that_could_not_be_loaded_again_is_an_error_at_program_reentry(
 ) -> None:
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
     model = network()
-    with pytest.raises(WorkerError, match=r"'opaque' .*PosixPath.*tensors, numbers, strings, lists"):
+    with pytest.raises(WorkerError, match=r"'opaque' .*\['path'\] is of type pathlib.PosixPath.*use tensors"):
         trainer.program_reentry(model, sgd(model), register={"draws": Draws(), "opaque": Opaque()})

@@ -68,6 +68,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             then up to every 16th step, depending on the smoothing.
         grad_scaler: the `torch.amp.GradScaler` of the training loop. Required only if gradients are clipped
             between `unscale_()` and `step()`; otherwise the loss scale is inferred from the gradients.
+        disjoint_pairs: with n = 1, whether no gradient is compared with both the one before and the one after
+            it. Half of the gradients are not kept for the next step then, nor saved with its state.
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not an SGD, or some of its parameters are
@@ -89,6 +91,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         model: torch.nn.Module | None = None,
         sample_every: int | None = None,
         grad_scaler: GradScaler | None = None,
+        disjoint_pairs: bool = False,
     ) -> None:
         if isinstance(optimizer, AdaScale):
             raise UnsupportedOptimizerError(
@@ -109,7 +112,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if smoothing is not None:
             require_smoothing(smoothing)
         settings = StepSettings(replicas, num_gradients_to_accumulate, scale, is_scaled_loss)
-        options = GainOptions(settings, smoothing, Sampling(sample_every), debias_ewma)
+        options = GainOptions(settings, smoothing, Sampling(sample_every, disjoint_pairs), debias_ewma)
         estimator = GainEstimator(optimizer, options, model, grad_scaler)
         require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)
@@ -339,6 +342,14 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 group["lr"] = lr
 
     # -- state ------------------------------------------------------------------------------------------
+
+    @property
+    def awaits_comparison(self) -> bool:
+        """Whether the state contains the gradient of the last step, which the next step no longer needs.
+
+        Only with one replica and no accumulation. After the next step the state is smaller.
+        """
+        return self._estimator.statistics.awaits_comparison
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, with AdaScale's own under the key "adascale".

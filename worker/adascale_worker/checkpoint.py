@@ -1,21 +1,22 @@
-"""Checkpoints in a folder: a checkpoint is either complete or does not exist.
+"""Checkpoints in a storage: a checkpoint is either complete or does not exist.
 
-A checkpoint consists of two files: `checkpoint-<number>.pt` with the state, and `checkpoint-<number>.json`,
-the manifest, with the length and SHA-256 of the state. Each file is written under a draft name, flushed to
-disk and then renamed. The manifest is written last; a state without a manifest is ignored. The last two
-checkpoints are kept, so that the previous one is available if the newest is damaged.
+A checkpoint consists of two files, which never change: the state, and the manifest with the SHA-256 of each
+part of the state. The manifest is written last; a state without a manifest is ignored. Every writer gives its
+state another name, and a manifest is created only if there is none of its number. So of two writers one
+succeeds, and the other learns of it. The last two states are kept, so that the previous one is available if
+the newest is damaged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -24,14 +25,28 @@ from adascale_core.checkpoint_manifest import (
     Manifest,
     UnsupportedFormatError,
     checkpoint_number,
-    draft_file_name,
     manifest_file_name,
     manifest_number,
     state_file_name,
 )
+from adascale_worker import state_tree
 from adascale_worker.errors import CheckpointError, UnusableCheckpointError
+from adascale_worker.snapshot import Snapshot
+from adascale_worker.state_file import StateFileLayout, read_layout
+from adascale_worker.state_tree import InvalidSpecError
+from adascale_worker.storage.interface import (
+    MissingFileError,
+    NameTakenError,
+    Part,
+    Storage,
+    StorageError,
+    WriteCancelledError,
+)
 
-KEPT_CHECKPOINTS = 2
+KEPT_STATES = 2
+CHUNK_BYTES = 16 * 2**20
+"""Length of the parts of a state, each of which has a SHA-256 in the manifest."""
+_PARALLEL_READS = 4
 
 
 @dataclass(frozen=True)
@@ -44,83 +59,109 @@ class CheckpointInfo:
     replicas: int
     generation: int
     finished: bool
+    saved_at: float
     incarnation: int = 0
     finish_reason: str = ""
 
 
-class CheckpointFolder:
+class CheckpointStore:
     """The checkpoints of one job.
 
     Args:
-        directory: the folder; `save` creates it if it does not exist.
+        storage: where they are stored.
+        chunk_bytes: length of the parts of a state.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.storage = storage
+        self._chunk_bytes = chunk_bytes
 
     def save(
-        self, state: dict[str, Any], info: CheckpointInfo, result: dict[str, float | str] | None = None
+        self,
+        snapshot: Snapshot,
+        info: CheckpointInfo,
+        result: dict[str, float | str] | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Manifest:
-        """Save a checkpoint with the next number, and delete all but the last two.
+        """Save a checkpoint with the next number, and delete older ones, except the last two states.
 
         Args:
-            state: tensors, numbers, strings, lists and dicts.
+            snapshot: contains the state.
             info: description of the state.
             result: result of training, as the program has reported it.
+            is_cancelled: whether to give up; called before each part is written.
 
         Returns:
             The manifest of the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint cannot be written, or a later generation or a later job of the
-                same name has saved in this folder. The existing checkpoints are unchanged.
+                same name has saved here. The existing checkpoints are unchanged.
+            WriteCancelledError: `is_cancelled` returned True.
         """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
             numbers = self.numbers()
-            number = numbers[-1] + 1 if numbers else 1
             if numbers:
                 self._require_not_superseded(numbers[-1], info)
-            path = self._state_path(number)
-            with _atomic_file(path) as file:
-                torch.save(state, file)
-            digest, length = _digest(path)
-            manifest = Manifest(number, digest, length, **asdict(info), result=dict(result or {}))
-            self._write_manifest(manifest)
-        except (OSError, RuntimeError) as error:
-            # torch.save wraps an OSError in a RuntimeError.
+            number = numbers[-1] + 1 if numbers else 1
+            state_name = state_file_name(number, secrets.token_hex(4))
+            layout = snapshot.layout
+            digests: list[str] = []
+
+            def parts() -> Iterator[Part]:
+                yield from _digested(layout.header, digests)
+                for part in snapshot.parts(self._chunk_bytes):
+                    if is_cancelled():
+                        raise WriteCancelledError
+                    yield from _digested(part, digests)
+
+            size = len(layout.header) + layout.data_bytes
+            self.storage.write(state_name, parts(), size=size)
+            manifest = Manifest(
+                number=number,
+                state=state_name,
+                bytes=size,
+                header_bytes=len(layout.header),
+                chunk_bytes=self._chunk_bytes,
+                sha256=digests,
+                **asdict(info),
+                result=dict(result or {}),
+            )
+            manifest = self._commit(manifest, info)
+        except StorageError as error:
             raise CheckpointError(
-                f"the checkpoint cannot be saved in {self.directory}: {_reason(error)}; "
-                f"{self._describe_newest()}. Check the folder, or use another one"
+                f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
+                "Check that the storage can be reached and written, or use another one"
             ) from error
         self._prune()
         return manifest
 
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
-        """Add `result` to a saved manifest, and return the new manifest.
+        """Save a new manifest of a saved state, with `result` added, and return it.
 
         Raises:
-            CheckpointError: the manifest cannot be written.
+            CheckpointError: the manifest cannot be written, or the state was replaced.
         """
-        annotated = replace(manifest, result={**manifest.result, **result})
+        annotated = replace(manifest, number=manifest.number + 1, result={**manifest.result, **result})
+        info = CheckpointInfo(**{name: getattr(manifest, name) for name in CheckpointInfo.__annotations__})
         try:
-            self._write_manifest(annotated)
-        except OSError as error:
-            raise CheckpointError(
-                f"the result cannot be saved in {self.directory}: {_reason(error)}"
-            ) from error
+            annotated = self._commit(annotated, info)
+        except StorageError as error:
+            raise CheckpointError(f"the result cannot be saved in {self.storage}: {error}") from error
+        self._prune()
         return annotated
 
     def load(self, number: int | None = None) -> tuple[dict[str, Any], Manifest] | None:
         """Return the newest intact checkpoint, as state and manifest. None if none was ever saved.
 
-        Reports damaged checkpoints that are newer than the one returned.
+        Every byte is verified before it is used. Reports damaged checkpoints that are newer than the one
+        returned.
 
         Args:
             number: number of the checkpoint to load. None loads the newest.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or the folder cannot be read.
+            CheckpointError: all checkpoints are damaged, or the storage cannot be read.
         """
         numbers = self.numbers() if number is None else [number]
         damages = []
@@ -130,6 +171,8 @@ class CheckpointFolder:
             except _DamagedError as error:
                 damages.append(str(error))
                 continue
+            except StorageError as error:
+                raise CheckpointError(f"{self.storage} cannot be read: {error}") from error
             for damage in damages:
                 print(
                     f"adascale: {damage}; resuming from checkpoint {manifest.number}, step {manifest.step}",
@@ -138,8 +181,8 @@ class CheckpointFolder:
             return state, manifest
         if damages:
             raise UnusableCheckpointError(
-                f"no intact checkpoint is left in {self.directory}: {'; '.join(damages)}. "
-                "Restore a copy of it, or start from scratch (adascale run --fresh, or remove the folder)"
+                f"no intact checkpoint is left in {self.storage}: {'; '.join(damages)}. "
+                "Restore a copy of it, or start from scratch (adascale run --fresh, or another location)"
             )
         return None
 
@@ -147,45 +190,140 @@ class CheckpointFolder:
         """Return the numbers of the saved checkpoints, in ascending order.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: the storage cannot be read.
         """
         try:
-            names = [path.name for path in self.directory.iterdir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be read: {_reason(error)}") from error
+            names = self.storage.names()
+        except StorageError as error:
+            raise CheckpointError(f"{self.storage} cannot be read: {error}") from error
         return sorted(number for number in map(manifest_number, names) if number is not None)
+
+    # -- reading ----------------------------------------------------------------------------------------
 
     def _read(self, number: int) -> tuple[dict[str, Any], Manifest]:
         manifest = self._read_manifest(number)
-        path = self._state_path(number)
+        path = self.storage.path(manifest.state)
+        header = self._read_verified(manifest, 0, f"{path} is damaged in its header")
         try:
-            digest, length = _digest(path)
-        except OSError as error:
-            raise _DamagedError(f"{path} cannot be read: {_reason(error)}") from error
-        if (digest, length) != (manifest.sha256, manifest.bytes):
-            raise _DamagedError(
-                f"{path} is damaged: it has {length} bytes with SHA-256 {digest[:12]}..., "
-                f"expected {manifest.bytes} bytes with SHA-256 {manifest.sha256[:12]}..."
-            )
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            layout = read_layout(header)
+            tensors = self._read_tensors(manifest, layout)
+            state: dict[str, Any] = state_tree.unflatten(layout.spec, tensors)
+        except InvalidSpecError as error:
+            raise _DamagedError(f"{path} is damaged: {error}") from error
         return state, manifest
 
-    def _read_manifest(self, number: int) -> Manifest:
-        path = self._manifest_path(number)
+    def _read_tensors(self, manifest: Manifest, layout: StateFileLayout) -> list[torch.Tensor]:
+        """Read the tensors, each into memory of its own, in parts that are verified one by one."""
+        path = self.storage.path(manifest.state)
+        expected = len(layout.header) + layout.data_bytes
+        if manifest.bytes != expected or manifest.header_bytes != len(layout.header):
+            raise _DamagedError(f"{path} is damaged: its tensors need {expected} bytes, not {manifest.bytes}")
+        tensors = [torch.empty(each.shape, dtype=each.dtype) for each in layout.layouts]
+        targets = [
+            (offset, tensor.view(-1).view(torch.uint8).numpy().data)
+            for tensor, offset in zip(tensors, layout.offsets, strict=True)
+            if tensor.numel()
+        ]
+        targets.sort(key=lambda target: target[0])
+        first = 0
+        for start, content in self._verified_chunks(manifest, layout):
+            end = start + len(content)
+            while first < len(targets) and targets[first][0] + len(targets[first][1]) <= start:
+                first += 1
+            for offset, memory in targets[first:]:
+                if offset >= end:
+                    break
+                begin, stop = max(offset, start), min(offset + len(memory), end)
+                memory[begin - offset : stop - offset] = content[begin - start : stop - start]
+        return tensors
+
+    def _verified_chunks(self, manifest: Manifest, layout: StateFileLayout) -> Iterator[tuple[int, bytes]]:
+        """Read and verify several parts at the same time; return their positions and contents in order."""
+        path = self.storage.path(manifest.state)
+
+        def read(index: int) -> tuple[int, bytes]:
+            start = index * manifest.chunk_bytes
+            end = min(start + manifest.chunk_bytes, layout.data_bytes)
+            names = layout.names_between(start, end)
+            tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            place = f"{path} is damaged in bytes {start:,} to {end:,} of {tensors}"
+            return start, self._read_verified(manifest, index + 1, place)
+
+        count = -(-layout.data_bytes // manifest.chunk_bytes)
+        if len(manifest.sha256) != count + 1:
+            raise _DamagedError(f"{path} is damaged: its manifest has {len(manifest.sha256)} checksums")
+        pending: deque[Future[tuple[int, bytes]]] = deque()
+        with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="adascale-read") as pool:
+            try:
+                for index in range(count):
+                    pending.append(pool.submit(read, index))
+                    if len(pending) > _PARALLEL_READS:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def _read_verified(self, manifest: Manifest, index: int, damage: str) -> bytes:
+        """Return the header (index 0) or a part of a state.
+
+        Raises:
+            _DamagedError: its SHA-256 is not that of the manifest.
+        """
+        if index == 0:
+            start, end = 0, manifest.header_bytes
+        else:
+            start = manifest.header_bytes + (index - 1) * manifest.chunk_bytes
+            end = min(start + manifest.chunk_bytes, manifest.bytes)
         try:
-            return Manifest.from_json(json.loads(path.read_bytes()))
+            content = self.storage.read(manifest.state, start, end)
+        except MissingFileError as error:
+            raise _DamagedError(f"{self.storage.path(manifest.state)} is missing: {error}") from error
+        if len(content) != end - start:
+            raise _DamagedError(
+                f"{damage}: it ends after {start + len(content):,} of {manifest.bytes:,} bytes"
+            )
+        found = hashlib.sha256(content).hexdigest()
+        if found != manifest.sha256[index]:
+            raise _DamagedError(
+                f"{damage}: their SHA-256 is {found[:12]}..., expected {manifest.sha256[index][:12]}..."
+            )
+        return content
+
+    def _read_manifest(self, number: int) -> Manifest:
+        name = manifest_file_name(number)
+        path = self.storage.path(name)
+        try:
+            return Manifest.from_json(json.loads(self.storage.read(name)))
         except UnsupportedFormatError as error:
             raise UnusableCheckpointError(f"{path}: {error}; use the version that wrote it") from error
+        except MissingFileError as error:
+            raise _DamagedError(f"{path} is missing: {error}") from error
         except InvalidManifestError as error:
             raise _DamagedError(f"{path} is damaged: {error}") from error
-        except (OSError, ValueError) as error:
-            raise _DamagedError(f"{path} is damaged: {_reason(error)}") from error
+        except ValueError as error:
+            raise _DamagedError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        with _atomic_file(self._manifest_path(manifest.number)) as file:
-            file.write((json.dumps(manifest.to_json(), indent=1) + "\n").encode())
+    # -- writing ----------------------------------------------------------------------------------------
+
+    def _commit(self, manifest: Manifest, info: CheckpointInfo) -> Manifest:
+        """Create the manifest; with a higher number, if another process has used its number.
+
+        Raises:
+            CheckpointError: that process has replaced this one.
+            StorageError: the manifest cannot be written.
+        """
+        while True:
+            text = (json.dumps(manifest.to_json(), indent=1) + "\n").encode()
+            try:
+                self.storage.create(manifest_file_name(manifest.number), text)
+            except NameTakenError:
+                newest = max(self.numbers(), default=manifest.number)
+                self._require_not_superseded(newest, info)
+                manifest = replace(manifest, number=newest + 1)
+            else:
+                return manifest
 
     def _require_not_superseded(self, newest: int, info: CheckpointInfo) -> None:
         """Check that no successor of this trainer, which may have been disconnected, has saved."""
@@ -199,85 +337,65 @@ class CheckpointFolder:
         if last.incarnation > info.incarnation:
             raise CheckpointError(
                 f"a later job of this name, created {last.incarnation - info.incarnation} s after this one, "
-                f"has saved in {self.directory}: this job was deleted while its replica was disconnected"
+                f"has saved in {self.storage}: this job was deleted while its replica was disconnected"
             )
         if last.incarnation == info.incarnation and last.generation > info.generation:
             raise CheckpointError(
-                f"generation {last.generation} has saved in {self.directory}, but this is generation "
+                f"generation {last.generation} has saved in {self.storage}, but this is generation "
                 f"{info.generation}: this replica was replaced while it was disconnected"
             )
 
     def _prune(self) -> None:
-        """Delete all but the newest checkpoints; manifests first, so that none exists in part."""
-        kept = set(self.numbers()[-KEPT_CHECKPOINTS:])
-        for number in self.numbers():
-            if number not in kept:
-                self._manifest_path(number).unlink(missing_ok=True)
-        for path in self.directory.glob("checkpoint-*"):
-            if checkpoint_number(path.name) not in {None, *kept}:
-                path.unlink(missing_ok=True)
+        """Delete files that are not needed, manifests first, so that no checkpoint exists in part.
+
+        Files with a higher number than the newest checkpoint may belong to a writer at work. A storage that
+        fails now is reported by the next save.
+        """
+        try:
+            names = self.storage.names()
+            kept_states: list[str] = []
+            kept: set[str] = set()
+            numbers = sorted(number for number in map(manifest_number, names) if number is not None)
+            for number in reversed(numbers):
+                try:
+                    state = self._read_manifest(number).state
+                except _DamagedError:
+                    continue
+                except UnusableCheckpointError:
+                    return
+                if state not in kept_states and len(kept_states) == KEPT_STATES:
+                    break
+                if state not in kept_states:
+                    kept_states.append(state)
+                    kept |= {state, manifest_file_name(number)}
+            unneeded = [
+                name
+                for name in names
+                if name not in kept and 0 < (checkpoint_number(name) or 0) <= max(numbers, default=0)
+            ]
+            for name in sorted(unneeded, key=lambda name: manifest_number(name) is None):
+                self.storage.delete(name)
+        except (StorageError, CheckpointError):
+            return
 
     def _describe_newest(self) -> str:
         """Describe the newest checkpoint, for an error message."""
-        numbers = self.numbers()
-        if not numbers:
-            return "no earlier checkpoint exists"
         try:
+            numbers = self.numbers()
+            if not numbers:
+                return "no earlier checkpoint exists"
             last = self._read_manifest(numbers[-1])
         except _DamagedError as damage:
             return str(damage)
+        except (StorageError, CheckpointError):
+            return "whether an earlier checkpoint exists is not known"
         return f"the last checkpoint, of step {last.step}, is unchanged"
 
-    def _state_path(self, number: int) -> Path:
-        return self.directory / state_file_name(number)
 
-    def _manifest_path(self, number: int) -> Path:
-        return self.directory / manifest_file_name(number)
+def _digested(part: Part, digests: list[str]) -> Iterator[Part]:
+    digests.append(hashlib.sha256(part).hexdigest())
+    yield part
 
 
 class _DamagedError(Exception):
     """A checkpoint differs from what was saved."""
-
-
-@contextlib.contextmanager
-def _atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing that gets the name `path` when it is complete and flushed to disk."""
-    draft = path.with_name(draft_file_name(path.name))
-    file = draft.open("wb")
-    try:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        draft.replace(path)
-        _flush_folder(path.parent)
-    except BaseException:
-        # The disk may have no space for the buffered data either; the draft is deleted in any case.
-        with contextlib.suppress(OSError):
-            file.close()
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def _flush_folder(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(path: Path) -> tuple[str, int]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest, file.tell()
-
-
-def _reason(error: BaseException) -> str:
-    """Return the operating system's message, if an OSError caused `error`, else type and message."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {error}"

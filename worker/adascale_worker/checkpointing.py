@@ -8,28 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_worker.checkpoint import CheckpointFolder, CheckpointInfo
+from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
+from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.errors import CheckpointError
 from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.storage import open_storage
 
 State = dict[str, Any]
 MakeState = Callable[[list[State]], State]
+MAX_WAIT_AT_EXIT = 20.0
+"""Seconds that the end of a process waits for the checkpoint that is being written."""
 
 
 class Checkpointing:
     """Saves and restores checkpoints of all replicas together. Rank 0 writes.
 
+    A checkpoint is due `interval` seconds after the state of the last one was copied, also if the process was
+    started again in between, and after the first step of a job without a checkpoint.
+
     Args:
-        directory: the checkpoint folder. None disables checkpoints.
+        location: folder or URL of the checkpoints. None disables checkpoints.
         interval: seconds between two checkpoints.
         group: the replicas of this generation.
+
+    Raises:
+        CheckpointError: the location is a URL that cannot be used.
     """
 
-    def __init__(self, directory: Path | None, interval: float, group: ReplicaGroup) -> None:
-        self._folder = CheckpointFolder(directory) if directory is not None else None
+    def __init__(self, location: str | Path | None, interval: float, group: ReplicaGroup) -> None:
+        self._store = CheckpointStore(open_storage(location)) if location is not None else None
+        self._writer = (
+            CheckpointWriter(self._store, interval, self._keep_manifest) if self._store is not None else None
+        )
         self._interval = interval
         self._group = group
-        self._saved_at = time.monotonic()
+        self._saved_at = float("-inf")
         self._manifest: Manifest | None = None
         self._result: dict[str, float | str] = {}
         self._has_final = False
@@ -38,12 +51,14 @@ class Checkpointing:
     @property
     def enabled(self) -> bool:
         """Whether checkpoints are saved."""
-        return self._folder is not None
+        return self._store is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether the interval since the last checkpoint has passed."""
-        return self.enabled and time.monotonic() - self._saved_at >= self._interval
+        """Whether the interval since the last checkpoint has passed, and none is being written."""
+        if self._writer is None or time.monotonic() - self._saved_at < self._interval:
+            return False
+        return not self._writer.is_busy
 
     @property
     def has_final(self) -> bool:
@@ -56,15 +71,15 @@ class Checkpointing:
         A collective call: rank 0 finds the checkpoint, and the others read it.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged; or the folder cannot be read.
+            CheckpointError: there are checkpoints, but all are damaged; or the storage cannot be read.
         """
-        if self._folder is None:
+        if self._store is None:
             return None
         loaded, number = None, None
         failure: CheckpointError | None = None
         if self._group.is_main:
             try:
-                loaded = self._folder.load()
+                loaded = self._store.load()
             except CheckpointError as error:
                 failure = error
             number = loaded[1].number if loaded is not None else None
@@ -72,11 +87,12 @@ class Checkpointing:
         if failure is not None:
             raise failure
         if number is not None and not self._group.is_main:
-            loaded = self._folder.load(number)
+            loaded = self._store.load(number)
         if loaded is None:
             return None
         state, self._manifest = loaded
         self._result = dict(self._manifest.result)
+        self._saved_at = time.monotonic() - max(time.time() - self._manifest.saved_at, 0.0)
         return state
 
     def save(
@@ -86,32 +102,51 @@ class Checkpointing:
         make_state: MakeState,
         *,
         final: bool = False,
+        durable: bool = False,
     ) -> None:
-        """Save a checkpoint. A collective call. Without a folder, nothing is written.
+        """Save a checkpoint. A collective call. Without a location, nothing is written.
+
+        Returns when the state is copied, and the copy is written while training continues; a failure is
+        reported. If `final` or `durable`, returns when the checkpoint is written.
 
         Args:
             info: description of the checkpoint.
             rng_state: state of this replica's random number generators.
             make_state: called on rank 0 with the `rng_state` of all ranks; returns the state to write.
             final: whether training is over, so that results are added to this checkpoint.
+            durable: whether to wait until the checkpoint is written.
 
         Raises:
-            CheckpointError: on all ranks, if rank 0 could not write the checkpoint.
+            CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
         """
-        failure = None
-        if self._folder is not None:
-            rng_states = self._group.gather(rng_state)
-            if self._group.is_main:
-                try:
-                    self._manifest = self._folder.save(make_state(rng_states), info, self._result)
-                except CheckpointError as error:
-                    failure = str(error)
-            failure = self._group.broadcast(failure)
-        self._saved_at = time.monotonic()
-        if failure is not None:
-            raise CheckpointError(failure)
+        if self._writer is not None:
+            self._save_with(self._writer, info, rng_state, make_state, durable=durable or final)
         self._has_final = self._has_final or final
         self._is_final_written = self._has_final
+
+    def _save_with(
+        self,
+        writer: CheckpointWriter,
+        info: CheckpointInfo,
+        rng_state: State,
+        make_state: MakeState,
+        *,
+        durable: bool,
+    ) -> None:
+        failure = None
+        rng_states = self._group.gather(rng_state)
+        self._saved_at = time.monotonic()
+        if self._group.is_main and not durable:
+            writer.start(make_state(rng_states), info, self._result)
+        elif self._group.is_main:
+            try:
+                writer.save(make_state(rng_states), info, self._result)
+            except CheckpointError as error:
+                failure = str(error)
+        if durable:
+            failure = self._group.broadcast(failure)
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def save_on_rank_0(self, info: CheckpointInfo, rng_state: State, make_state: MakeState) -> None:
         """Save the end of training on rank 0, without the random state of the others. Not a collective call.
@@ -119,8 +154,8 @@ class Checkpointing:
         Raises:
             CheckpointError: the checkpoint cannot be written.
         """
-        if self._folder is not None and self._group.is_main:
-            self._manifest = self._folder.save(make_state([rng_state]), info, self._result)
+        if self._writer is not None and self._group.is_main:
+            self._writer.save(make_state([rng_state]), info, self._result)
             self._is_final_written = True
 
     def keep_final(self) -> None:
@@ -132,13 +167,25 @@ class Checkpointing:
         self._saved_at = time.monotonic()
 
     def report_result(self, result: dict[str, float | str]) -> None:
-        """Add to the result of training, and to the manifest of the final checkpoint if it is saved.
+        """Add to the result of training, and save it with the final checkpoint if that exists.
 
         Raises:
-            CheckpointError: on rank 0, if the manifest cannot be written.
+            CheckpointError: on rank 0, if the result cannot be written.
         """
         self._result.update(result)
         if not self._is_final_written or not self._group.is_main:
             return
-        if self._folder is not None and self._manifest is not None:
-            self._manifest = self._folder.annotate(self._manifest, self._result)
+        if self._store is not None and self._manifest is not None:
+            self._manifest = self._store.annotate(self._manifest, self._result)
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, at most `MAX_WAIT_AT_EXIT` seconds."""
+        if self._writer is not None and not self._writer.wait(MAX_WAIT_AT_EXIT):
+            print(
+                f"adascale: the last checkpoint was not written within {MAX_WAIT_AT_EXIT:g} s; "
+                "the one before it is kept",
+                flush=True,
+            )
+
+    def _keep_manifest(self, manifest: Manifest) -> None:
+        self._manifest = manifest

@@ -68,7 +68,7 @@ class JobSettings:
     local_bsz_bounds: tuple[int, int] | None = None
     efficiency_target: float | None = None
     scale_invariant_steps: int | None = None
-    checkpoint_dir: Path | None = None
+    checkpoint_dir: str | Path | None = None
     checkpoint_interval: float | None = None
     epochs: int | None = None
     max_nonfinite_steps: int | None = None
@@ -163,7 +163,7 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
         local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _integer_pair, None),
         efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
         scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
-        checkpoint_dir=Path(directory) if directory else None,
+        checkpoint_dir=directory or None,
         checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _seconds, None),
     )
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from adascale_worker.hyperparameters import CHOICES, Choice, Difference, Hyperparameters
+from adascale_worker.state_tree import UnsupportedStateError, flatten
 
 
 class Stateful(Protocol):
@@ -104,8 +102,6 @@ class ProgramState:
     def require_loadable(self) -> None:
         """Check before training that a checkpoint of this program can be loaded again.
 
-        Checkpoints are loaded with `weights_only=True`, which rejects types that saving accepts.
-
         Raises:
             WorkerError: a state contains an object of such a type.
         """
@@ -119,16 +115,9 @@ class ProgramState:
         }
         for name, state in parts.items():
             try:
-                file = io.BytesIO()
-                torch.save(state, file)
-                file.seek(0)
-                torch.load(file, map_location="cpu", weights_only=True)
-            except (pickle.PickleError, AttributeError, TypeError) as error:
-                found = re.search(r"GLOBAL (\S+)", str(error))
-                raise WorkerError(
-                    f"the state_dict of {name} contains {found[1] if found else error}, which cannot be "
-                    "loaded from a checkpoint: use only tensors, numbers, strings, lists and dicts"
-                ) from error
+                flatten(state)
+            except UnsupportedStateError as error:
+                raise WorkerError(f"the state_dict of {name} cannot be saved: {error}") from error
 
     def _registered_states(self) -> dict[str, dict[str, Any]]:
         return {name: dict(stateful.state_dict()) for name, stateful in self.registered.items()}

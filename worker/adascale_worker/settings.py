@@ -25,7 +25,7 @@ class TrainerSettings:
     efficiency_target: float
     scale_invariant_steps: int | None
     epochs: int | None
-    checkpoint_dir: Path | None
+    checkpoint_dir: str | Path | None
     checkpoint_interval: float
     max_nonfinite_steps: int = DEFAULT_MAX_NONFINITE_STEPS
 

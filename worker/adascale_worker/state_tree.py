@@ -24,11 +24,9 @@ from torch import Tensor
 
 from adascale_worker.errors import CheckpointError, WorkerError
 
-ALLOWED: Final = (
-    "tensors, numpy arrays and numbers, None, bool, int, float, complex, str, bytes, list, tuple, set, dict, "
-    "OrderedDict, Counter, deque, torch.Size, torch.dtype and torch.device"
-)
-"""The types of values in a state, for messages."""
+ALLOWED: Final = "tensors, numpy arrays, numbers, strings, bytes, lists, tuples, sets and dicts"
+"""The types of values in a state, for messages. Subclasses are not allowed, except OrderedDict and Counter;
+None, deque, torch.Size, torch.dtype and torch.device are."""
 
 MAX_DEPTH: Final = 100
 """Levels of a tree. A tree that contains itself has more."""

@@ -95,7 +95,8 @@ class ElasticTrainer:
         epochs: epochs after which training is finished, if `scale_invariant_steps` is not set. If neither is
             set, training ends with the program.
         efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1].
-        checkpoint_dir: folder of the checkpoints. None: nothing is saved.
+        checkpoint_dir: folder of the checkpoints, or URL of an object store such as s3://bucket/prefix.
+            None: nothing is saved.
         checkpoint_interval: seconds between two checkpoints.
         max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
             or infinite. Default: 10. No checkpoint is saved with such weights.
@@ -134,7 +135,7 @@ class ElasticTrainer:
             scale_invariant_steps=scale_invariant_steps,
             epochs=epochs,
             efficiency_target=efficiency_target,
-            checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
+            checkpoint_dir=checkpoint_dir or None,
             checkpoint_interval=checkpoint_interval,
             max_nonfinite_steps=max_nonfinite_steps,
         )
@@ -297,7 +298,9 @@ class ElasticTrainer:
             ddp = parallelize(model, self.device, forward, find_unused_parameters=find_unused_parameters)
         else:
             record_forward(model, forward)
-        adascale = AdaScale(optimizer, world_size=group.replicas, is_scaled_loss=False, model=ddp)
+        adascale = AdaScale(
+            optimizer, world_size=group.replicas, is_scaled_loss=False, model=ddp, disjoint_pairs=True
+        )
         declared = Hyperparameters.read(optimizer, lr_scheduler)
         program = ProgramState(model, adascale, lr_scheduler, dict(register or {}), declared, hyperparameters)
         if trainer.checkpointing.enabled:
@@ -424,6 +427,7 @@ class ElasticTrainer:
 
         At the end of the process this is not needed. May be called again.
         """
+        self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         self._trainer.group.destroy()
         self._shutdown_signal.uninstall()
@@ -440,6 +444,7 @@ class ElasticTrainer:
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 self._fast_exit.code = EXIT_INVALID_PROGRAM
+        self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         self._trainer.group.destroy_before_finalization()
 

@@ -14,7 +14,7 @@ from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_worker.accumulation import GradientAccumulation
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
-from adascale_worker.errors import CheckpointError, WorkerError
+from adascale_worker.errors import WorkerError
 from adascale_worker.loop_checks import LoopChecks
 from adascale_worker.program_state import ProgramState
 from adascale_worker.shutdown import FastExit, ShutdownSignal
@@ -155,16 +155,13 @@ class TrainingLoop:
             return
         if self._agreement.exit:
             self._save_and_exit()
-        if self._agreement.save:
+        if self._agreement.save and not self.adascale.awaits_comparison:
             self._agreement.save = False
             try:
                 self._save()
             except NonFiniteWeightsError as error:
                 if self._trainer.group.is_main:
                     print(f"adascale: {error}", flush=True)
-            except CheckpointError as error:
-                # The previous checkpoint is intact, so continuing loses nothing that exiting would keep.
-                print(f"adascale: {error}; training continues without this checkpoint", flush=True)
             self._withdraw_requests()
             self._trainer.telemetry.step_timer.pause()
 
@@ -339,8 +336,8 @@ class TrainingLoop:
 
     # -- saving and exiting -----------------------------------------------------------------------------
 
-    def _save(self, *, final: bool = False) -> None:
-        """Save a checkpoint. A collective call.
+    def _save(self, *, final: bool = False, durable: bool = False) -> None:
+        """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
 
         Raises:
             NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
@@ -350,7 +347,7 @@ class TrainingLoop:
         if final or trainer.checkpointing.enabled:
             self._require_finite_weights()
         trainer.checkpointing.save(
-            self._state.info(), trainer.rng.current(), self._state.state_dict, final=final
+            self._state.info(), trainer.rng.current(), self._state.state_dict, final=final, durable=durable
         )
 
     def _require_finite_weights(self) -> None:
@@ -371,7 +368,7 @@ class TrainingLoop:
         self._report()
         saved = True
         try:
-            self._save()
+            self._save(durable=True)
         except NonFiniteWeightsError as error:
             saved = False
             if trainer.group.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from adascale_core.batch import BatchPlan
@@ -33,6 +34,7 @@ class TrainingState:
             replicas=trainer.group.replicas,
             generation=trainer.generation,
             finished=trainer.finished,
+            saved_at=time.time(),
             incarnation=trainer.incarnation,
             finish_reason=progress.finish_reason or "",
         )

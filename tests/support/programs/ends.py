@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from adascale_worker import ElasticTrainer
+from adascale_worker.checkpoint_writer import CheckpointWriter
 from support.training import samples
 
 
@@ -26,7 +27,20 @@ class Ballast:
         self.size = len(state_dict["ballast"])
 
 
+def write_at_once() -> None:
+    """Wait for each periodic checkpoint to be written."""
+    start = CheckpointWriter.start
+
+    def start_and_wait(writer: CheckpointWriter, *arguments: Any) -> None:
+        start(writer, *arguments)
+        writer.wait()
+
+    CheckpointWriter.start = start_and_wait  # type: ignore[method-assign, assignment]
+
+
 ends = os.environ["ENDS"]
+if ends == "full disk":
+    write_at_once()
 state = Path(os.environ["STATE"]) if os.environ.get("STATE") else None
 trainer = ElasticTrainer(
     batch_size=8,
@@ -38,7 +52,8 @@ kind = torch.optim.Adam if ends == "adam" else torch.optim.SGD
 optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
 ballast = Ballast()
 trainer.program_reentry(model, optimizer, register={"ballast": ballast})
-for step, (_, x, y) in enumerate(trainer.dataloader(samples(4 if ends == "small data" else 48)), start=1):
+size = {"small data": 4, "full disk": 96}.get(ends, 48)
+for step, (_, x, y) in enumerate(trainer.dataloader(samples(size)), start=1):
     if step == 3:
         if ends == "error":
             raise ArithmeticError("raised by the program")
@@ -46,7 +61,7 @@ for step, (_, x, y) in enumerate(trainer.dataloader(samples(4 if ends == "small 
             ballast.size = 3_000_000
         if ends in ("signal", "full disk when leaving"):
             signal.raise_signal(signal.SIGTERM)
-    if step == 5:
+    if step == 9:
         ballast.size = 0
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()

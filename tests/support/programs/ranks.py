@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.checkpoint import CheckpointFolder
+from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.stream import SampleStream
 
 OUT = Path(os.environ["OUT"])
@@ -171,13 +171,13 @@ def saves() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer.program_reentry(model, optimizer)
     saved: list[int] = []
-    own = CheckpointFolder.save
+    own = CheckpointWriter.start
 
-    def save(self: CheckpointFolder, state: dict[str, Any], *arguments: Any) -> Any:
+    def save(self: CheckpointWriter, state: dict[str, Any], *arguments: Any) -> Any:
         saved.append(state["progress"]["step"])
         return own(self, state, *arguments)
 
-    CheckpointFolder.save = save  # type: ignore[method-assign, assignment]
+    CheckpointWriter.start = save  # type: ignore[method-assign, assignment]
     for number, (x, y) in enumerate(trainer.dataloader(dataset)):
         if number == 2:
             skip_time(20_000)

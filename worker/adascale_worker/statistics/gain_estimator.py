@@ -165,11 +165,14 @@ class GainEstimator:
         """Prepare for the next step. Discards what this step has measured so far."""
         self.gradients_are_divided = False
         sampling, step = self._options.sampling, self._steps - self._sampling_start
-        is_measured = (
-            sampling.is_measured if self.settings.micro_gradients > 1 else sampling.is_in_measured_pair
+        is_single = self.settings.micro_gradients == 1
+        is_measured = sampling.is_in_measured_pair if is_single else sampling.is_measured
+        self.statistics.begin_step(
+            self.settings,
+            self._steps,
+            measuring=not self._is_stopped and is_measured(step, self.smoothing),
+            begins_pair=is_single and sampling.begins_pair(step, self.smoothing),
         )
-        measuring = not self._is_stopped and is_measured(step, self.smoothing)
-        self.statistics.begin_step(self.settings, self._steps, measuring=measuring)
 
     def discard_step(self) -> None:
         """Discard what this step has measured so far; its gradients were deleted."""
@@ -239,7 +242,9 @@ class GainEstimator:
 
     def _updated_averages(self, step: StepEstimate) -> MovingAverages:
         # The estimate of a measured step stands for all the steps of an interval.
-        interval = self._options.sampling.interval(self._steps - self._sampling_start, self.smoothing)
+        sampling = self._options.sampling
+        interval_at = sampling.pair_interval if self.settings.micro_gradients == 1 else sampling.interval
+        interval = interval_at(self._steps - self._sampling_start, self.smoothing)
         groups = len(self._optimizer.param_groups)
         averages = self._averages.to(step.grad_sqr.device).with_groups(groups)
         return averages.updated(step, self.smoothing**interval, debias=self._options.debias)

@@ -70,6 +70,7 @@ class GradientStatistics:
         self.joinable: Joinable | None = None
         self._step_number = 0
         self._is_measuring = False
+        self._begins_pair = False
         self._all_reduce: StatisticsAllReduce | None = None
         self._previous_gradient = PreviousGradient()
         self._previous_step: PreviousStep | None = None
@@ -80,15 +81,24 @@ class GradientStatistics:
 
     # -- a step -----------------------------------------------------------------------------------------
 
-    def begin_step(self, settings: StepSettings, step_number: int, *, measuring: bool) -> None:
+    @property
+    def awaits_comparison(self) -> bool:
+        """Whether the gradient of the last step is kept for a comparison that ends with this step."""
+        return self._previous_gradient.step is not None and not self._begins_pair
+
+    def begin_step(
+        self, settings: StepSettings, step_number: int, *, measuring: bool, begins_pair: bool
+    ) -> None:
         """Prepare for a step: add hooks to the parameters if it is measured, remove them if not.
 
         Args:
             settings: how the step is made.
             step_number: its number.
             measuring: whether to measure it.
+            begins_pair: whether its gradient is compared with that of the next step.
         """
         self._settings, self._step_number, self._is_measuring = settings, step_number, measuring
+        self._begins_pair = begins_pair
         self.discard_step()
         if settings.micro_gradients > 1 or not measuring:
             self._previous_gradient.clear()
@@ -140,7 +150,8 @@ class GradientStatistics:
         statistics = all_reduce.result(self.parameters.lr_device, before_step)
         statistics, loss_scale = self._with_loss_scale(statistics)
         estimate = self._estimate(statistics, loss_scale)
-        self._previous_gradient.step = PreviousStep(statistics.averaged, self._settings.scale, loss_scale)
+        if self._previous_gradient.is_from(self._step_number):
+            self._previous_gradient.step = PreviousStep(statistics.averaged, self._settings.scale, loss_scale)
         flag_sums = statistics.flags if statistics.flags.numel() else None
         return StepMeasurement(estimate, flag_sums, statistics.finite)
 
@@ -207,14 +218,20 @@ class GradientStatistics:
         self._start_all_reduce(local)
 
     def _compare_with_previous(self) -> Tensor:
-        """Return the inner products with the previous gradient, shape (groups,), and copy the current one."""
+        """Return the inner products with the previous gradient, shape (groups,).
+
+        Copies the current gradient if the next step is compared with it.
+        """
         groups = self.parameters.groups()
         self._previous_step = self._previous_gradient.preceding(self._step_number, groups)
         if self._previous_step is None:
             products = torch.zeros(len(groups), **self.parameters.statistics_options)
         else:
             products = self._previous_gradient.inner_products(groups, self.parameters.device)
-        self._previous_gradient.copy_from(groups, step_number=self._step_number)
+        if self._begins_pair:
+            self._previous_gradient.copy_from(groups, step_number=self._step_number)
+        else:
+            self._previous_gradient.invalidate()
         return products
 
     def _start_all_reduce(self, local: LocalStatistics) -> None:

@@ -72,6 +72,14 @@ class PreviousGradient:
             gradients.append(copies)
         self._gradients, self._step_number, self.step = gradients, step_number, None
 
+    def is_from(self, step_number: int) -> bool:
+        """Whether the copy is of the gradients of this step."""
+        return self._gradients is not None and self._step_number == step_number
+
+    def invalidate(self) -> None:
+        """Do not use the copy again, but keep its memory for the next."""
+        self._step_number, self.step = -1, None
+
     def clear(self) -> None:
         """Delete the copy."""
         self._gradients, self._step_number, self.step = None, -1, None
@@ -94,11 +102,11 @@ class PreviousGradient:
         return inner_products(previous, current, device)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the copy as numbers and tensors; None if there is no complete copy."""
+        """Return the copy as numbers and tensors, which the next copy changes; None if it is incomplete."""
         if self._gradients is None or self.step is None:
             return None
         return {
-            "gradients": [[None if g is None else g.clone() for g in group] for group in self._gradients],
+            "gradients": [list(group) for group in self._gradients],
             "step_number": self._step_number,
             "step": {
                 "sqr_norms": self.step.sqr_norms.tolist(),

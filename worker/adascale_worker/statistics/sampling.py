@@ -24,12 +24,14 @@ class Sampling:
     Attributes:
         every: the interval between measured steps; 1 measures every step. None for the default: all of the
             first steps, then as few as the window allows.
+        disjoint_pairs: whether the pairs of consecutive steps that are compared have no step in common.
 
     Raises:
         ValueError: `every` is below 1.
     """
 
     every: int | None = None
+    disjoint_pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -49,6 +51,14 @@ class Sampling:
         """Whether `step`, counted from 0, is measured."""
         return step % self.interval(step, smoothing) == 0
 
+    def pair_interval(self, step: int, smoothing: float) -> int:
+        """Return the number of steps from one comparison of two consecutive steps to the next at `step`."""
+        return max(self.interval(step, smoothing), 2 if self.disjoint_pairs else 1)
+
     def is_in_measured_pair(self, step: int, smoothing: float) -> bool:
         """Whether `step` is the first or the second of two consecutive steps that are compared."""
-        return step % self.interval(step, smoothing) <= 1
+        return step % self.pair_interval(step, smoothing) <= 1
+
+    def begins_pair(self, step: int, smoothing: float) -> bool:
+        """Whether `step` is the first of two consecutive steps that are compared."""
+        return step % self.pair_interval(step, smoothing) == 0

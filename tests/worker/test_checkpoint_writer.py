@@ -1,0 +1,197 @@
+"""Tests of checkpoints that are written while training continues."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from adascale_core.checkpoint_manifest import Manifest
+from adascale_worker import checkpoint_writer
+from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
+from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker.checkpointing import Checkpointing
+from adascale_worker.errors import CheckpointError
+from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.snapshot import Snapshot
+from adascale_worker.storage.folder import Folder
+from adascale_worker.storage.interface import Part, StorageError
+
+INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
+
+
+class ControlledFolder(Folder):
+    """A folder that writes one part for each permit, and fails if told so."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.permits = threading.Semaphore(0)
+        self.began = threading.Event()
+        self.failure: str | None = None
+
+    def write(self, name: str, parts: Any, *, size: int) -> None:
+        super().write(name, self._controlled(parts), size=size)
+
+    def _controlled(self, parts: Any) -> Iterator[Part]:
+        for part in parts:
+            self.began.set()
+            assert self.permits.acquire(timeout=60)
+            if self.failure:
+                raise StorageError(self.failure)
+            yield part
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ControlledFolder:
+    return ControlledFolder(tmp_path)
+
+
+@pytest.fixture
+def saved() -> list[Manifest]:
+    return []
+
+
+@pytest.fixture
+def writer(folder: ControlledFolder, saved: list[Manifest]) -> Iterator[CheckpointWriter]:
+    writer = CheckpointWriter(CheckpointStore(folder, chunk_bytes=4000), 1.0, saved.append)
+    yield writer
+    folder.permits.release(1000)
+    assert writer.wait(60)
+
+
+def load(folder: ControlledFolder) -> dict[str, Any]:
+    loaded = CheckpointStore(folder).load()
+    assert loaded is not None
+    return loaded[0]
+
+
+def test_what_is_saved_is_the_state_at_the_start(
+    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
+) -> None:
+    weights = torch.ones(5000)
+    numbers = [1, 2]
+    state = {"weights": weights, "numbers": numbers}
+    writer.start(state, INFO, {})
+    assert folder.began.wait(60)
+    weights.zero_()
+    numbers.append(3)
+    assert writer.is_busy
+    assert saved == []
+    folder.permits.release(1000)
+    assert writer.wait(60)
+    assert [manifest.step for manifest in saved] == [7]
+    loaded = load(folder)
+    assert torch.equal(loaded["weights"], torch.ones(5000))
+    assert loaded["numbers"] == [1, 2]
+
+
+def test_only_one_checkpoint_is_written_at_a_time(
+    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
+) -> None:
+    writer.start({"number": 1}, INFO, {})
+    assert folder.began.wait(60)
+    writer.start({"number": 2}, INFO, {})
+    folder.permits.release(1000)
+    assert writer.wait(60)
+    assert (len(saved), load(folder)["number"]) == (1, 1)
+
+
+def test_a_durable_save_gives_up_the_one_that_is_being_written(
+    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
+) -> None:
+    writer.start({"weights": torch.ones(5000), "number": 1}, INFO, {})
+    assert folder.began.wait(60)
+    thread = threading.Timer(0.05, folder.permits.release, args=[1000])
+    thread.start()
+    manifest = writer.save({"weights": torch.ones(5000), "number": 2}, replace(INFO, step=8), {})
+    thread.join()
+    assert (manifest.number, load(folder)["number"]) == (1, 2)
+    assert saved == [manifest]
+    assert len(list(folder.directory.iterdir())) == 2
+
+
+def test_a_failure_is_reported_once_until_a_checkpoint_is_saved(
+    writer: CheckpointWriter, folder: ControlledFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.permits.release(1000)
+    for failure in ("the disk is full", "the disk is full", None, "the disk is full"):
+        folder.failure = failure
+        writer.start({"number": 1}, INFO, {})
+        assert writer.wait(60)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3, lines
+    assert "the disk is full; no earlier checkpoint exists" in lines[0]
+    assert lines[0].endswith("training continues without this checkpoint")
+    assert lines[1] == "adascale: checkpoints are saved again, the last one at step 7"
+    assert "the disk is full; the last checkpoint, of step 7, is unchanged" in lines[2]
+
+
+def test_a_durable_save_raises_its_failure(writer: CheckpointWriter, folder: ControlledFolder) -> None:
+    folder.permits.release(1000)
+    folder.failure = "the disk is full"
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        writer.save({"number": 1}, INFO, {})
+
+
+def test_a_slow_storage_is_reported_once(
+    writer: CheckpointWriter,
+    folder: ControlledFolder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer.start({"number": 1}, INFO, {})
+    assert folder.began.wait(60)
+    assert writer.is_busy
+    assert capsys.readouterr().out == ""
+    later = time.monotonic() + 100
+    monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: later))
+    assert writer.is_busy
+    assert writer.is_busy
+    output = capsys.readouterr().out
+    assert output.count("the checkpoint of step 7 is still being written to") == 1, output
+    assert "longer than the interval of 1 s: training continues" in output
+
+
+def test_the_memory_of_a_snapshot_is_used_again() -> None:
+    snapshot = Snapshot()
+    snapshot.copy({"a": torch.ones(100), "b": torch.ones(50, dtype=torch.float64)})
+    first = [memoryview(part).tobytes() for part in snapshot.parts(1 << 20)]
+    address = snapshot._memory.data_ptr()
+    for size in (100, 40, 100):
+        snapshot.copy({"a": torch.full((size,), 2.0), "b": torch.ones(50, dtype=torch.float64)})
+        assert snapshot._memory.data_ptr() == address
+    snapshot.copy({"a": torch.ones(100), "b": torch.ones(50, dtype=torch.float64)})
+    assert [memoryview(part).tobytes() for part in snapshot.parts(1 << 20)] == first
+
+
+# -- when a checkpoint is due -----------------------------------------------------------------------------
+
+
+def checkpointing_in(directory: Path, interval: float) -> Checkpointing:
+    group = SimpleNamespace(is_main=True, broadcast=lambda value: value, gather=lambda value: [value])
+    return Checkpointing(directory, interval, cast(ReplicaGroup, group))
+
+
+def save(checkpointing: Checkpointing, saved_at: float) -> None:
+    checkpointing.save(replace(INFO, saved_at=saved_at), {}, lambda _: {"number": 1}, durable=True)
+
+
+def test_a_job_without_a_checkpoint_saves_its_first_step(tmp_path: Path) -> None:
+    checkpointing = checkpointing_in(tmp_path, 1000.0)
+    assert checkpointing.load() is None
+    assert checkpointing.is_due
+    save(checkpointing, time.time())
+    assert not checkpointing.is_due
+
+
+@pytest.mark.parametrize(("age", "is_due"), [(0.0, False), (400.0, False), (600.0, True), (-600.0, False)])
+def test_the_interval_continues_over_a_restart(tmp_path: Path, age: float, is_due: bool) -> None:
+    save(checkpointing_in(tmp_path, 500.0), time.time() - age)
+    restarted = checkpointing_in(tmp_path, 500.0)
+    restarted.load()
+    assert restarted.is_due == is_due

@@ -1,0 +1,137 @@
+"""Writes checkpoints in a thread of its own, from a copy of the state in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from adascale_core.checkpoint_manifest import Manifest
+from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
+from adascale_worker.errors import CheckpointError
+from adascale_worker.snapshot import Snapshot
+from adascale_worker.storage.interface import WriteCancelledError
+
+State = dict[str, Any]
+MIN_DELAY = 10.0
+"""Seconds that a checkpoint takes at least before its duration is reported."""
+
+
+class CheckpointWriter:
+    """Copies the state, and writes the copy while training continues. One checkpoint at a time.
+
+    Args:
+        store: where checkpoints are saved.
+        interval: seconds between two checkpoints; a longer duration of one is reported.
+        on_saved: called with each manifest, in the thread that writes.
+    """
+
+    def __init__(self, store: CheckpointStore, interval: float, on_saved: Callable[[Manifest], None]) -> None:
+        self._store = store
+        self._interval = interval
+        self._on_saved = on_saved
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._cancelled = threading.Event()
+        self._step = 0
+        self._began = 0.0
+        self._has_reported_delay = False
+        self._reported_failure: str | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written. Reports once if that takes longer than the interval."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        duration = time.monotonic() - self._began
+        if duration > max(self._interval, MIN_DELAY) and not self._has_reported_delay:
+            self._has_reported_delay = True
+            _print(
+                f"the checkpoint of step {self._step} is still being written to {self._store.storage} after "
+                f"{duration:.0f} s, longer than the interval of {self._interval:g} s: training continues, "
+                "and checkpoints are saved less often. Use faster storage, or a longer interval"
+            )
+        return True
+
+    def start(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+        """Copy `state`, and begin to write the copy. If a checkpoint is still being written, do nothing.
+
+        A failure is reported, once until a checkpoint is saved again.
+
+        Raises:
+            UnsupportedStateError: an object in the state cannot be saved.
+        """
+        if self.is_busy:
+            return
+        try:
+            self._copy(state)
+        except CheckpointError as error:
+            self._report_failure(str(error))
+            return
+        self._cancelled.clear()
+        self._step, self._began = info.step, time.monotonic()
+        # A daemon: a storage that does not answer cannot keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._write, args=(info, dict(result)), name="adascale-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def save(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> Manifest:
+        """Save a checkpoint, and return when it is durable. An earlier one that is being written is given up.
+
+        Raises:
+            CheckpointError: see `CheckpointStore.save`; or there is not enough memory.
+            UnsupportedStateError: an object in the state cannot be saved.
+        """
+        self._cancelled.set()
+        self.wait()
+        self._copy(state)
+        manifest = self._store.save(self._snapshot, info, result)
+        self._on_saved(manifest)
+        return manifest
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no checkpoint is being written, and return whether that is so.
+
+        Args:
+            timeout: seconds to wait at most. None: without limit.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    def _copy(self, state: State) -> None:
+        try:
+            self._snapshot.copy(state)
+        except (MemoryError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the state cannot be copied in memory for a checkpoint: {error}. The first replica needs "
+                "the memory of the state (parameters, optimizer) twice: raise its memory limit"
+            ) from error
+
+    def _write(self, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+        try:
+            manifest = self._store.save(self._snapshot, info, result, self._cancelled.is_set)
+        except WriteCancelledError:
+            return
+        except CheckpointError as error:
+            self._report_failure(str(error))
+            return
+        if self._reported_failure is not None:
+            _print(f"checkpoints are saved again, the last one at step {manifest.step}")
+        self._reported_failure = None
+        if time.monotonic() - self._began <= self._interval:
+            self._has_reported_delay = False
+        self._on_saved(manifest)
+
+    def _report_failure(self, failure: str) -> None:
+        if failure != self._reported_failure:
+            # The previous checkpoint is intact, so continuing loses nothing that exiting would keep.
+            _print(f"{failure}; training continues without this checkpoint")
+        self._reported_failure = failure
+
+
+def _print(message: str) -> None:
+    print(f"adascale: {message}", flush=True)

@@ -1,0 +1,69 @@
+"""What checkpoints need from a storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+Part = bytes | memoryview
+"""A part of a file's content."""
+
+
+class StorageError(Exception):
+    """The storage cannot be read or written. The message is the reason, for the end of a sentence."""
+
+
+class MissingFileError(StorageError):
+    """There is no file of this name."""
+
+
+class WriteCancelledError(Exception):
+    """The source of a file's content has given up."""
+
+
+class NameTakenError(StorageError):
+    """A file of this name exists already."""
+
+
+class Storage(Protocol):
+    """Files by name. A file has its whole content or does not exist, and does not change.
+
+    Every method raises StorageError if the storage does not work.
+    """
+
+    def __str__(self) -> str:
+        """Return the location, for messages."""
+
+    def path(self, name: str) -> str:
+        """Return the location of a file, for messages."""
+
+    def names(self) -> list[str]:
+        """Return the names of all files; an empty list if nothing was ever written."""
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Return the bytes from `start` to `end`, or fewer if the file is shorter.
+
+        Raises:
+            MissingFileError: there is no such file.
+        """
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:
+        """Write a file, and return when it is durable. An error, also one of `parts`, leaves no file.
+
+        Args:
+            name: of the file; no other process uses it.
+            parts: its content.
+            size: total length of `parts`, in bytes.
+        """
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a file if there is none of its name, and return when it is durable.
+
+        Of several processes that create the same name, only one succeeds.
+
+        Raises:
+            NameTakenError: a file of this name exists.
+        """
+
+    def delete(self, name: str) -> None:
+        """Delete a file if it exists."""
