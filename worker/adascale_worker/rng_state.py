@@ -1,6 +1,6 @@
 """Capture and restore the state of a process's random number generators.
 
-The state consists of tensors, numbers, strings and lists, so it loads with `torch.load(weights_only=True)`.
+The state consists of tensors, numbers, strings and lists, so it can be saved in a checkpoint.
 """
 
 from __future__ import annotations
