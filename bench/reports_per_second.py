@@ -2,6 +2,9 @@
 
     python bench/reports_per_second.py --clients 16 --seconds 5
 
+Beside it, in turn, a bare FastAPI application with the same server, event loop and HTTP parser parses the
+same reports and keeps nothing.
+
 The service runs as for a user: in its own process, with a token, on an SQLite file. The clients run on the
 same machine, in a few processes with several connections each. Every counted report was answered with 2xx, so
 it is on disk; at the end the count is compared with the service's. The processor time of the service per
@@ -16,6 +19,7 @@ import multiprocessing
 import os
 import secrets
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,23 +61,56 @@ def main() -> None:
     parser.add_argument(
         "--lists", type=int, nargs="*", default=[1, 10, 100], help="reports per request (default: 1 10 100)"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="alternations (default: %(default)s)")
     options = parser.parse_args()
     print(f"{options.clients} clients, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
     print(
-        f"{'reports/request':>15} {'requests/s':>11} {'reports/s':>10}"
+        f"{'reports/request':>15} {'':>8} {'requests/s':>11} {'reports/s':>10}"
         f" {'median ms':>10} {'99% ms':>8} {'service ms/request':>19}"
     )
     for size in options.lists:
-        result = measure(options.clients, options.seconds, size)
+        ratios = []
+        for _ in range(options.rounds):
+            rates = {}
+            for name, measure in (("bare", measure_bare), ("service", measure_service)):
+                result = measure(options.clients, options.seconds, size)
+                rates[name] = result.requests / result.seconds
+                print(
+                    f"{size:>15} {name:>8} {rates[name]:>11.0f} {result.reports / result.seconds:>10.0f}"
+                    f" {result.quantile(0.5) * 1e3:>10.1f} {result.quantile(0.99) * 1e3:>8.1f}"
+                    f" {result.processor_time / result.requests * 1e3:>19.2f}",
+                    flush=True,
+                )
+            ratios.append(rates["service"] / rates["bare"])
         print(
-            f"{size:>15} {result.requests / result.seconds:>11.0f} {result.reports / result.seconds:>10.0f}"
-            f" {result.quantile(0.5) * 1e3:>10.1f} {result.quantile(0.99) * 1e3:>8.1f}"
-            f" {result.processor_time / result.requests * 1e3:>19.2f}",
-            flush=True,
+            f"{size:>15} service/bare: {statistics.median(ratios):.2f} (median of {len(ratios)})", flush=True
         )
 
 
-def measure(clients: int, seconds: float, size: int) -> Result:
+def measure_bare(clients: int, seconds: float, size: int) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        port_file = Path(folder) / "port"
+        program = Path(__file__).with_name("bare_service.py")
+        service = subprocess.Popen([sys.executable, str(program), str(port_file)], stdout=subprocess.DEVNULL)
+        try:
+            port = wait_for_port(service, port_file)
+            before = processor_time(service.pid)
+            result = load(port, "none", clients, seconds, size)
+            return replace(result, processor_time=processor_time(service.pid) - before)
+        finally:
+            service.terminate()
+            service.wait()
+
+
+def wait_for_port(service: "subprocess.Popen[bytes]", port_file: Path) -> int:
+    while not port_file.exists():
+        if service.poll() is not None:
+            sys.exit("the service did not start")
+        time.sleep(0.05)
+    return int(port_file.read_text())
+
+
+def measure_service(clients: int, seconds: float, size: int) -> Result:
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port"
@@ -81,11 +118,7 @@ def measure(clients: int, seconds: float, size: int) -> Result:
         command += ["--database", f"sqlite:///{folder}/bench.db"]
         service = subprocess.Popen(command, env={**os.environ, ENV_TOKEN: token}, stdout=subprocess.DEVNULL)
         try:
-            while not port_file.exists():
-                if service.poll() is not None:
-                    sys.exit("the service did not start")
-                time.sleep(0.05)
-            port = int(port_file.read_text())
+            port = wait_for_port(service, port_file)
             before = processor_time(service.pid)
             result = load(port, token, clients, seconds, size)
             result = replace(result, processor_time=processor_time(service.pid) - before)

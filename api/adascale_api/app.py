@@ -8,7 +8,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from adascale_api.authorization import Authorizer
-from adascale_api.body_limit import BodyLimit
+from adascale_api.body_limit import BodyBudget, BodyLimit
 from adascale_api.database import Database
 from adascale_api.error_handlers import add_error_handlers
 from adascale_api.http_protocol import ConnectionLimits
@@ -59,7 +59,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.service = service
-    app.add_middleware(BodyLimit)
+    app.state.bodies = BodyBudget()
+    app.add_middleware(BodyLimit, budget=app.state.bodies)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
     for routes in (gain, allocation, jobs, probes):

@@ -1,4 +1,7 @@
-"""ASGI middleware that limits the size of request bodies, of each and of all together."""
+"""Limits of the size of request bodies, of each and of all together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,46 +15,73 @@ SMALL_BODY = 8 * 1024
 """Bytes of a body that is not counted: heartbeats and single reports are never refused for others' bodies."""
 
 
+class BodyBudget:
+    """The bytes of the bodies of all requests."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    @contextmanager
+    def request(self, scope: Scope) -> Iterator["_Body"]:
+        """Count the body of a request until it is answered."""
+        body = _Body(self, scope)
+        try:
+            yield body
+        finally:
+            self.used -= body.counted
+
+
+class _Body:
+    """The body of a request."""
+
+    def __init__(self, budget: BodyBudget, scope: Scope) -> None:
+        self._budget = budget
+        self._scope = scope
+        self._size = 0
+        self.counted = 0
+
+    def limited(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises an error when the body exceeds a limit, announced or not.
+
+        `BodyTooLargeError` for a body of more than `MAX_BODY` bytes, `UnavailableError` while the bodies of
+        all requests have more than `MAX_BODIES` bytes.
+        """
+
+        async def receive_within_limit() -> Message:
+            if self._size == 0:
+                announced = dict(self._scope["headers"]).get(b"content-length", b"")
+                if announced.isdigit() and int(announced) > MAX_BODY:
+                    _refuse(f"{int(announced)} bytes")
+            message = await receive()
+            self._size += len(message.get("body", b""))
+            if self._size > MAX_BODY:
+                _refuse(f"more than {MAX_BODY} bytes")
+            if self._size > SMALL_BODY:
+                self._budget.used += self._size - self.counted
+                self.counted = self._size
+                if self._budget.used > MAX_BODIES:
+                    raise UnavailableError(
+                        "too many large requests at the same time; nothing was stored, try again"
+                    )
+            return message
+
+        return receive_within_limit
+
+
 class BodyLimit:
-    """Raises an error when a body is read that exceeds a limit, announced or not.
+    """ASGI middleware that limits bodies."""
 
-    `BodyTooLargeError` for a body of more than `MAX_BODY` bytes, `UnavailableError` while the bodies of all
-    requests have more than `MAX_BODIES` bytes.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
         self._app = app
-        self._total = 0
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, and count the bytes of its body as they are read."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        content_length = dict(scope["headers"]).get(b"content-length", b"")
-        size = counted = 0
-
-        async def receive_within_limit() -> Message:
-            nonlocal size, counted
-            if content_length.isdigit() and int(content_length) > MAX_BODY:
-                _refuse(f"{int(content_length)} bytes")
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > MAX_BODY:
-                _refuse(f"more than {MAX_BODY} bytes")
-            if size > SMALL_BODY:
-                self._total += size - counted
-                counted = size
-                if self._total > MAX_BODIES:
-                    raise UnavailableError(
-                        "too many large requests at the same time; nothing was stored, try again"
-                    )
-            return message
-
-        try:
-            await self._app(scope, receive_within_limit, send)
-        finally:
-            self._total -= counted
+        with self._budget.request(scope) as body:
+            await self._app(scope, body.limited(receive), send)
 
 
 def _refuse(got: str) -> None:

@@ -38,6 +38,8 @@ READERS = 2
 """Threads for short reads, and as many for long ones."""
 MAX_WAITING_READS = 64
 """Long reads that may wait for a thread."""
+SWEEP_INTERVAL = 0.25
+"""Seconds between two searches for overdue writes."""
 MAX_WRITES_PER_COMMIT = 256
 """Writes in one commit."""
 MAX_WAITING_WRITES = 20_000
@@ -119,6 +121,8 @@ class Database:
         self._write_connection: Any = None
         self._queue: deque[_Write] = deque()
         self._committing: asyncio.Task[None] | None = None
+        self._waiting: deque[_Write] = deque()
+        self._sweep: asyncio.TimerHandle | None = None
         self._pending: set[asyncio.Timeout] = set()
         self._stopping = False
 
@@ -171,10 +175,26 @@ class Database:
             raise UnavailableError("too many requests at the same time; nothing was stored, try again")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
-        self._queue.append(_Write(operation, job_id, is_report, time.monotonic() + DEADLINE, done))
+        write = _Write(operation, job_id, is_report, time.monotonic() + DEADLINE, done)
+        self._queue.append(write)
+        self._waiting.append(write)
         if self._committing is None:
             self._committing = asyncio.create_task(self._commit_all())
-        return await self._within_deadline(done, "whether it was stored is unknown, try again")
+        # Not a timer for each, which would take longer than the write.
+        if self._sweep is None:
+            self._sweep = loop.call_later(SWEEP_INTERVAL, self._end_overdue)
+        return await done
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        while self._waiting and (self._waiting[0].done.done() or self._waiting[0].deadline < now):
+            done = self._waiting.popleft().done
+            if not done.done():
+                hint = "whether it was stored is unknown, try again"
+                done.set_exception(DatabaseError(f"no answer within {DEADLINE} s", hint))
+        self._sweep = None
+        if self._waiting:
+            self._sweep = asyncio.get_running_loop().call_later(SWEEP_INTERVAL, self._end_overdue)
 
     async def _commit_all(self) -> None:
         loop = asyncio.get_running_loop()
@@ -330,6 +350,10 @@ class Database:
             asyncio.get_running_loop().call_later(STOP_GRACE, self._abandon)
 
     def _abandon(self) -> None:
+        for write in self._waiting:
+            if not write.done.done():
+                hint = "whether it was stored is unknown, try again"
+                write.done.set_exception(DatabaseError("the service is stopping", hint))
         now = asyncio.get_running_loop().time()
         for timeout in self._pending:
             timeout.reschedule(now)

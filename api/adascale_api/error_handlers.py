@@ -20,7 +20,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(AdaScaleError, _handle_refusal)
     app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
     app.add_exception_handler(HTTPException, _handle_http_error)
-    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
+    app.add_exception_handler(ClientDisconnect, _handle_refusal)
 
 
 def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
@@ -28,8 +28,14 @@ def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | No
     return Response(body.model_dump_json(), status, headers, media_type="application/json")
 
 
-def _handle_refusal(_request: Request, error: Exception) -> Response:
+def response_to(error: Exception) -> Response:
+    """Return the response to an error that is expected; raise it if it is not."""
     match error:
+        case ClientDisconnect():
+            return error_response(
+                400,
+                ErrorBody(error="the connection was closed before the end of the body; nothing was stored"),
+            )
         case InvalidInputError():
             return error_response(error.status, ErrorBody(error=str(error), detail=error.field_errors))
         case RequestError():
@@ -41,6 +47,10 @@ def _handle_refusal(_request: Request, error: Exception) -> Response:
         case InvalidJobError() | InvalidJobIdError():
             return error_response(422, ErrorBody(error=str(error)))
     raise error
+
+
+def _handle_refusal(_request: Request, error: Exception) -> Response:
+    return response_to(error)
 
 
 def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
@@ -61,9 +71,3 @@ def _handle_http_error(request: Request, error: Exception) -> Response:
         allowed = ", ".join(sorted(method.upper() for method in methods)) or (headers or {}).get("Allow", "")
         message, headers = f"method {request.method} is not allowed here: use {allowed}", {"Allow": allowed}
     return error_response(error.status_code, ErrorBody(error=message), headers)
-
-
-def _handle_disconnect(_request: Request, _error: Exception) -> Response:
-    return error_response(
-        400, ErrorBody(error="the connection was closed before the end of the body; nothing was stored")
-    )

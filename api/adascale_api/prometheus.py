@@ -45,6 +45,8 @@ class Metrics:
             ["result"],
             registry=self.registry,
         )
+        self._stored = self.reports.labels("stored")
+        self._repeated = self.reports.labels("repeated")
         self.requests = Histogram(
             "adascale_request_seconds",
             "Seconds from the arrival of a request to the end of its answer, including a requested wait.",
@@ -54,6 +56,12 @@ class Metrics:
         )
         self._observers: dict[tuple[str, str, int], Callable[[float], None]] = {}
         self.registry.register(_Health(condition, connections))
+
+    def count_reports(self, stored: int, repeated: int) -> None:
+        """Count the reports of a request."""
+        self._stored.inc(stored)
+        if repeated:
+            self._repeated.inc(repeated)
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request and its time."""

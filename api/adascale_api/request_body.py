@@ -40,6 +40,7 @@ class JsonBody(Generic[M]):
             NotJsonError, BodyTooLargeError, InvalidInputError: the body is not valid.
         """
         text = await _read(request)
+        _check_size(text)
         try:
             return self.model.model_validate_json(text)
         except ValidationError as error:
@@ -61,7 +62,11 @@ class ReportsBody:
 
     async def __call__(self, request: Request) -> list[GainReportBody]:
         """Return the reports; errors as for `JsonBody`."""
-        text = await _read(request)
+        return self.parse(await _read(request))
+
+    def parse(self, text: bytes) -> list[GainReportBody]:
+        """Return the reports in a text; errors as for `JsonBody`."""
+        _check_size(text)
         try:
             if not text.lstrip(b" \t\r\n").startswith(b"["):
                 return [GainReportBody.model_validate_json(text)]
@@ -79,7 +84,19 @@ class ReportsBody:
 
 
 async def _read(request: Request) -> bytes:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    require_json(request.headers.get("content-type", ""))
+    return await request.body()
+
+
+def require_json(content_type: str) -> None:
+    """Refuse another content type.
+
+    Raises:
+        NotJsonError: it is not JSON.
+    """
+    if content_type == "application/json":
+        return
+    media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
@@ -87,10 +104,6 @@ async def _read(request: Request) -> bytes:
         raise NotJsonError(
             f"content-type: got {media_type or 'nothing'}, expected application/json; nothing was stored"
         )
-    text = await request.body()
-    if len(text) > LARGE_BODY:
-        _check_size(text)
-    return text
 
 
 def _check_size(text: bytes) -> None:
@@ -98,6 +111,8 @@ def _check_size(text: bytes) -> None:
 
     An error of pydantic takes more than a kilobyte, and a body may have a field per seven bytes.
     """
+    if len(text) <= LARGE_BODY:
+        return
     try:
         value = from_json(text)
     except ValueError:

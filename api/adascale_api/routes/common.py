@@ -61,12 +61,28 @@ async def require_controller(request: Request, service: ServiceOf, credentials: 
 async def _require(
     role: Role, request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
 ) -> None:
+    job = request.path_params.get("job")
+    token = None if credentials is None else credentials.credentials
+    await authorize(service, role, token, parse_job_id(job) if job else None)
+
+
+def bearer_token(header: str) -> str | None:
+    """Return the token in an `Authorization` header; None if it has none."""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token else None
+
+
+async def authorize(service: Service, role: Role, token: str | None, job_id: str | None) -> None:
+    """Refuse a request whose token does not have the role for a job, or for all jobs.
+
+    Raises:
+        RequestError: the token is missing, or does not have the role, or can't be checked now.
+    """
     if service.authorizer is None:
         return
-    if credentials is None:
+    if token is None:
         raise UnauthorizedError("missing token: send the header `Authorization: Bearer TOKEN`")
-    job = request.path_params.get("job")
-    await service.authorizer.authorize(credentials.credentials, role, parse_job_id(job) if job else None)
+    await service.authorizer.authorize(token, role, job_id)
 
 
 READER = [Depends(require_reader)]

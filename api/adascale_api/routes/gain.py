@@ -9,9 +9,11 @@ from adascale_api.request_body import ReportsBody
 from adascale_api.request_models import GainReportBody
 from adascale_api.response_models import GainResponse
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, errors
+from adascale_api.service import Service
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, reports
 from adascale_api.store.jobs import JobNotFoundError
+from adascale_api.store.reports import Posted
 from adascale_core.batch import valid_replicas
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime
@@ -45,15 +47,19 @@ async def post_gain(
     """Stores each report once per generation and step, so repeating a request has no effect. Stores all
     reports of a request, or none. Answers with the job's generations, which show a worker when to leave its
     generation."""
+    return (await store_reports(service, job, body)).view
+
+
+async def store_reports(service: Service, job: str, body: list[GainReportBody]) -> Posted:
+    """Store the reports of a request."""
     new = [report.to_report() for report in body]
-    result = await service.database.write(
+    posted = await service.database.write(
         partial(reports.post, job_id=job, new=new, now=service.clock(), retention=service.settings.reports),
         job_id=job,
         is_report=True,
     )
-    service.metrics.reports.labels("stored").inc(result.stored)
-    service.metrics.reports.labels("repeated").inc(result.repeated)
-    return result.view
+    service.metrics.count_reports(posted.stored, posted.repeated)
+    return posted
 
 
 @router.get(
