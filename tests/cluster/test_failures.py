@@ -112,6 +112,16 @@ def test_programs_that_end_before_training_fail_with_the_reason(workspace: Works
     assert [job.status()["failures"] for job in jobs] == [1, 1, 1, 1]
 
 
+def test_the_same_failure_before_the_first_step_is_retried_once(workspace: Workspace) -> None:
+    manifest = single_replica("again", backoffLimit=5)
+    worker_of(manifest)["command"] = ["python", "-c", "import sys; print('there is no data'); sys.exit(4)"]
+    job = workspace.submit(manifest)
+    message = failed_message(job)
+    assert message.startswith("The program has failed twice in the same way before its first step. Replica 0")
+    assert "there is no data\n" in message
+    assert job.status()["failures"] == 2, job.report()
+
+
 def test_what_keeps_pods_from_starting_is_in_the_condition(system: System, workspace: Workspace) -> None:
     unknown = single_replica("unknown-image")
     worker_of(unknown).update(image="adascale-worker:no-such-tag", imagePullPolicy="Never")

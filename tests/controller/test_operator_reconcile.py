@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, ObservedJob
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
 from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
-from adascale_controller.operator.types.conditions import ConditionType, Reason
-from adascale_core.messages import Allocation, JobSpec, ReplicaState
+from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
+from adascale_core.messages import Allocation, JobSpec, ReplicaState, StepTime
 from adascale_core.views import JobView
 from support.observed_jobs import (
     NOW,
@@ -317,6 +319,55 @@ def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_out
     assert "exit code 78" in message
     assert "ValueError: no" in message
     assert writes(actions) == {"resize": 0}
+
+
+@pytest.mark.parametrize(
+    ("pods", "changes", "fails"),
+    [
+        ([failed_pod(0, created_at=NOW - 50), failed_pod(0, created_at=NOW - 40)], {}, True),
+        ([failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)], {}, True),
+        ([failed_pod(0, 3, created_at=NOW - 50), failed_pod(1, 3, created_at=NOW - 40)], {}, False),
+        (
+            [failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)],
+            {"latest": report(4)},
+            False,
+        ),
+        (
+            [failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)],
+            {"step_times": (StepTime(2, 4, 1, 0.1),)},
+            False,
+        ),
+    ],
+    ids=[
+        "before any generation",
+        "before a step",
+        "on two ranks at once",
+        "after a step",
+        "on more replicas",
+    ],
+)
+def test_the_same_failure_before_the_first_step_is_retried_once(
+    pods: list[Pod], changes: dict[str, Any], fails: bool
+) -> None:
+    starting = observed(job((5, 1)), view((5, 1), **changes), indexed_job(1), pods)
+    actions = actions_for(starting, 1)
+    failed = condition_of(actions.status, ConditionType.FAILED)
+    assert (failed is not None and failed.status) == fails
+    if failed is not None and fails:
+        assert failed.reason == Reason.PROGRAM_FAILED
+        expected = (
+            "The program has failed twice in the same way before its first step. Replica 0 (pod digits-0)"
+        )
+        assert failed.message.startswith(expected)
+        assert "ValueError: no" in failed.message
+
+
+def test_different_failures_before_the_first_step_are_retried() -> None:
+    other = failed_pod(0, created_at=NOW - 40)
+    assert other.exit is not None
+    other = replace(other, exit=replace(other.exit, exit_code=4))
+    starting = observed(job((5, 1)), view((5, 1)), indexed_job(1), [failed_pod(0), other])
+    assert condition_of(actions_for(starting, 1).status, ConditionType.FAILED) is None
 
 
 def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:

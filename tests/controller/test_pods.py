@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.operator.observe.failed_pods import is_program_failure
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, read_pod
-from adascale_controller.operator.reconcile.failures import is_program_failure
 from adascale_controller.operator.types.conditions import Reason
 from adascale_core.termination_message import TerminationMessage
 

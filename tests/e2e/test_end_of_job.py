@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from e2e.local_run import ROOT, adascale, running, write_job
+from e2e.local_run import PACED, ROOT, adascale, running, write_job
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "finishes.py"
 
@@ -131,6 +131,30 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
     assert "adascale run --fresh" in run.stdout
     assert "it is not restarted" in run.stdout
     assert run.stdout.endswith("Correct the program or the job, and run the same command\n")
+
+
+@pytest.mark.slow
+def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, state: Path) -> None:
+    job = write_job(
+        tmp_path / "job.yaml", ["python", str(PACED)], {"PACE": "0.02", "UNUSED": "1", "NOISE": "8"},
+        maxReplicas=2, maxBatchSize=64, localBszBounds={"lower": 4, "upper": 32},
+        scaleInvariantSteps=100_000,
+    )  # fmt: skip
+    with running(job, state) as run:
+        run.wait_for_output("but trained on 1; continuing on 1 replica at most", timeout=150)
+        assert re.search(
+            r"The program failed on replica [01] \(exit code 1\)\. The program failed at once on 2 replicas "
+            r"\(replica [01]: exit code 1\), but trained on 1; continuing on 1 replica at most",
+            run.output,
+        )
+        assert "parameters that were not used in producing loss" in run.output
+        run.wait_for_output("Rescaling 2 -> 1: the program failed at once on 2 replicas")
+        failed = run.job()["latest"]["step"]
+        run.wait_for_step(failed + 50)
+        assert run.job()["latest"]["replicas"] == 1
+        run.send_signal(signal.SIGINT)
+        run.wait_for_exit()
+    assert "Rescaling 1 -> 2" not in run.output.partition("Rescaling 2 -> 1")[2]
 
 
 @pytest.mark.parametrize("delay", [0.2, 0.4])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from adascale_controller.failing_counts import FailingCount
 from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, IndexedJob, ObservedJob
@@ -157,10 +158,11 @@ def actions_for(
     replicas: int | None = None,
     reason: str = "",
     failed_placement: FailedPlacement | None = None,
+    failing_count: FailingCount | None = None,
 ) -> Actions:
     """Return the actions for a job, as a cycle computes them; `replicas` is the decision."""
     decision = None if replicas is None else Decision(replicas, reason)
-    return reconcile(observed_job, assess(observed_job), decision, failed_placement)
+    return reconcile(observed_job, assess(observed_job), decision, failed_placement, failing_count)
 
 
 def with_status(observed_job: ObservedJob, actions: Actions) -> ObservedJob:

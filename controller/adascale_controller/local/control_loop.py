@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import count, plural
@@ -137,8 +138,10 @@ class ControlLoop:
         """Request another replica count if the decision is for one."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
-        state = self._measurements.job_state(self._job, view, self._total(view))
-        if state.stable_since is None:
+        limit = self._replicas.failing_counts.limit
+        state = replace(self._measurements.job_state(self._job, view, self._total(view)), limit=limit)
+        exceeds = limit is not None and view.desired.replicas > limit
+        if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
         decision = decide([state], self._replica_limit, now)[self._job.id]
@@ -149,6 +152,8 @@ class ControlLoop:
         except ServiceError:
             return  # The next iteration decides again, from a new view.
         reason = decision.reason
+        if exceeds:
+            reason = str(self._replicas.failing_counts.given_up)
         if view.desired.replicas > self._replica_limit:
             reason = f"limited to {plural(self._replica_limit, 'replica')} by `adascale scale`"
         self._display.message(f"Rescaling {view.desired.replicas} -> {decision.replicas}: {reason}", "cyan")

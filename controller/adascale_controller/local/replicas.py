@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from adascale_controller.failing_counts import FailingCounts
 from adascale_controller.formatting import plural
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
@@ -67,6 +68,8 @@ class Replicas:
 
     def __init__(self, agents: Agents, backoff_limit: int, display: Display) -> None:
         self.agents = agents
+        self.failing_counts = FailingCounts()
+        """The replica counts on which the program fails at once."""
         self._backoff_limit = backoff_limit
         self._failures = FailureCount()
         self._false_starts: dict[int, int] = {}
@@ -104,6 +107,7 @@ class Replicas:
         Returns:
             the failure of the job, if the program failed too often.
         """
+        self.failing_counts.update(view)
         exits, self._exits = self._exits, []
         for agent_exit in exits:
             exit_class = classify_exit(agent_exit.code)
@@ -186,10 +190,21 @@ class Replicas:
             return JobFailure(
                 f"{message}; it is not restarted, because it would fail again", log, permanent=True
             )
+        given_up = None
+        if failed is not None:
+            failure = f"replica {rank}: {describe_exit(agent_exit.code)}"
+            given_up = self.failing_counts.fail(failed.generation, view, failure)
         previous, self._early_failure = self._early_failure, _early_failure(agent_exit, failed, log, view)
         if self._failures.exceeds(limit):
             verb = "exceeds" if count == 1 else "exceed"
             return JobFailure(f"{message}: {plural(count, 'failure')} {verb} backoffLimit ({limit})", log)
+        if given_up is not None:
+            self._early_failure = None
+            fewer = plural(given_up.limit, "replica")
+            self._display.message(f"{message}. T{str(given_up)[1:]}; continuing on {fewer} at most", "yellow")
+            if log:
+                self._display.print(output_text(log))
+            return None
         if previous is not None and previous == self._early_failure:
             return JobFailure(f"{message}, twice in the same way before its first step", log)
         self._display.message(

@@ -3,6 +3,7 @@
 PACE: seconds that a micro-batch takes, at least.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
+UNUSED: if set, the model has parameters without gradients, with which it fails on several replicas.
 HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
 """
 
@@ -28,6 +29,8 @@ torch.manual_seed(0)
 inputs = torch.randn(512, 8)
 targets = inputs @ torch.randn(8, 1) + noise * torch.randn(512, 1)
 model = nn.Linear(8, 1)
+if os.environ.get("UNUSED"):
+    model.unused = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 state = trainer.program_reentry(model, optimizer)

@@ -92,7 +92,7 @@ _RECORDED = {
         Reason.VOLUME_NOT_FOUND,
         Reason.INVALID_SPEC,
     },
-    ConditionType.RESCALING: _START_PROBLEMS,
+    ConditionType.RESCALING: _START_PROBLEMS | {Reason.PROGRAM_FAILED},
     ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO}),
     ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
     ConditionType.FAILED: frozenset(Reason),

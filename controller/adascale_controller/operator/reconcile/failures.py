@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from adascale_controller.operator.observe.failed_pods import failed_pods, is_program_failure
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.observe.pods import Pod
 from adascale_core.exit_codes import ExitClass, classify_exit
 from adascale_core.failure_count import FailureCount
 
@@ -50,12 +51,6 @@ def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
     return recorded.with_generations(generations).with_false_starts(starts.values())
 
 
-def failed_pods(pods: Iterable[Pod]) -> list[Pod]:
-    """Return the pods that the program has failed in, by creation time."""
-    failed = [pod for pod in pods if pod.exit is not None and is_program_failure(pod.exit)]
-    return sorted(failed, key=lambda pod: (pod.created_at, pod.rank))
-
-
 def has_permanent_failure(observed: ObservedJob) -> bool:
     """Whether the program has failed, before its end on rank 0, in a way that a restart would repeat."""
     return not observed.program_finished and any(
@@ -67,19 +62,43 @@ def has_permanent_failure(observed: ObservedJob) -> bool:
     )
 
 
-def is_program_failure(end: PodExit) -> bool:
-    """Whether a pod has ended by a failure of the program, which counts against `backoffLimit`.
+def repeats_early_failure(observed: ObservedJob) -> bool:
+    """Whether the program has failed twice in a row in the same way, both times before its first step.
 
-    Not a failure: the program saved its state and left, it was killed or ran out of memory, or Kubernetes
-    ended the pod or never started it.
+    In the same way: with the same exit code and the same last two lines of output. False if it has trained on
+    another replica count, to which the job may return.
     """
-    if end.exit_code is None or end.disruption:
+    view = observed.service
+    if observed.program_finished or view is None:
         return False
-    exit_class = classify_exit(end.exit_code, out_of_memory=end.reason == "OOMKilled")
-    if end.of_worker or exit_class in {ExitClass.KILLED, ExitClass.OUT_OF_MEMORY}:
-        return exit_class.is_failure
-    # The exit codes of agents have no meaning in another container.
-    return end.exit_code != 0
+    current = observed.current_allocation
+    if any(current is not None and each.replicas != current.replicas for each in view.step_times):
+        return False
+    latest = view.latest.generation if view.latest is not None else 0
+    return any(
+        len(failures) > 1 and failures[-1] == failures[-2]
+        for failures in _early_failures(failed_pods(observed.own_pods), latest).values()
+    )
+
+
+def _early_failures(pods: Iterable[Pod], latest: int) -> dict[int, list[tuple[int | None, list[str]]]]:
+    """Return the failures before the first step of each rank, by creation time.
+
+    Args:
+        pods: pods that the program has failed in.
+        latest: the newest generation that has made a step; 0 if none has.
+    """
+    failures: dict[int, list[tuple[int | None, list[str]]]] = {}
+    for pod in pods:
+        end = pod.exit
+        message = end.termination if end is not None else None
+        if end is None or message is None:
+            continue
+        if 0 < message.generation <= latest:
+            failures.pop(pod.rank, None)
+        else:
+            failures.setdefault(pod.rank, []).append((end.exit_code, message.log.strip().splitlines()[-2:]))
+    return failures
 
 
 def is_lost(pod: Pod, now: float) -> bool:

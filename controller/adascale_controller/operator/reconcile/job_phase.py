@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from adascale_controller.formatting import plural
+from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.reconcile.failures import count_failures, failed_pods, has_permanent_failure
+from adascale_controller.operator.reconcile.failures import (
+    count_failures,
+    has_permanent_failure,
+    repeats_early_failure,
+)
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_core.exit_codes import describe_exit
 from adascale_core.failure_count import FailureCount
@@ -90,6 +95,9 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
         )
     if has_permanent_failure(observed):
         message = "The program is not restarted, because it would fail again"
+        return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
+    if repeats_early_failure(observed):
+        message = "The program has failed twice in the same way before its first step"
         return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.events import events_of, has_new_bounds
@@ -27,6 +28,7 @@ def reconcile(
     assessment: Assessment,
     decision: Decision | None = None,
     failed_placement: FailedPlacement | None = None,
+    failing_count: FailingCount | None = None,
 ) -> Actions:
     """Return the actions for one job.
 
@@ -35,6 +37,7 @@ def reconcile(
         assessment: its phase.
         decision: its replica count. None if the job may not run.
         failed_placement: a larger count that could not be placed.
+        failing_count: a larger count on which the program fails at once.
     """
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
@@ -45,6 +48,7 @@ def reconcile(
         reason=decision.reason if decision is not None else "",
         changed=allocation != observed.resource.recorded_allocation,
         failed_placement=failed_placement,
+        failing_count=failing_count,
     )
     status = status_of(observed, scheduled)
     parallelism = _parallelism(observed, assessment, allocation)

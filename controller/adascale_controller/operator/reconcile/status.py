@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import duration, plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
@@ -64,6 +65,7 @@ class ScheduledJob:
         reason: the reason that the decision gives.
         changed: whether the allocation differs from the recorded allocation.
         failed_placement: a larger count that could not be placed.
+        failing_count: a larger count on which the program fails at once.
     """
 
     assessment: Assessment
@@ -71,6 +73,7 @@ class ScheduledJob:
     reason: str = ""
     changed: bool = False
     failed_placement: FailedPlacement | None = None
+    failing_count: FailingCount | None = None
 
     @property
     def phase(self) -> JobPhase:
@@ -254,6 +257,10 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
             return Condition(kind, True, Reason.PREPARING_REPLICAS, current.message)
         message = f"{change}: {scheduled.reason or 'preparing replicas'}"
         return Condition(kind, True, Reason.PREPARING_REPLICAS, message)
+    failing = scheduled.failing_count
+    if failing is not None and not scheduled.assessment.ended:
+        message = f"T{str(failing)[1:]}; it gets {plural(failing.limit, 'replica')} at most"
+        return Condition(kind, False, Reason.PROGRAM_FAILED, message)
     if failed is not None and not scheduled.assessment.ended:
         message = (
             f"{plural(failed.count, 'replica')} could not be scheduled: {failed.message}; next attempt after "

@@ -129,7 +129,8 @@ class ControlLoop:
             async with limit:
                 with self._errors.isolate(job.resource.id):
                     failed_placement = self._scheduler.failed_placement(job)
-                    actions = reconcile(job, assessment, decision, failed_placement)
+                    failing_count = self._scheduler.failing_count(job)
+                    actions = reconcile(job, assessment, decision, failed_placement, failing_count)
                     applied = await self._applier.apply(job, actions)
                     if applied.claim_created:
                         self._fetcher.expire_claim(job.resource.uid)

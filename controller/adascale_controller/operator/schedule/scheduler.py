@@ -6,7 +6,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from adascale_controller.failing_counts import FailingCount, FailingCounts
 from adascale_controller.measurements import JobMeasurements, training_target
+from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
@@ -15,6 +17,7 @@ from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, decide
+from adascale_core.exit_codes import describe_exit
 from adascale_core.job_state import JobState
 from adascale_core.packing import Demand
 from adascale_core.views import JobView
@@ -26,6 +29,7 @@ class _JobMemory:
 
     measurements: JobMeasurements = field(default_factory=JobMeasurements)
     backoff: PlacementBackoff = field(default_factory=PlacementBackoff)
+    failing_counts: FailingCounts = field(default_factory=FailingCounts)
 
 
 class Scheduler:
@@ -42,6 +46,11 @@ class Scheduler:
         """Return the count of a job that could not be placed and may not be scheduled yet."""
         memory = self._memories.get(job.resource.uid)
         return memory.backoff.failed_placement(job.now) if memory is not None else None
+
+    def failing_count(self, job: ObservedJob) -> FailingCount | None:
+        """Return the count on which the program of a job fails at once; None if there is none."""
+        memory = self._memories.get(job.resource.uid)
+        return memory.failing_counts.given_up if memory is not None else None
 
     def schedule(
         self,
@@ -77,8 +86,13 @@ class Scheduler:
         decisions = decide(states, capacity, time.monotonic())
         for state in states:
             cap, decision = jobs_by_id[state.id].resource.valid_job.replicas, decisions[state.id]
-            if cap is not None and state.limit == cap and decision.replicas < state.replicas:
+            failing = self.failing_count(jobs_by_id[state.id])
+            if state.limit is None or decision.replicas >= state.replicas:
+                continue
+            if state.limit == cap:
                 decisions[state.id] = replace(decision, reason=f"spec.replicas is {cap}")
+            elif failing is not None and state.limit == failing.limit:
+                decisions[state.id] = replace(decision, reason=str(failing))
         return decisions
 
     def _state(self, observed: ObservedJob, capacity: Capacity) -> JobState:
@@ -91,7 +105,8 @@ class Scheduler:
         trains_current = view.desired == current and observed.training_replicas > 0
         most = capacity.max_replicas(job.id)
         _update_backoff(memory.backoff, observed, most)
-        limits = [job.replicas, memory.backoff.limit(most, observed.now)]
+        _update_failing_counts(memory.failing_counts, observed, view)
+        limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
         return replace(
             state,
             arrival=float(observed.resource.created_at),
@@ -110,6 +125,15 @@ def _demand(observed: ObservedJob, nodes: Sequence[ApiObject]) -> Demand:
         placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
         one_node=observed.single_node,
     )
+
+
+def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: JobView) -> None:
+    counts.update(view)
+    for pod in failed_pods(observed.own_pods):
+        end = pod.exit
+        if end is not None and end.exit_code is not None and end.termination is not None:
+            failure = f"replica {pod.rank}: {describe_exit(end.exit_code)}"
+            counts.fail(end.termination.generation, view, failure)
 
 
 def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: int) -> None:

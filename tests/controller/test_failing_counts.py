@@ -1,0 +1,111 @@
+"""Replica counts on which the program fails at once are given up."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+from adascale_controller.failing_counts import MIN_STEPS, FailingCounts
+from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_core.messages import StepTime
+from adascale_core.views import JobView
+from support.observed_jobs import (
+    actions_for,
+    condition,
+    failed_pod,
+    indexed_job,
+    job,
+    observed,
+    report,
+    training_job,
+    view,
+)
+
+
+def trains(counts: FailingCounts, generation: int, replicas: int, steps: int, first: int = 1) -> JobView:
+    """Let the job make steps in a generation, and return the last view."""
+    current = (generation, replicas)
+    last = view(current, current)
+    counts.update(last)
+    for step in range(first, first + steps):
+        last = replace(last, latest=replace(report(generation, replicas), step=step))
+        counts.update(last)
+    return last
+
+
+def test_a_count_is_given_up_at_its_first_failure_if_the_program_has_trained_on_fewer() -> None:
+    counts = FailingCounts()
+    trains(counts, 1, 1, MIN_STEPS)
+    last = trains(counts, 2, 2, 1, first=200)
+    assert counts.limit is None
+    given_up = counts.fail(2, last, "replica 0: exit code 1")
+    assert given_up is not None
+    assert str(given_up) == (
+        "the program failed at once on 2 replicas (replica 0: exit code 1), but trained on 1"
+    )
+    assert counts.limit == 1
+    assert counts.fail(2, last, "replica 1: exit code 1") is None, "once per generation"
+
+
+def test_a_smaller_count_that_fails_too_is_given_up_with_it() -> None:
+    counts = FailingCounts()
+    trains(counts, 1, 1, MIN_STEPS)
+    counts.fail(2, trains(counts, 2, 4, 0), "exit code 1")
+    assert counts.limit == 1
+    trains(counts, 3, 1, MIN_STEPS, first=50)
+    assert counts.fail(4, trains(counts, 4, 3, 0), "exit code 1") is None, "it is above the limit already"
+
+
+def test_a_count_is_kept_if_the_program_has_trained_on_it_in_this_generation() -> None:
+    counts = FailingCounts()
+    trains(counts, 1, 1, MIN_STEPS)
+    assert counts.fail(2, trains(counts, 2, 2, MIN_STEPS, first=11), "exit code 1") is None
+    assert counts.limit is None
+
+
+def test_a_count_is_kept_if_the_program_has_not_trained_on_fewer() -> None:
+    counts = FailingCounts()
+    assert counts.fail(1, trains(counts, 1, 2, 1), "exit code 1") is None
+    trains(counts, 2, 4, MIN_STEPS)
+    assert counts.fail(3, trains(counts, 3, 2, 1, first=50), "exit code 1") is None
+    assert counts.fail(9, view(), "exit code 1") is None, "of an unknown generation"
+
+
+def test_step_times_show_on_which_counts_the_program_has_trained_before_the_operator_started() -> None:
+    counts = FailingCounts()
+    last = replace(view((5, 2), (5, 2)), step_times=(StepTime(1, 4, 1, 0.1),))
+    counts.update(last)
+    assert counts.fail(5, last, "exit code 1") is not None
+    assert counts.limit == 1
+
+
+def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
+    scheduler = Scheduler()
+    at_two = training_job((2, 2))
+    assert at_two.service is not None
+    service = replace(at_two.service, step_times=(StepTime(1, 4, 1, 0.1),))
+    fails = [failed_pod(0, 2), failed_pod(1, 2)]
+    assert _decide(scheduler, service) == (2, "unchanged")
+    expected = "the program failed at once on 2 replicas (replica 0: exit code 3), but trained on 1"
+    assert _decide(scheduler, service, fails) == (1, expected)
+    failing = scheduler.failing_count(at_two)
+    assert failing is not None
+    actions = actions_for(at_two, 1, failing_count=failing)
+    rescaling = condition(actions, ConditionType.RESCALING)
+    assert (rescaling.status, rescaling.reason) == (True, Reason.PREPARING_REPLICAS)
+    at_one = observed(job((3, 1)), view((3, 1), (3, 1)), indexed_job(1))
+    rescaling = condition(actions_for(at_one, 1, failing_count=failing), ConditionType.RESCALING)
+    assert (rescaling.status, rescaling.reason) == (False, Reason.PROGRAM_FAILED)
+    assert rescaling.message == f"T{expected[1:]}; it gets 1 replica at most"
+
+
+def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = None) -> tuple[int, str]:
+    at_two = replace(training_job((2, 2)), service=service)
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    at_two = replace(at_two, resource=replace(at_two.resource, template=template))
+    if pods is not None:
+        at_two = replace(at_two, pods=tuple(pods))
+    decision = scheduler.schedule([at_two], None, (), lambda _: nullcontext())["team.digits"]
+    return decision.replicas, decision.reason
