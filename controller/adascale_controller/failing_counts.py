@@ -67,13 +67,16 @@ class FailingCounts:
         for old in sorted(self._counts)[:-MAX_GENERATIONS]:
             del self._counts[old]
 
-    def fail(self, generation: int, view: JobView, failure: str) -> FailingCount | None:
+    def fail(
+        self, generation: int, view: JobView, failure: str, *, at_once: bool = False
+    ) -> FailingCount | None:
         """Record that the program has failed in a generation.
 
         Args:
             generation: the generation.
             view: the newest view of the job.
             failure: how it has failed, for messages.
+            at_once: whether it would fail again, regardless of how many steps it has made.
 
         Returns:
             the count that is given up because of this failure; None if none is.
@@ -82,7 +85,9 @@ class FailingCounts:
         if generation in self._failed or count is None:
             return None
         self._failed.add(generation)
-        if self._steps.get(generation, 0) >= MIN_STEPS or (self.limit is not None and count > self.limit):
+        if self._steps.get(generation, 0) >= MIN_STEPS and not at_once:
+            return None
+        if self.limit is not None and count > self.limit:
             return None
         measured = {step_time.replicas for step_time in view.step_times}
         trained = {self._counts[each] for each, steps in self._steps.items() if steps >= MIN_STEPS}

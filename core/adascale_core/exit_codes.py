@@ -17,6 +17,8 @@ EXIT_REENTRY: Final = 75
 """Of a trainer or agent that has saved its state and can be started again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PEER_LOST: Final = 76
 """Of a trainer that has lost a peer and can be started again, from the last checkpoint."""
+EXIT_SINGLE_REPLICA: Final = 77
+"""Of a trainer or agent whose program cannot train on several replicas, but on one."""
 EXIT_INVALID_PROGRAM: Final = 78
 """Of a trainer or agent whose program or settings must be changed (EX_CONFIG of sysexits.h)."""
 EXIT_COMMAND_NOT_FOUND: Final = 127
@@ -52,13 +54,20 @@ class ExitClass(Enum):
     """The program could not be started."""
     INVALID_PROGRAM = auto()
     """The program or its settings must be changed: it would fail again."""
+    SINGLE_REPLICA_PROGRAM = auto()
+    """The program cannot train on several replicas: it would fail again, except on one."""
     PROGRAM_FAILURE = auto()
     """The program has failed by itself."""
 
     @property
     def is_failure(self) -> bool:
         """Whether the end counts against `backoffLimit` as a failure of the program."""
-        return self in {ExitClass.COMMAND_NOT_FOUND, ExitClass.INVALID_PROGRAM, ExitClass.PROGRAM_FAILURE}
+        return self in {
+            ExitClass.COMMAND_NOT_FOUND,
+            ExitClass.INVALID_PROGRAM,
+            ExitClass.SINGLE_REPLICA_PROGRAM,
+            ExitClass.PROGRAM_FAILURE,
+        }
 
 
 _CLASSES: Final = {
@@ -67,6 +76,7 @@ _CLASSES: Final = {
     EXIT_REENTRY: ExitClass.REENTRY,
     EXIT_PEER_LOST: ExitClass.PEER_LOST,
     EXIT_INVALID_PROGRAM: ExitClass.INVALID_PROGRAM,
+    EXIT_SINGLE_REPLICA: ExitClass.SINGLE_REPLICA_PROGRAM,
     EXIT_COMMAND_NOT_FOUND: ExitClass.COMMAND_NOT_FOUND,
 }
 

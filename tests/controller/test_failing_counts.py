@@ -73,6 +73,14 @@ def test_a_count_is_kept_if_the_program_has_not_trained_on_fewer() -> None:
     assert counts.fail(9, view(), "exit code 1") is None, "of an unknown generation"
 
 
+def test_a_program_that_cannot_have_several_replicas_needs_no_failure_at_once() -> None:
+    counts = FailingCounts()
+    trains(counts, 1, 1, MIN_STEPS)
+    last = trains(counts, 2, 2, MIN_STEPS, first=11)
+    assert counts.fail(2, last, "exit code 77", at_once=True) is not None
+    assert counts.limit == 1
+
+
 def test_step_times_show_on_which_counts_the_program_has_trained_before_the_operator_started() -> None:
     counts = FailingCounts()
     last = replace(view((5, 2), (5, 2)), step_times=(StepTime(1, 4, 1, 0.1),))

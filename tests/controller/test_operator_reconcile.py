@@ -308,6 +308,19 @@ def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output
     )
 
 
+@pytest.mark.parametrize(("trained_on", "fails"), [((), True), ((2,), True), ((1, 2), False)])
+def test_a_program_that_cannot_have_several_replicas_fails_unless_it_has_trained_on_one(
+    trained_on: tuple[int, ...], fails: bool
+) -> None:
+    failed = failed_pod(0, 5)
+    assert failed.exit is not None
+    single = replace(failed, exit=replace(failed.exit, exit_code=77))
+    steps = tuple(StepTime(count, 4, 1, 0.1) for count in trained_on)
+    at_two = observed(job((5, 2)), view((5, 2), (5, 2), step_times=steps), indexed_job(2), [single])
+    ended = condition_of(actions_for(at_two, 1).status, ConditionType.FAILED)
+    assert (ended is not None and ended.reason == Reason.PROGRAM_FAILED) == fails
+
+
 def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_output() -> None:
     failed = failed_pod(0, 4)
     assert failed.exit is not None

@@ -56,7 +56,12 @@ def test_out_of_memory_overrides_the_exit_code(code: int) -> None:
 
 def test_only_failures_of_the_program_and_a_missing_command_count_as_failures() -> None:
     counted = {exit_class for exit_class in ExitClass if exit_class.is_failure}
-    failures = {ExitClass.PROGRAM_FAILURE, ExitClass.INVALID_PROGRAM, ExitClass.COMMAND_NOT_FOUND}
+    failures = {
+        ExitClass.PROGRAM_FAILURE,
+        ExitClass.INVALID_PROGRAM,
+        ExitClass.SINGLE_REPLICA_PROGRAM,
+        ExitClass.COMMAND_NOT_FOUND,
+    }
     assert counted == failures
 
 

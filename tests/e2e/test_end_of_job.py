@@ -143,11 +143,11 @@ def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, 
     with running(job, state) as run:
         run.wait_for_output("but trained on 1; continuing on 1 replica at most", timeout=150)
         assert re.search(
-            r"The program failed on replica [01] \(exit code 1\)\. The program failed at once on 2 replicas "
-            r"\(replica [01]: exit code 1\), but trained on 1; continuing on 1 replica at most",
+            r"The program failed on replica [01] \(exit code 77\)\. The program failed at once on 2 replicas "
+            r"\(replica [01]: exit code 77\), but trained on 1; continuing on 1 replica at most",
             run.output,
         )
-        assert "parameters that were not used in producing loss" in run.output
+        assert "adascale: parameter 'unused.weight' and 1 more got no gradient in this step" in run.output
         run.wait_for_output("Rescaling 2 -> 1: the program failed at once on 2 replicas")
         failed = run.job()["latest"]["step"]
         run.wait_for_step(failed + 50)

@@ -83,6 +83,13 @@ def test_a_parameter_outside_the_model_is_refused_on_two_replicas_and_warned_of_
     assert re.search(f"Warning: {found}", require_trained(run("parameter outside the model")))
 
 
+@pytest.mark.slow
+def test_parameters_without_gradients_are_refused_on_two_replicas_and_train_on_one() -> None:
+    message = r"parameter 'parts\.unused\.weight' and 1 more got no gradient in this step"
+    require_refused(run("unused parameters", replicas=2), f"adascale: {message}")
+    require_trained(run("unused parameters"))
+
+
 def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
     result = run("changes weights on one rank", replicas=2)
     message = "adascale: the weights of the 2 replicas differ after step 6: a weight of 'parts.head.bias'"

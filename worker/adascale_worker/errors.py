@@ -1,7 +1,7 @@
 """Errors of a worker that its user can correct."""
 
 from adascale_core.errors import AdaScaleError, InvalidJobError
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_SINGLE_REPLICA
 from adascale_core.job_id import InvalidJobIdError
 
 
@@ -9,6 +9,12 @@ class WorkerError(AdaScaleError):
     """The training program, or its environment, cannot be used as it is: it would fail again."""
 
     exit_code = EXIT_INVALID_PROGRAM
+
+
+class ReplicationError(WorkerError):
+    """The training program cannot be used on several replicas as it is. It may work on one."""
+
+    exit_code = EXIT_SINGLE_REPLICA
 
 
 class EnvironmentVariableError(WorkerError):

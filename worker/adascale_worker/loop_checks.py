@@ -6,13 +6,14 @@ gradients that are not averaged over the replicas, or with steps that are not co
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 MAX_BATCHES_WITHOUT_STEP = 1000
@@ -44,10 +45,17 @@ class LoopChecks:
         optimizer: AdaScale around the program's optimizer.
         forward: records forward passes through the model.
         replicas: number of replicas (K).
+        requires_all: whether every parameter needs a gradient in every step, as DDP requires by default.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: AdaScale, forward: ForwardRecord, replicas: int
+        self,
+        model: torch.nn.Module,
+        optimizer: AdaScale,
+        forward: ForwardRecord,
+        replicas: int,
+        *,
+        requires_all: bool = True,
     ) -> None:
         self._optimizer = optimizer
         self._forward = forward
@@ -63,6 +71,9 @@ class LoopChecks:
         self._observed = list({id(parameter): parameter for parameter in ends}.values())
         for parameter in self._observed:
             parameter.register_hook(_BackwardHook(self, parameter))
+        self._unused: UnusedParameters | None = None
+        if replicas > 1 and requires_all:
+            self._unused = UnusedParameters(model, replicas)
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -127,6 +138,9 @@ class LoopChecks:
         if not self._forward.called:
             self._check_gradients_are_averaged()
         self._forward.called = False
+        if self._unused is not None and any(parameter.grad is not None for parameter in self._parameters):
+            self._unused.check()
+            self._unused = None
         self._begin_step()
         self._has_stepped = True
 
@@ -139,7 +153,7 @@ class LoopChecks:
         if all(parameter.grad is None for parameter in self._parameters):
             return
         if self._replicas > 1:
-            raise WorkerError(
+            raise ReplicationError(
                 "the gradients of this step do not come from a call of model(...), so they are not averaged "
                 f"over the {self._replicas} replicas and the weights would differ. {_USE_THE_MODEL}"
             )
@@ -161,6 +175,46 @@ class _BackwardHook:
         self._checks.arriving_gradient(self._parameter)
 
 
+class UnusedParameters:
+    """Finds the parameters that get no gradient in the first step.
+
+    DDP then averages the gradients of no parameter, without an error before the next step.
+
+    Args:
+        model: the program's model.
+        replicas: number of replicas (K).
+    """
+
+    def __init__(self, model: torch.nn.Module, replicas: int) -> None:
+        self._replicas = replicas
+        self._missing = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._hooks = [
+            parameter.register_hook(functools.partial(self._arrived, name))
+            for name, parameter in self._missing.items()
+        ]
+
+    def _arrived(self, name: str, _gradient: Tensor) -> None:
+        self._missing.pop(name, None)
+
+    def check(self) -> None:
+        """Check that no parameter is unused, and stop observing them.
+
+        Raises:
+            ReplicationError: some are.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        missing = [name for name, parameter in self._missing.items() if parameter.requires_grad]
+        if not missing:
+            return
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ReplicationError(
+            f"parameter {missing[0]!r}{more} got no gradient in this step, so the gradients are not averaged "
+            f"over the {self._replicas} replicas: remove unused parameters from the model, call "
+            "requires_grad_(False) on them, or pass program_reentry(..., find_unused_parameters=True)"
+        )
+
+
 def check_optimizer_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, replicas: int
 ) -> None:
@@ -169,7 +223,7 @@ def check_optimizer_parameters(
     On one replica the program is warned, because it works there.
 
     Raises:
-        WorkerError: the optimizer has other parameters, on several replicas.
+        ReplicationError: the optimizer has other parameters, on several replicas.
     """
     own = {id(parameter) for parameter in model.parameters()}
     shapes = [
@@ -186,7 +240,7 @@ def check_optimizer_parameters(
     )
     remedy = "Make them parameters of the model, for example with a module that contains both"
     if replicas > 1:
-        raise WorkerError(f"{found}, so their gradients are not averaged over the replicas. {remedy}")
+        raise ReplicationError(f"{found}, so their gradients are not averaged over the replicas. {remedy}")
     OneTimeWarnings().warn(
         "parameters", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
     )

@@ -306,7 +306,7 @@ class ElasticTrainer:
         if trainer.checkpointing.enabled:
             program.require_loadable()
         accumulation = GradientAccumulation(adascale, ddp)
-        checks = LoopChecks(model, adascale, forward, group.replicas)
+        checks = LoopChecks(model, adascale, forward, group.replicas, requires_all=not find_unused_parameters)
         loop = TrainingLoop(trainer, program, accumulation, checks, self._shutdown_signal, self._fast_exit)
         if restored is not None:
             loop.restore(restored)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
@@ -25,7 +25,7 @@ PROBES = 8
 """Weights of each parameter that are compared."""
 
 
-class DifferentWeightsError(WorkerError):
+class DifferentWeightsError(ReplicationError):
     """The replicas have different weights."""
 
 

@@ -186,14 +186,16 @@ class Replicas:
             return None
         message = f"The program failed on replica {rank} ({describe_exit(agent_exit.code)})"
         log = (failed and failed.log) or self.agents.log_tail(rank)
-        if classify_exit(agent_exit.code) is ExitClass.INVALID_PROGRAM:
+        exit_class = classify_exit(agent_exit.code)
+        single = exit_class is ExitClass.SINGLE_REPLICA_PROGRAM
+        given_up = None
+        if failed is not None and exit_class is not ExitClass.INVALID_PROGRAM:
+            failure = f"replica {rank}: {describe_exit(agent_exit.code)}"
+            given_up = self.failing_counts.fail(failed.generation, view, failure, at_once=single)
+        if exit_class is ExitClass.INVALID_PROGRAM or (single and given_up is None):
             return JobFailure(
                 f"{message}; it is not restarted, because it would fail again", log, permanent=True
             )
-        given_up = None
-        if failed is not None:
-            failure = f"replica {rank}: {describe_exit(agent_exit.code)}"
-            given_up = self.failing_counts.fail(failed.generation, view, failure)
         previous, self._early_failure = self._early_failure, _early_failure(agent_exit, failed, log, view)
         if self._failures.exceeds(limit):
             verb = "exceeds" if count == 1 else "exceed"

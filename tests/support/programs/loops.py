@@ -41,6 +41,8 @@ trainer = ElasticTrainer(
     max_nonfinite_steps=int(os.environ.get("MAX_NONFINITE_STEPS", "10")),
 )
 model = Net()
+if loop == "unused parameters":
+    model.parts["unused"] = nn.Linear(6, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 earlier_forward = model.forward
 outside = nn.Parameter(torch.zeros(2))

@@ -52,12 +52,19 @@ def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
 
 
 def has_permanent_failure(observed: ObservedJob) -> bool:
-    """Whether the program has failed, before its end on rank 0, in a way that a restart would repeat."""
+    """Whether the program has failed, before its end on rank 0, in a way that a restart would repeat.
+
+    A program that has failed because it has several replicas may continue on one, if it has trained on one.
+    """
+    permanent = {ExitClass.INVALID_PROGRAM}
+    view = observed.service
+    if view is not None and not any(each.replicas == 1 for each in view.step_times):
+        permanent.add(ExitClass.SINGLE_REPLICA_PROGRAM)
     return not observed.program_finished and any(
         pod.exit is not None
         and pod.exit.of_worker
         and pod.exit.exit_code is not None
-        and classify_exit(pod.exit.exit_code) is ExitClass.INVALID_PROGRAM
+        and classify_exit(pod.exit.exit_code) in permanent
         for pod in failed_pods(observed.own_pods)
     )
 

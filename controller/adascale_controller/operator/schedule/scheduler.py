@@ -17,7 +17,7 @@ from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, decide
-from adascale_core.exit_codes import describe_exit
+from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.job_state import JobState
 from adascale_core.packing import Demand
 from adascale_core.views import JobView
@@ -133,7 +133,8 @@ def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: J
         end = pod.exit
         if end is not None and end.exit_code is not None and end.termination is not None:
             failure = f"replica {pod.rank}: {describe_exit(end.exit_code)}"
-            counts.fail(end.termination.generation, view, failure)
+            single = classify_exit(end.exit_code) is ExitClass.SINGLE_REPLICA_PROGRAM
+            counts.fail(end.termination.generation, view, failure, at_once=single)
 
 
 def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: int) -> None:
