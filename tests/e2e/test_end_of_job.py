@@ -90,20 +90,20 @@ def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_o
     assert output in second
 
 
-ADAMW = """
+ADAGRAD = """
 import torch
 from adascale_worker import ElasticTrainer
 
 trainer = ElasticTrainer()
 model = torch.nn.Linear(6, 2)
-trainer.program_reentry(model, torch.optim.AdamW(model.parameters()))
+trainer.program_reentry(model, torch.optim.Adagrad(model.parameters()))
 """
 
 
 @pytest.mark.parametrize(
     ("code", "output"),
     [
-        (ADAMW, "adascale: got AdamW; AdaScale scales the learning rate of torch.optim.SGD"),
+        (ADAGRAD, "adascale: got Adagrad; AdaScale scales torch.optim.SGD"),
         ("print('trained')", "finished without making an ElasticTrainer"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
 ) -> None:
     job = write(tmp_path / "job.yaml", {"END": "break", "REQUIRED": "1", "EPOCHS": "1", "AT": "99"})
     assert adascale("run", job, "--state-dir", state, "--port", 0).returncode == 0
-    code = ADAMW.replace("Linear(6, 2)", "Linear(6, 3)").replace("AdamW(", "SGD(lr=0.1, params=")
+    code = ADAGRAD.replace("Linear(6, 2)", "Linear(6, 3)").replace("Adagrad(", "SGD(lr=0.1, params=")
     other = write_job(tmp_path / "other.yaml", ["python", "-c", code], batchSize=8)
     run = adascale("run", other, "--state-dir", state, "--port", 0)
     assert run.returncode == 1

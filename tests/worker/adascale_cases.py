@@ -79,6 +79,7 @@ def assert_matches_reference(
     reference_model: nn.Module | None = None,
     wrap: Callable[[nn.Module], nn.Module] = Wrapped,
     sgd: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    adam: type[torch.optim.Adam] | type[torch.optim.AdamW] | None = None,
     options: dict[str, Any] | None = None,
     clip: float | None = None,
     tolerance: float = 1e-9,
@@ -89,17 +90,17 @@ def assert_matches_reference(
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = network() if model is None else model
     reference_model = copy.deepcopy(model) if reference_model is None else reference_model
-    settings = {"lr": 0.05, "momentum": 0.9, **(options or {})}
+    settings = {"lr": 0.05, **({} if adam else {"momentum": 0.9}), **(options or {})}
     wrapped = wrap(model)
     optimizer = AdaScale(
-        sgd(groups(model), **settings),
+        (adam or sgd)(groups(model), **settings),
         num_gradients_to_accumulate=micro,
         model=wrapped if model_given else None,
         **arguments,
     )
     reference = Reference(
         reference_model,
-        torch.optim.SGD(groups(reference_model), **settings),
+        (adam or torch.optim.SGD)(groups(reference_model), **settings),
         squared_error,
         optimizer.scale,
         smoothing=optimizer.smoothing,
@@ -338,6 +339,49 @@ def power_sgd() -> None:
         reference.step([(x.float(), y.float()) for x, y in step])
         assert_equal(optimizer, model, reference, 1e-4)
     assert state.total_numel_after_compression > 0
+
+
+@case
+def power_sgd_with_adam() -> None:
+    """The copies of the gradients are divided before their all-reduce, as the metric requires."""
+    model = network()
+    reference_model = copy.deepcopy(model)
+    wrapped = Wrapped(model)
+    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.0), model=wrapped)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=200, min_compression_rate=0.5
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    reference = Reference(
+        reference_model, torch.optim.AdamW(reference_model.parameters(), lr=0.0), squared_error, 2.0
+    )
+    stream = iter(batches(12))
+    for _ in range(6):
+        step = [next(stream), next(stream)]
+        plain(optimizer, wrapped, [step[dist.get_rank()]])
+        reference.step(step)
+        assert_equal(optimizer, model, reference, 1e-6)
+
+
+@case
+def adam() -> None:
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        for model_given in (True, False):
+            for options in ({}, {"weight_decay": 0.1, "fused": True}):
+                assert_matches_reference(
+                    adam=kind, options=options, model_given=model_given, groups=two_groups, tolerance=1e-6
+                )
+    assert_matches_reference(adam=torch.optim.AdamW, micro=3, tolerance=1e-6)
+    views: list[dict[str, Any]] = [{"gradient_as_bucket_view": True}, {"static_graph": True}]
+    for view in views:
+        wrap = functools.partial(Wrapped, **view)
+        assert_matches_reference(adam=torch.optim.AdamW, wrap=wrap, tolerance=1e-6)
+
+
+@case
+def adam_of_shards_is_refused() -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"got ZeroRedundancyOptimizer of AdamW; .*SGD"):
+        AdaScale(ZeroRedundancyOptimizer(network().parameters(), torch.optim.AdamW, lr=0.1))
 
 
 def wide_network() -> nn.Module:
@@ -595,6 +639,28 @@ def gradients_averaged_by_hand() -> None:
 
     assert_matches_reference(loop, wrap=lambda model: model, model_given=False)
     assert_matches_reference(loop, wrap=lambda model: model, model_given=False, micro=2)
+
+
+@case
+def a_grad_scaler_with_adam() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        backward(scaler.scale(squared_error(model, step[0])))
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+
+    for options in ({}, {"fused": True}):
+        assert_matches_reference(loop, adam=torch.optim.AdamW, options=options, tolerance=1e-6)
+
+
+@fsdp_case
+def adam_with_fully_shard_is_refused() -> None:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(UnsupportedOptimizerError, match="got AdamW with a model that fully_shard"):
+        AdaScale(torch.optim.AdamW(model.parameters(), lr=0.1), model=model)
 
 
 @case

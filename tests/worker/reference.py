@@ -1,11 +1,13 @@
 """AdaScale in a readable form: plain functions on lists of gradients, slow and in float64.
 
 A gradient is a list of numbers. A step has n micro-gradients per parameter group. The fast optimizer is
-tested to equal this reference. Formulas as in AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105).
+tested to equal this reference. Formulas as in AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105). `Adam`
+is that of Kingma and Ba (arXiv 1412.6980), with the scaling of Malladi et al. 2022 (arXiv 2205.10287).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +68,60 @@ def smoothing(scale: float) -> float:
     return max(1 - scale / 1000, 0.0)
 
 
+class Adam:
+    """Adam or AdamW whose step is worth `gain` steps, in the form of the papers.
+
+    Takes the groups, and the options in them, of an optimizer of torch that makes no steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups = optimizer.param_groups
+        self.is_decoupled = isinstance(optimizer, torch.optim.AdamW)
+        parameters = [p for group in self.groups for p in group["params"]]
+        self.m = {p: torch.zeros_like(p) for p in parameters}
+        self.v = {p: torch.zeros_like(p) for p in parameters}
+        self.max_v = {p: torch.zeros_like(p) for p in parameters}
+        self.progress = dict.fromkeys(parameters, 0.0)
+        self.eps = [group["eps"] for group in self.groups]
+
+    @torch.no_grad()
+    def step(self, gains: Sequence[float]) -> None:
+        for number, (group, gain) in enumerate(zip(self.groups, gains, strict=True)):
+            beta1, beta2 = group["betas"]
+            lr, decay = group["lr"], group["weight_decay"]
+            self.eps[number] = group["eps"] / gain**0.5
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                g = p.grad
+                if self.is_decoupled:
+                    p -= gain * lr * decay * p
+                else:
+                    g = g + decay * p
+                self.progress[p] += gain
+                self.m[p] = beta1**gain * self.m[p] + (1 - beta1**gain) * g
+                self.v[p] = beta2**gain * self.v[p] + (1 - beta2**gain) * g**2
+                self.max_v[p] = torch.maximum(self.max_v[p], self.v[p])
+                m = self.m[p] / (1 - beta1 ** self.progress[p])
+                p -= gain**0.5 * lr * m / (self.second_moment(group, p).sqrt() + self.eps[number])
+
+    def second_moment(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        v: Tensor = self.max_v[p] if group["amsgrad"] else self.v[p]
+        moment: Tensor = v / (1 - group["betas"][1] ** self.progress[p])
+        return moment
+
+    def divisors(self) -> list[list[float]] | None:
+        """Return what each coordinate of a measured gradient is divided by; None before the first step."""
+        if not any(self.progress.values()):
+            return None
+        whole: list[list[float]] = []
+        for number, group in enumerate(self.groups):
+            moments = [self.second_moment(group, p).double().flatten() for p in group["params"]]
+            v = torch.cat(moments)
+            whole.append((v.clamp(min=1e-3 * v.mean()).sqrt() + self.eps[number]).tolist())
+        return whole
+
+
 Groups = list[list[torch.nn.Parameter]]
 Loss = Callable[[torch.nn.Module, Batch], Tensor]
 
@@ -76,7 +132,8 @@ class Reference:
 
     Attributes:
         model: a copy of the model that the fast optimizer trains.
-        sgd: a plain optimizer over it, with the same groups and options.
+        sgd: a plain optimizer over it, with the same groups and options. With an Adam or AdamW, the steps are
+            made by the `Adam` of this module.
         loss: of one micro-batch, not divided.
     """
 
@@ -89,6 +146,11 @@ class Reference:
     samples: list[list[Sample]] = field(default_factory=list)
     smoothings: list[float] = field(default_factory=list)
     previous: tuple[list[Gradient], float] | None = None
+    adam: Adam | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sgd, torch.optim.SGD):
+            self.adam = Adam(self.sgd)
 
     def groups(self) -> Groups:
         return [list(group["params"]) for group in self.sgd.param_groups]
@@ -111,6 +173,9 @@ class Reference:
                 parameter.grad = sum(present, torch.zeros_like(parameter)) / len(parts) if present else None
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.adam is not None:
+            self.adam.step([self.gain(number) for number in range(len(groups))])
+            return
         rates = [group["lr"] for group in self.sgd.param_groups]
         for number, group in enumerate(self.sgd.param_groups):
             group["lr"] = group["lr"] * self.gain(number)
@@ -120,6 +185,14 @@ class Reference:
 
     def measure(self, micro_gradients: Sequence[Sequence[Gradient]]) -> None:
         """Add the estimates of a step, from its gradients by micro-batch and group."""
+        if self.adam is not None:
+            divisors = self.adam.divisors()
+            if divisors is None:
+                return
+            micro_gradients = [
+                [[x / d for x, d in zip(g, own, strict=True)] for g, own in zip(each, divisors, strict=True)]
+                for each in micro_gradients
+            ]
         theta = smoothing(self.scale) if self.smoothing is None else self.smoothing
         groups = len(micro_gradients[0])
         if len(micro_gradients) > 1:

@@ -37,7 +37,7 @@ def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize(
     ("ends", "code", "message"),
     [
-        ("adam", 78, "adascale: got Adam; AdaScale scales the learning rate of torch.optim.SGD"),
+        ("adagrad", 78, "adascale: got Adagrad; AdaScale scales torch.optim.SGD"),
         ("small data", 78, "adascale: the data set has 4 samples, fewer than batch_size (8)"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adascale_worker.adascale import AdaScale as AdaScale
     from adascale_worker.errors import StaleBatchSizeError as StaleBatchSizeError
+    from adascale_worker.scaling_rules import SecondMomentOptimizer as SecondMomentOptimizer
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
     from adascale_worker.trainer import ReentryState as ReentryState
 
@@ -18,10 +19,17 @@ _MODULE_OF = {
     "AdaScale": "adascale_worker.adascale",
     "ElasticTrainer": "adascale_worker.trainer",
     "ReentryState": "adascale_worker.trainer",
+    "SecondMomentOptimizer": "adascale_worker.scaling_rules",
     "StaleBatchSizeError": "adascale_worker.errors",
 }
 
-__all__ = ["AdaScale", "ElasticTrainer", "ReentryState", "StaleBatchSizeError"]
+__all__ = [
+    "AdaScale",
+    "ElasticTrainer",
+    "ReentryState",
+    "SecondMomentOptimizer",
+    "StaleBatchSizeError",
+]
 
 
 def __getattr__(name: str) -> Any:

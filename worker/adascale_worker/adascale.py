@@ -1,15 +1,15 @@
-"""AdaScale: an SGD whose learning rate is multiplied by the gain of its batch size.
+"""AdaScale: an SGD, Adam or AdamW whose hyperparameters follow the gain of its batch size.
 
 The algorithm is AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed
 Training", ICML 2020, arXiv 2007.05105). The interface is that of FairScale's `AdaScale`, so that a user of it
 changes only the import; `docs/adascale.md` lists the differences. The formulas are in `adascale_core.gain`,
-the measurement of gradients is in `adascale_worker.statistics`.
+what a gain changes is in `adascale_worker.scaling_rules`, and the measurement of gradients is in
+`adascale_worker.statistics`.
 """
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast, overload
 
@@ -29,23 +29,26 @@ from adascale_worker.supported_optimizers import (
     UnsupportedOptimizerError,
     require_count,
     require_readable,
-    require_sgd,
+    require_whole_parameters,
+    scaling_rule_of,
 )
 from adascale_worker.torch_private import divide_in_place, is_optimizer_hook_table
 
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 class AdaScale(torch.optim.Optimizer, Joinable):
-    """Scales the learning rate of an SGD by the gain of its batch size.
+    """Scales the learning rate of an optimizer by the gain of its batch size.
 
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
     the initial batch size, 1 <= gain <= S. `step()` multiplies the lr of each group by the gain of the group,
-    and restores the lr afterwards. Schedules stay as they were for the initial batch size; advance them, and
-    count progress, by `gain()` per step instead of by 1.
+    and restores the lr afterwards. For Adam and AdamW it multiplies the lr by the square root of the gain,
+    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling_rules`). Schedules
+    stay as they were for the initial batch size; advance them, and count progress, by `gain()` per step
+    instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
     mean of. With n = 1 they come from the difference of consecutive gradients, which is biased (see
@@ -53,7 +56,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as
-            `ZeroRedundancyOptimizer`. Its parameter groups and state are shared with it.
+            `ZeroRedundancyOptimizer`; a `torch.optim.Adam` or `AdamW`; or an optimizer with the methods of
+            `SecondMomentOptimizer`. Its parameter groups and state are shared with it.
         world_size: number of replicas. Default: the size of the process group, 1 without a process group.
         scale: S, positive. Default: `world_size * num_gradients_to_accumulate`.
         smoothing: weight of the past in the moving average, at least 0 and below 1. Default:
@@ -72,8 +76,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             it. Half of the gradients are not kept for the next step then, nor saved with its state.
 
     Raises:
-        UnsupportedOptimizerError: (a TypeError) `optimizer` is not an SGD, or some of its parameters are
-            DTensors that `fully_shard` on `model` did not make, or only some parameters are sharded.
+        UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
+            `fully_shard` was applied to `model`; some of its parameters are DTensors that `fully_shard` on
+            `model` did not make, or only some parameters are sharded.
         UnsupportedTorchError: the installed torch is too old for `model`.
         ValueError: a number is out of range.
     """
@@ -95,10 +100,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(optimizer, AdaScale):
             raise UnsupportedOptimizerError(
-                "got an AdaScale optimizer; pass the SGD itself to AdaScale, once"
+                "got an AdaScale optimizer; pass the inner optimizer to AdaScale, once"
             )
-        require_sgd(optimizer)
-        self._sgd = optimizer
+        self._rule = scaling_rule_of(optimizer)
+        self._inner = optimizer
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)
         )
@@ -113,7 +118,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             require_smoothing(smoothing)
         settings = StepSettings(replicas, num_gradients_to_accumulate, scale, is_scaled_loss)
         options = GainOptions(settings, smoothing, Sampling(sample_every, disjoint_pairs), debias_ewma)
-        estimator = GainEstimator(optimizer, options, model, grad_scaler)
+        estimator = GainEstimator(optimizer, self._rule, options, model, grad_scaler)
+        require_whole_parameters(optimizer, self._rule, is_sharded=estimator.statistics.reader.is_sharded)
         require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)
 
@@ -122,7 +128,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which makes the steps."""
-        return self._sgd
+        return self._inner
 
     @property
     def scale(self) -> float:
@@ -277,7 +283,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if not hasattr(self, "_estimator"):  # Optimizer.__init__ calls this for the groups that it gets
             super().add_param_group(param_group)
             return
-        self._sgd.add_param_group(param_group)
+        self._inner.add_param_group(param_group)
         self._share_groups_and_state()
         self._estimator.restart_sampling()
 
@@ -294,10 +300,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make a step with the lr of each group multiplied by the gain of the group.
+        """Make a step with the hyperparameters of each group scaled by the gain of the group.
 
         Args:
-            closure: computes loss and gradients again; called once, as SGD does.
+            closure: computes loss and gradients again; called once, as torch's optimizers do.
 
         Returns:
             the result of `closure`, or of the inner optimizer's step without a closure.
@@ -309,14 +315,14 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._estimator.finish_measurement()
         if not self._estimator.settings.is_scaled_loss:
             self._divide_gradients()
-        with self._scaled_lr():
+        with self._rule.applied(self._estimator.group_gains()):
             returned = self._inner_step()
         self._estimator.end_step()
         return loss if closure is not None else returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
-        self._sgd.zero_grad(set_to_none)
+        self._inner.zero_grad(set_to_none)
         self.discard_step()
 
     def discard_step(self) -> None:
@@ -329,17 +335,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             divide_in_place(gradients, float(accumulation))
             self._estimator.gradients_are_divided = True
-
-    @contextmanager
-    def _scaled_lr(self) -> Iterator[None]:
-        originals = [group["lr"] for group in self.param_groups]
-        try:
-            for group, gain in zip(self.param_groups, self._estimator.group_gains(), strict=False):
-                group["lr"] = _scaled(group["lr"], gain)
-            yield
-        finally:
-            for group, lr in zip(self.param_groups, originals, strict=True):
-                group["lr"] = lr
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -357,14 +352,18 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Tensors, numbers, strings, lists and dicts only. Arguments of the constructor (scale, replicas,
         accumulation, smoothing) are not in it.
         """
-        state = dict(self._sgd.state_dict())
-        state[STATE_KEY] = {"version": STATE_VERSION, **self._estimator.state_dict()}
+        state = dict(self._inner.state_dict())
+        state[STATE_KEY] = {
+            "version": STATE_VERSION,
+            "rule": self._rule.state_dict(),
+            **self._estimator.state_dict(),
+        }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, at any scale, number of replicas and accumulation.
 
-        The state of a plain SGD is accepted with a warning; AdaScale then starts without estimates.
+        The state of the plain optimizer is accepted with a warning; AdaScale then starts without estimates.
 
         Raises:
             ValueError: the state is of another version, or does not fit the parameters.
@@ -376,7 +375,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 f"got AdaScale state of version {own['version']}; this release reads {STATE_VERSION}: "
                 "load it with the release that saved it"
             )
-        self._sgd.load_state_dict(inner)
+        self._inner.load_state_dict(inner)
         self._share_groups_and_state()
         if own is None:
             warnings.warn(
@@ -385,6 +384,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 UserWarning,
                 stacklevel=2,
             )
+        self._rule.load_state_dict([] if own is None else own["rule"])
         self._estimator.load_state_dict(own)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -409,7 +409,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             return
         options, estimator_state = state.pop("estimator_options"), state.pop("estimator_state")
         super().__setstate__(state)
-        self._attach(GainEstimator(self._sgd, options))
+        self._attach(GainEstimator(self._inner, self._rule, options))
         self._estimator.load_state_dict(estimator_state)
 
     def _attach(self, estimator: GainEstimator) -> None:
@@ -418,7 +418,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Methods of this class set no attribute after this: the optimizer of Lightning takes AdaScale as its
         class and reads its attributes, but what a method sets on it would not reach AdaScale.
         """
-        self._inner_step: Callable[[], float | None] = self._sgd.step  # may be replaced by ours later
+        self._inner_step: Callable[[], float | None] = self._inner.step  # may be replaced by ours later
         self._estimator = estimator
         estimator.statistics.joinable = weakref.proxy(self)
         weakref.finalize(self, estimator.statistics.remove_hooks)
@@ -430,13 +430,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             if adascale is not None:
                 adascale._share_groups_and_state()
 
-        self._sgd.register_load_state_dict_post_hook(share)
+        self._inner.register_load_state_dict_post_hook(share)
         estimator.begin_step()
 
     def _share_groups_and_state(self) -> None:
         """Use the groups and the state of the inner optimizer, which replaces them when it loads."""
-        self.param_groups = self._sgd.param_groups
-        self.state = self._sgd.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
 
     # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
 
@@ -454,12 +454,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """The ranks of the all-reduce of statistics."""
         group = self._estimator.statistics.reader.process_group
         return dist.group.WORLD if group is None else group
-
-
-def _scaled(lr: float | Tensor, gain: float | Tensor) -> float | Tensor:
-    """The learning rate of a step, of the same type as `lr`."""
-    product = lr * gain
-    return product.to(lr.dtype) if isinstance(lr, Tensor) and isinstance(product, Tensor) else product
 
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:

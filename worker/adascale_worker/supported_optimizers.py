@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_worker.scaling_rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
 
 
 class UnsupportedOptimizerError(AdaScaleError, TypeError):
@@ -15,20 +16,39 @@ class UnsupportedOptimizerError(AdaScaleError, TypeError):
     exit_code = EXIT_INVALID_PROGRAM
 
 
-def require_sgd(optimizer: object) -> None:
-    """Raise UnsupportedOptimizerError unless `optimizer` is a `torch.optim.SGD` or a wrapper of an SGD."""
+def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
+    """Return the rule for the hyperparameters of `optimizer`.
+
+    Raises:
+        UnsupportedOptimizerError: it is not an SGD, a wrapper of an SGD, an Adam or AdamW, or an optimizer
+            with the methods of `SecondMomentOptimizer`.
+    """
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     if isinstance(optimizer, torch.optim.SGD) or isinstance(inner, torch.optim.SGD):
-        return
+        return ScalingRule(optimizer)
+    if isinstance(optimizer, SecondMomentOptimizer):
+        return ProtocolRule(optimizer)
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return AdamRule(optimizer)
     name = type(optimizer).__name__
     if inner is not None:
         name = f"{name} of {type(inner).__name__}"
     raise UnsupportedOptimizerError(
-        f"got {name}; AdaScale scales the learning rate of torch.optim.SGD, with or without momentum, or "
-        "of a wrapper of it such as ZeroRedundancyOptimizer. The steps of an optimizer that rescales "
-        "gradients, such as Adam, do not grow with the learning rate as AdaScale requires: use SGD, "
-        "or this optimizer without AdaScale"
+        f"got {name}; AdaScale scales torch.optim.SGD, with or without momentum, ZeroRedundancyOptimizer of "
+        "it, torch.optim.Adam and torch.optim.AdamW: use one of these. An optimizer of your own that keeps a "
+        "second moment needs two methods, `second_moment` and `hyperparameters_at` (docs/adascale.md, "
+        '"Optimizers")'
     )
+
+
+def require_whole_parameters(optimizer: object, rule: ScalingRule, *, is_sharded: bool) -> None:
+    """Raise UnsupportedOptimizerError if the second moments that the metric needs are sharded."""
+    if rule.has_second_moments and is_sharded:
+        raise UnsupportedOptimizerError(
+            f"got {type(optimizer).__name__} with a model that fully_shard has sharded: a rank has the "
+            "second moments of its shards only, and AdaScale measures whole gradients with them. Use "
+            "DistributedDataParallel, or SGD with fully_shard"
+        )
 
 
 def require_readable(unreadable: Sequence[Tensor]) -> None:
@@ -51,7 +71,7 @@ def require_readable(unreadable: Sequence[Tensor]) -> None:
         f"got {len(unreadable)} DTensors as parameters, the first of shape {shape} with placements "
         f"{tuple(placements)}; AdaScale reads a DTensor only if fully_shard alone made it and the model is "
         "given: AdaScale(..., model=model). Tensor parallelism is not supported: use replicas, fully_shard, "
-        "or SGD without AdaScale"
+        "or the optimizer without AdaScale"
     )
 
 

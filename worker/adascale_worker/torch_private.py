@@ -126,6 +126,26 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     return list(norm(tensors, 2) if dtype is None else norm(tensors, 2, dtype=dtype))
 
 
+def l1_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the L1 norm of each tensor, of at least 32 bits, with one kernel for many of them."""
+    norm = _private(torch, "_foreach_norm", "to read the second moments of gradients")
+    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    return list(norm(tensors, 1, dtype=torch.float32) if half else norm(tensors, 1))
+
+
+def divide_each(tensors: Sequence[Tensor], divisors: Sequence[Tensor | float]) -> list[Tensor]:
+    """Return the quotients of tensors, with one kernel for many of them."""
+    if all(isinstance(divisor, Tensor) for divisor in divisors):
+        return list(_private(torch, "_foreach_div", "to divide gradients")(tensors, divisors))
+    return [tensor / divisor for tensor, divisor in zip(tensors, divisors, strict=True)]
+
+
+def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply each tensor by `factor`, with one kernel for many of them."""
+    if tensors:
+        _private(torch, "_foreach_mul_", "to convert the steps of an optimizer")(tensors, factor)
+
+
 def divide_in_place(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide each tensor by `divisor`, with one kernel for many of them."""
     if tensors:

@@ -262,7 +262,8 @@ class ElasticTrainer:
 
         Args:
             model: on `trainer.device` already.
-            optimizer: a `torch.optim.SGD` over the model's parameters.
+            optimizer: over the model's parameters; one that `AdaScale` supports, such as `torch.optim.SGD` or
+                `torch.optim.AdamW`.
             lr_scheduler: a scheduler of that optimizer.
             register: other objects to save and restore, by name.
             find_unused_parameters: as DDP's argument of this name, for a model that does not use all of its
@@ -279,7 +280,7 @@ class ElasticTrainer:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
             WorkerError: the state of an object could not be loaded again, or `program_reentry` was called
                 before.
-            UnsupportedOptimizerError: the optimizer is not an SGD.
+            UnsupportedOptimizerError: AdaScale does not support the optimizer.
         """
         self._uncaught_errors.install()
         if self._loop is not None:

@@ -48,7 +48,7 @@ trainer = ElasticTrainer(
     checkpoint_interval=0 if ends == "full disk" else 1000,
 )
 model = nn.Linear(6, 2)
-kind = torch.optim.Adam if ends == "adam" else torch.optim.SGD
+kind = torch.optim.Adagrad if ends == "adagrad" else torch.optim.SGD
 optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
 ballast = Ballast()
 trainer.program_reentry(model, optimizer, register={"ballast": ballast})

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.statistics.norms import norm, sqr_norm, sum_of_squares
+from adascale_worker.statistics.metric import EuclideanMetric
+from adascale_worker.statistics.norms import sum_of_squares
 from adascale_worker.torch_private import (
     accumulates_gradient,
     backward_pass_id,
@@ -55,15 +56,19 @@ class BackwardObserver:
     Args:
         on_pass_start: called in the first hook of each backward pass.
         on_pass_end: called after each backward pass, when gradients are averaged.
+        metric: of the norms.
 
     Attributes:
         keeps_copies: whether to copy the local gradients, for `copies`.
         passes: backward passes since `begin_step`.
     """
 
-    def __init__(self, on_pass_start: Callable[[], None], on_pass_end: Callable[[], None]) -> None:
+    def __init__(
+        self, on_pass_start: Callable[[], None], on_pass_end: Callable[[], None], metric: EuclideanMetric
+    ) -> None:
         self._on_pass_start = on_pass_start
         self._on_pass_end = on_pass_end
+        self._metric = metric
         self._reading_time = ReadingTime.NEVER
         self._parameters: list[Tensor] = []
         self._group_of: list[int] = []
@@ -158,13 +163,15 @@ class BackwardObserver:
     def copies(self) -> list[list[Tensor]]:
         """Return copies of the local gradients from before they were averaged, by parameter group.
 
-        For all parameters that are not frozen; zeros for a parameter without a gradient.
+        Divided as the metric requires. For all parameters that are not frozen; zeros for a parameter without
+        a gradient.
         """
         groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
         for index, (parameter, group) in enumerate(zip(self._parameters, self._group_of, strict=True)):
             if parameter.requires_grad:
                 gradient = self._copies.get(index)
-                groups[group].append(torch.zeros_like(parameter) if gradient is None else gradient)
+                whole = torch.zeros_like(parameter) if gradient is None else gradient
+                groups[group].append(self._metric.divided(parameter, whole))
         return groups
 
     # -- hooks ------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ class BackwardObserver:
             if index in self._arrives_in_parts:
                 _add_to_copy(self._sums_of_parts, index, gradient)
             else:
-                self._arrived.append((index, norm(_dense(gradient))))
+                self._arrived.append((index, self._norm(index, gradient)))
             if self.keeps_copies:
                 _add_to_copy(self._copies, index, gradient)
 
@@ -227,13 +234,22 @@ class BackwardObserver:
         if self._norms or _is_inner_pass():
             # The outer pass may add to the same gradients; it then replaces the norms read here.
             for index in fired:
-                self._norms[index] = norm(_dense(self._gradient(index)))
+                self._norms[index] = self._norm(index, self._gradient(index))
             return
-        groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
+        count = max(self._group_of) + 1
+        parameters: list[list[Tensor]] = [[] for _ in range(count)]
+        groups: list[list[Tensor]] = [[] for _ in range(count)]
         for index in fired:
+            parameters[self._group_of[index]].append(self._parameters[index])
             groups[self._group_of[index]].append(_dense(self._gradient(index)))
         device = self._parameters[0].device
-        self._sqr_norms = [sqr_norm(gradients, device) for gradients in groups]
+        self._sqr_norms = [
+            self._metric.sqr_norm(own, gradients, device)
+            for own, gradients in zip(parameters, groups, strict=True)
+        ]
+
+    def _norm(self, index: int, gradient: Tensor) -> Tensor:
+        return self._metric.norm(self._parameters[index], _dense(gradient))
 
     def _gradient(self, index: int) -> Tensor:
         gradient = self._parameters[index].grad
@@ -273,7 +289,7 @@ class BackwardObserver:
 
     def _read_sums_of_parts(self) -> None:
         """Read the gradients that came in parts, and find those that did so for the first time."""
-        self._arrived += [(index, norm(whole)) for index, whole in self._sums_of_parts.items()]
+        self._arrived += [(index, self._norm(index, whole)) for index, whole in self._sums_of_parts.items()]
         self._sums_of_parts.clear()
         if len(self._pass_ids) > 1:
             arrivals = Counter(index for index, _ in self._arrived[self._arrived_before_pass :])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adascale_core.gain import GradientEstimate, default_smoothing, total
+from adascale_worker.scaling_rules import ScalingRule
 from adascale_worker.statistics.estimates import StepEstimate
 from adascale_worker.statistics.gradient_statistics import GradientStatistics
 from adascale_worker.statistics.loss_scale import GradScaler
@@ -42,6 +43,7 @@ class GainEstimator:
 
     Args:
         optimizer: the optimizer whose parameters are measured.
+        rule: of the optimizer; it determines the metric.
         options: of the estimates.
         model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
         grad_scaler: of the training loop, if it was given.
@@ -54,13 +56,14 @@ class GainEstimator:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        rule: ScalingRule,
         options: GainOptions,
         model: torch.nn.Module | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._options = options
-        self.statistics = GradientStatistics(optimizer, options.settings, model, grad_scaler)
+        self.statistics = GradientStatistics(optimizer, rule, options.settings, model, grad_scaler)
         self.gradients_are_divided = False
         self._averages = MovingAverages.empty(0, HOST)
         self._flag_sums: Tensor | tuple[float, ...] | None = None

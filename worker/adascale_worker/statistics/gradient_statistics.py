@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
+from adascale_worker.scaling_rules import ScalingRule
 from adascale_worker.statistics.all_reduce import LocalStatistics, ReducedStatistics, StatisticsAllReduce
 from adascale_worker.statistics.estimates import (
     StepEstimate,
@@ -16,6 +17,7 @@ from adascale_worker.statistics.estimates import (
 )
 from adascale_worker.statistics.fingerprint import GradientFingerprint
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
+from adascale_worker.statistics.metric import EuclideanMetric, SecondMomentMetric
 from adascale_worker.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.statistics.reader import GradientReader
@@ -47,6 +49,7 @@ class GradientStatistics:
 
     Args:
         optimizer: the optimizer whose parameters are observed.
+        rule: of the optimizer; it determines the metric.
         settings: how steps are made.
         model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
         grad_scaler: of the training loop, if it was given.
@@ -59,20 +62,25 @@ class GradientStatistics:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        rule: ScalingRule,
         settings: StepSettings,
         model: torch.nn.Module | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
         self._settings = settings
-        self.parameters = OptimizerParameters(optimizer)
-        self.reader = GradientReader(self.parameters, settings, model, self._on_pass_start, self._on_pass_end)
+        adapts = rule.has_second_moments
+        self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
+        self._metric = SecondMomentMetric(rule, optimizer) if adapts else EuclideanMetric()
+        self.reader = GradientReader(
+            self.parameters, settings, model, self._on_pass_start, self._on_pass_end, self._metric
+        )
         self.flags: Sequence[float] = ()
         self.joinable: Joinable | None = None
         self._step_number = 0
         self._is_measuring = False
         self._begins_pair = False
         self._all_reduce: StatisticsAllReduce | None = None
-        self._previous_gradient = PreviousGradient()
+        self._previous_gradient = PreviousGradient(self._metric)
         self._previous_step: PreviousStep | None = None
         self._loss_scale = LossScale(grad_scaler)
         self._scale_of_scaler: float | None = None
@@ -100,6 +108,7 @@ class GradientStatistics:
         self._settings, self._step_number, self._is_measuring = settings, step_number, measuring
         self._begins_pair = begins_pair
         self.discard_step()
+        self._metric.begin_step()
         if settings.micro_gradients > 1 or not measuring:
             self._previous_gradient.clear()
         if measuring:
@@ -303,6 +312,10 @@ class GradientStatistics:
         valid = statistics.complete & statistics.agreed & statistics.finite
         valid = valid & torch.isfinite(numbers[0] + numbers[1])
         valid = valid & self.parameters.has_trainable(valid.device)
+        defined = self._metric.defined_groups()
+        if defined is not None:
+            groups = range(len(self.parameters.groups()))
+            valid = valid & torch.tensor([group in defined for group in groups], device=valid.device)
         return StepEstimate(*numbers, valid, biased=is_single)
 
     def _has_expected_passes(self) -> bool:

@@ -15,22 +15,26 @@ class OptimizerParameters:
 
     Args:
         optimizer: the owner of the groups.
+        scales_lr_alone: whether the lr is all that a gain changes. Other hyperparameters, such as the betas
+            of Adam, must be numbers on the host.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool = True) -> None:
         self._optimizer = optimizer
+        self._scales_lr_alone = scales_lr_alone
         self._trainable: tuple[tuple[tuple[bool, ...], torch.device], Tensor] | None = None
 
     def groups(self) -> list[list[Tensor]]:
         """Return the parameters by parameter group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
-    def gradients(self) -> list[list[Tensor]]:
-        """Return the gradients there are, by parameter group; for DTensors, the shards of this rank."""
-        return [
-            [local_shard(parameter.grad) for parameter in group if parameter.grad is not None]
-            for group in self.groups()
-        ]
+    def with_gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Return the parameters that have gradients, and these, by parameter group.
+
+        For DTensors, the gradients are the shards of this rank.
+        """
+        present = [[p for p in group if p.grad is not None] for group in self.groups()]
+        return [(group, [local_shard(p.grad) for p in group if p.grad is not None]) for group in present]
 
     def has_trainable(self, device: torch.device) -> Tensor:
         """Return whether each group has a parameter that is not frozen: shape (groups,), on `device`."""
@@ -49,8 +53,10 @@ class OptimizerParameters:
     def lr_is_on_device(self) -> bool:
         """Whether all learning rates are tensors on the device of the gradients.
 
-        Then no number has to be read back to the host to make a step.
+        Then no number has to be read back to the host to make a step, if the lr is all that a gain changes.
         """
+        if not self._scales_lr_alone:
+            return False
         device, rates = self.device, (group["lr"] for group in self._optimizer.param_groups)
         return all(isinstance(rate, Tensor) and rate.device == device for rate in rates)
 

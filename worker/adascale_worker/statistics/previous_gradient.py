@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adascale_worker.statistics.metric import EuclideanMetric
 from adascale_worker.statistics.norms import inner_products, local_shard
 
 Parameters = Sequence[Sequence[Tensor]]
@@ -30,25 +31,31 @@ class PreviousStep:
 
 
 class PreviousGradient:
-    """A copy of the gradients of one step.
+    """A copy of the gradients of one step, divided as the metric requires.
+
+    Args:
+        metric: of the inner products.
 
     Attributes:
         step: the numbers of that step; None until they are complete, after its all-reduce.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metric: EuclideanMetric) -> None:
+        self._metric = metric
         self._gradients: list[list[Tensor | None]] | None = None
         self._step_number = -1
+        self._defined_groups: list[int] | None = None
         self.step: PreviousStep | None = None
 
     def preceding(self, step_number: int, parameters: Parameters) -> PreviousStep | None:
         """Return the numbers of the copied step if it is the step before `step_number`, else None.
 
-        Also None if the parameter groups have changed since.
+        Also None if the parameter groups have changed since, or the groups with second moments.
         """
         if (
             self._gradients is None
             or self._step_number != step_number - 1
+            or self._defined_groups != self._metric.defined_groups()
             or [len(group) for group in self._gradients] != [len(group) for group in parameters]
         ):
             return None
@@ -64,13 +71,14 @@ class PreviousGradient:
                 if parameter.grad is None:
                     copies.append(None)
                     continue
-                gradient = local_shard(parameter.grad)
+                gradient = self._metric.divided(parameter, local_shard(parameter.grad))
                 memory = old[number][index] if number < len(old) and index < len(old[number]) else None
                 if memory is None or memory.shape != gradient.shape or memory.stride() != gradient.stride():
                     memory = torch.empty_like(gradient)
                 copies.append(memory.copy_(gradient))
             gradients.append(copies)
         self._gradients, self._step_number, self.step = gradients, step_number, None
+        self._defined_groups = self._metric.defined_groups()
 
     def is_from(self, step_number: int) -> bool:
         """Whether the copy is of the gradients of this step."""
@@ -93,7 +101,7 @@ class PreviousGradient:
         current: list[list[Tensor]] = []
         for copies, group in zip(self._gradients or [], parameters, strict=True):
             pairs = [
-                (copied, local_shard(parameter.grad))
+                (copied, self._metric.divided(parameter, local_shard(parameter.grad)))
                 for copied, parameter in zip(copies, group, strict=True)
                 if copied is not None and parameter.grad is not None
             ]
@@ -108,6 +116,7 @@ class PreviousGradient:
         return {
             "gradients": [list(group) for group in self._gradients],
             "step_number": self._step_number,
+            "defined_groups": self._defined_groups,
             "step": {
                 "sqr_norms": self.step.sqr_norms.tolist(),
                 "scale": self.step.scale,
@@ -128,6 +137,7 @@ class PreviousGradient:
             for copies, group in zip(state["gradients"], parameters, strict=True)
         ]
         self._step_number = state["step_number"]
+        self._defined_groups = state["defined_groups"]
         step = state["step"]
         self.step = PreviousStep(
             torch.tensor(step["sqr_norms"], dtype=torch.float64),

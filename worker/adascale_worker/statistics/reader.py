@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.statistics.all_reduce import sqr_norms_of_mean
 from adascale_worker.statistics.backward import BackwardObserver, ReadingTime
-from adascale_worker.statistics.norms import sqr_norms
+from adascale_worker.statistics.metric import EuclideanMetric
 from adascale_worker.statistics.parameters import OptimizerParameters
 from adascale_worker.statistics.step_settings import StepSettings
 from adascale_worker.torch_private import communication_hooks, is_fully_sharded
@@ -36,6 +36,7 @@ class GradientReader:
         model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
         on_pass_start: called when a backward pass starts.
         on_pass_end: called after each backward pass, when gradients are averaged.
+        metric: of the norms.
 
     Attributes:
         ddp: `model`, if it is a `DistributedDataParallel`.
@@ -49,14 +50,16 @@ class GradientReader:
         model: torch.nn.Module | None,
         on_pass_start: Callable[[], None],
         on_pass_end: Callable[[], None],
+        metric: EuclideanMetric,
     ) -> None:
+        self._metric = metric
         self._parameters = parameters
         self._settings = settings
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.is_compressed = False
         self._sharded = _sharded_gradients(model, parameters, settings.world_size)
         self._on_pass_start = on_pass_start
-        self._observer = BackwardObserver(self._start_pass, on_pass_end)
+        self._observer = BackwardObserver(self._start_pass, on_pass_end, metric)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -150,7 +153,8 @@ class GradientReader:
 
     def current_sqr_norms(self) -> Tensor:
         """Return the squared norms of the gradients as they are now on this rank: shape (groups,)."""
-        return sqr_norms(self._parameters.gradients(), self._parameters.device)
+        device = self._parameters.device
+        return torch.stack([self._metric.sqr_norm(*own, device) for own in self._parameters.with_gradients()])
 
     def _start_pass(self) -> None:
         self._on_pass_start()

@@ -1,0 +1,364 @@
+"""The optimizer over Adam, AdamW and optimizers with a second moment, in one process."""
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adascale_worker import AdaScale, SecondMomentOptimizer
+from adascale_worker.scaling_rules import adam_hyperparameters
+from adascale_worker.statistics import metric
+from adascale_worker.supported_optimizers import UnsupportedOptimizerError
+from worker.adascale_problem import Net, backward, batches, network, one_group, squared_error, two_groups
+from worker.reference import Batch, Reference
+
+TOLERANCE = 1e-6
+"""torch counts the steps of Adam in float32."""
+
+Kind = type[torch.optim.Adam] | type[torch.optim.AdamW]
+KINDS: list[Kind] = [torch.optim.Adam, torch.optim.AdamW]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"foreach": True},
+    {"foreach": False},
+    {"fused": True},
+    {"amsgrad": True},
+    {"weight_decay": 0.3},
+    {"betas": (0.5, 0.9), "eps": 0.1, "weight_decay": 0.3},
+]
+
+
+def learnable_batches(count: int) -> list[Batch]:
+    """Data whose true gradient is about as large as its noise."""
+    return [(x, 0.5 * y + x[:, :2] + 1.0) for x, y in batches(count)]
+
+
+def train_step(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+    for batch in step:
+        backward(squared_error(model, batch) / len(step))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_matches_reference(
+    kind: Kind,
+    options: dict[str, Any],
+    *,
+    micro: int,
+    steps: int = 14,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] = one_group,
+    scale: float | None = None,
+    rescale: float | None = None,
+    loop: Callable[[AdaScale, nn.Module, list[Batch]], None] = train_step,
+) -> AdaScale:
+    model = network()
+    reference_model = copy.deepcopy(model)
+    options = {"lr": 0.02, **options}
+    optimizer = AdaScale(kind(groups(model), **options), num_gradients_to_accumulate=micro, scale=scale)
+    reference = Reference(
+        reference_model, kind(groups(reference_model), **options), squared_error, optimizer.scale
+    )
+    gains = []
+    data = iter(learnable_batches(micro * steps))
+    for number in range(steps):
+        if rescale is not None and number == steps // 2:
+            optimizer.set_scale(rescale)
+            reference.scale = rescale
+        step = [next(data) for _ in range(micro)]
+        loop(optimizer, model, step)
+        reference.step(step)
+        gains.append(optimizer.gain())
+        for group in (None, *range(len(optimizer.param_groups))):
+            assert optimizer.gain(group) == pytest.approx(reference.gain(group), rel=TOLERANCE)
+        for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    assert optimizer.grad_sqr == pytest.approx(reference.estimate()[0], rel=TOLERANCE)
+    assert optimizer.grad_var == pytest.approx(reference.estimate()[1], rel=TOLERANCE)
+    assert len({gain for gain in gains if 1.0 < gain < optimizer.scale}) > steps // 3
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gains_and_weights_are_those_of_the_reference(kind: Kind, options: dict[str, Any]) -> None:
+    assert_matches_reference(kind, options, micro=3, scale=12.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_group_has_its_own_gain(kind: Kind) -> None:
+    optimizer = assert_matches_reference(kind, {"weight_decay": 0.1}, micro=4, groups=two_groups)
+    assert optimizer.gain(0) != optimizer.gain(1)
+
+
+def test_one_replica_measures_the_difference_of_consecutive_gradients() -> None:
+    optimizer = assert_matches_reference(torch.optim.AdamW, {"lr": 1e-3}, micro=1, scale=2.0)
+    assert optimizer.estimate is not None
+    assert optimizer.estimate.biased
+
+
+@pytest.mark.parametrize("rescale", [3.0, 48.0])
+def test_a_change_of_scale_changes_the_hyperparameters(rescale: float) -> None:
+    assert_matches_reference(torch.optim.AdamW, {"weight_decay": 0.1}, micro=3, scale=12.0, rescale=rescale)
+
+
+def test_clipping_does_not_change_the_statistics() -> None:
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(squared_error(model, batch) / len(step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    clipped, plain = network(), network()
+    ours, other = (
+        AdaScale(torch.optim.AdamW(each.parameters(), lr=0.0), num_gradients_to_accumulate=3)
+        for each in (clipped, plain)
+    )
+    data = learnable_batches(6)
+    for step in (data[:3], data[3:]):
+        loop(ours, clipped, step)
+        train_step(other, plain, step)
+    # The second moments are those of the clipped gradients: a unit that the gain does not depend on.
+    assert ours.gain() == pytest.approx(other.gain(), rel=1e-4)
+
+
+def test_hyperparameters_are_restored_after_the_step() -> None:
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
+    seen: list[tuple[Any, ...]] = []
+
+    def look(*_: Any) -> None:
+        group = inner.param_groups[0]
+        seen.append((group["lr"], group["betas"], group["eps"], group["weight_decay"]))
+
+    inner.register_step_pre_hook(look)
+    data = learnable_batches(8)
+    for start in range(0, 8, 2):
+        train_step(optimizer, model, data[start : start + 2])
+    gain = optimizer.gain()
+    assert gain > 1.5
+    root = math.sqrt(gain)
+    assert seen[-1][0] == pytest.approx(0.02 * root)
+    assert seen[-1][1] == pytest.approx((0.8**gain, 0.95**gain))
+    assert seen[-1][2:] == pytest.approx((1e-6 / root, 0.1 * root))
+    look()
+    assert seen[-1] == (0.02, (0.8, 0.95), 1e-6, 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_a_gain_of_one_the_weights_are_those_of_the_inner_optimizer(kind: Kind, *, fused: bool) -> None:
+    model = network()
+    plain_model = copy.deepcopy(model)
+    optimizer = AdaScale(kind(model.parameters(), lr=0.02, weight_decay=0.1, fused=fused))
+    plain = kind(plain_model.parameters(), lr=0.02, weight_decay=0.1, fused=fused)
+    for batch in batches(6):
+        train_step(optimizer, model, [batch])
+        backward(squared_error(plain_model, batch))
+        plain.step()
+        plain.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_estimates_are_unbiased_in_the_metric_of_the_steps_before() -> None:
+    """The mean over all pairs of micro-batches is exact, because v does not depend on them."""
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, smoothing=0.0, scale=2.0)
+    data = learnable_batches(10)
+    train_step(optimizer, model, data[:2])
+    state = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    v = torch.cat([inner.state[p]["exp_avg_sq"].flatten() for p in model.parameters()]) / (1 - 0.999)
+    divisor = v.clamp(min=1e-3 * v.mean()).sqrt() + 1e-8
+
+    def gradient(batch: Batch) -> Tensor:
+        found = torch.autograd.grad(squared_error(model, batch), list(model.parameters()))
+        return torch.cat([each.flatten() for each in found]) / divisor
+
+    population = data[2:]
+    gradients = torch.stack([gradient(batch) for batch in population])
+    found = []
+    # All ordered pairs with replacement: two independent draws from the population.
+    for first in population:
+        for second in population:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            train_step(optimizer, model, [first, second])
+            estimate = optimizer.estimate
+            assert estimate is not None
+            found.append((estimate.grad_sqr, estimate.grad_var))
+    mean = gradients.mean(0)
+    sqr, var = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
+    assert sqr == pytest.approx(mean.square().sum().item(), rel=1e-6)
+    assert var == pytest.approx((gradients - mean).square().sum(1).mean().item(), rel=1e-6)
+
+
+def test_a_rare_coordinate_does_not_outweigh_the_others() -> None:
+    """An embedding whose words are rare has second moments near zero, and rare large gradients."""
+    torch.manual_seed(0)
+    model = nn.Embedding(64, 4)
+    optimizer = AdaScale(
+        torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.9)), num_gradients_to_accumulate=2
+    )
+    for number in range(30):
+        for word in (number % 2, 63 if number == 29 else number % 3):
+            backward(model(torch.tensor([word])).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.grad_var < 1e5
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int) -> None:
+    def make() -> tuple[Net, AdaScale]:
+        model = network()
+        inner = torch.optim.AdamW(two_groups(model), lr=0.02, weight_decay=0.1)
+        return model, AdaScale(inner, num_gradients_to_accumulate=micro, scale=8.0)
+
+    data = learnable_batches(10 * micro)
+    model, optimizer = make()
+    buffer = io.BytesIO()
+    for number in range(10):
+        if number == at:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+        train_step(optimizer, model, data[number * micro : (number + 1) * micro])
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    resumed, again = make()
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    for number in range(at, 10):
+        train_step(again, resumed, data[number * micro : (number + 1) * micro])
+    assert again.gain() == optimizer.gain()
+    for ours, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_pickled_copy_trains_on_as_the_original() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.02), num_gradients_to_accumulate=2)
+    data = learnable_batches(8)
+    train_step(optimizer, model, data[:2])
+    train_step(optimizer, model, data[2:4])
+    other_model, other = pickle.loads(pickle.dumps((model, optimizer)))
+    for start in (4, 6):
+        train_step(optimizer, model, data[start : start + 2])
+        train_step(other, other_model, data[start : start + 2])
+    assert other.gain() == optimizer.gain() != 1.0
+    for ours, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
+def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(50, 60, dtype=dtype))
+    small = nn.Parameter(torch.randn(7, dtype=dtype))
+    optimizer = AdaScale(torch.optim.AdamW([weight, small], lr=1e-3), num_gradients_to_accumulate=2)
+    for _ in range(3):
+        for _ in range(2):
+            noise = torch.randn(50, 60, dtype=dtype)
+            backward(((weight - noise).abs().square().sum() + small.abs().square().sum()) / 100)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 1.0 < optimizer.gain() < 2.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "other"])
+def test_norms_are_the_same_in_pieces_and_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are divided in pieces; several small ones together, on the CPU and on a GPU."""
+    results = []
+    for size in (1 << 25, 100):
+        monkeypatch.setitem(metric.CHUNK, "cpu", size)
+        if device == "other":
+            monkeypatch.setattr(metric, "MAX_ELEMENTS_TO_FLATTEN", 0)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 80), nn.Tanh(), nn.Linear(80, 3))
+        optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
+        for _ in range(3):
+            for _ in range(2):
+                backward(model(torch.randn(5, 30)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((optimizer.grad_sqr, optimizer.grad_var))
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_in_the_first_step_is_noticed() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
+    for batch in batches(2):
+        backward(squared_error(model, batch) * math.inf)
+    optimizer.step()
+    assert optimizer.gradients_are_finite is False
+    assert optimizer.gain() == 1.0
+
+
+def test_a_tensor_lr_stays_a_tensor() -> None:
+    model = network()
+    lr = torch.tensor(0.02)
+    inner = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2)
+    data = learnable_batches(4)
+    train_step(optimizer, model, data[:2])
+    train_step(optimizer, model, data[2:])
+    assert inner.param_groups[0]["lr"] is lr
+    assert float(lr) == pytest.approx(0.02)
+
+
+class Rms(torch.optim.Optimizer):
+    """RMSprop without options, as a user would write it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "beta": 0.9, "eps": 1e-8})
+
+    def second_moment(self, parameter: Tensor) -> Tensor | None:
+        moment: Tensor | None = self.state[parameter].get("v")
+        return moment
+
+    def hyperparameters_at(self, group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
+        return {"lr": group["lr"] * math.sqrt(gain), "beta": group["beta"] ** gain}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                v = self.state[p].setdefault("v", p.grad.square())
+                v.lerp_(p.grad.square(), 1 - group["beta"])
+                p -= group["lr"] * p.grad / (v.sqrt() + group["eps"])
+
+
+def test_an_optimizer_with_a_second_moment_needs_two_methods() -> None:
+    model = network()
+    inner = Rms(model.parameters())
+    assert isinstance(inner, SecondMomentOptimizer)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2)
+    data = learnable_batches(6)
+    for start in (0, 2, 4):
+        train_step(optimizer, model, data[start : start + 2])
+    assert 1.0 < optimizer.gain() <= 2.0
+    assert inner.param_groups[0]["lr"] == 0.01
+
+
+def test_the_hyperparameters_of_adam_are_public() -> None:
+    group = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    values = adam_hyperparameters(group, 4.0)
+    assert values == {"lr": 0.02, "betas": (0.9**4, 0.99**4), "eps": 0.5e-8}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
+def test_other_optimizers_are_refused_with_what_works(kind: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(
+        UnsupportedOptimizerError, match=rf"got {kind.__name__}; .*SGD.*Adam and .*AdamW.*second_moment"
+    ):
+        AdaScale(kind(network().parameters(), lr=0.1))  # type: ignore[call-arg]
