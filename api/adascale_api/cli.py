@@ -11,12 +11,19 @@ from typing import NoReturn
 from adascale_api.authorization import Authorizer
 from adascale_api.http_protocol import REQUEST_TIMEOUT
 from adascale_api.log_limit import LogLimit
+from adascale_api.read_token import ReadTokenAuthorizer
 from adascale_api.server import MAX_CONNECTIONS, UsageError, is_loopback, serve
 from adascale_api.service import Settings
 from adascale_api.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.shared_token import SharedToken, SharedTokenFile
 from adascale_core.errors import AdaScaleError
-from adascale_core.names import DEFAULT_API_PORT, ENV_TOKEN, ENV_TOKEN_FILE
+from adascale_core.names import (
+    DEFAULT_API_PORT,
+    ENV_READ_TOKEN,
+    ENV_READ_TOKEN_FILE,
+    ENV_TOKEN,
+    ENV_TOKEN_FILE,
+)
 
 DEFAULT_DATABASE = "sqlite:///adascale.db"
 
@@ -47,7 +54,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         descriptor=options.fd,
         port_file=options.port_file,
         database_url=options.database,
-        authorizer=_authorizer(options, environment),
+        authorizer=_with_readers(_authorizer(options, environment), environment),
         settings=Settings(protect_reads=options.protect_reads),
         max_connections=options.max_connections,
         request_timeout=options.request_timeout,
@@ -60,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Run the metrics service. Workers post gain reports to it and register; the controller "
         "declares jobs and sets replica counts.",
         epilog=f"Writing needs a bearer token: the token in the file that {ENV_TOKEN_FILE} names (read again "
-        f"when it changes) or in {ENV_TOKEN}; with --token-review, the token of a service account.",
+        f"when it changes) or in {ENV_TOKEN}; with --token-review, the token of a service account. "
+        "Reading logs and addresses needs one too, or the token in "
+        f"{ENV_READ_TOKEN_FILE} or {ENV_READ_TOKEN}.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -158,6 +167,16 @@ def _authorizer(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         f"    export {ENV_TOKEN}=$(openssl rand -hex 32)\n"
         "or use --no-auth to allow every program on this machine to write"
     )
+
+
+def _with_readers(authorizer: Authorizer | None, environment: Mapping[str, str]) -> Authorizer | None:
+    if authorizer is None:
+        return None
+    if path := environment.get(ENV_READ_TOKEN_FILE):
+        return ReadTokenAuthorizer(SharedTokenFile(Path(path), ENV_READ_TOKEN_FILE), authorizer)
+    if token := environment.get(ENV_READ_TOKEN):
+        return ReadTokenAuthorizer(SharedToken(token, ENV_READ_TOKEN), authorizer)
+    return authorizer
 
 
 def _service_account_authorizer(

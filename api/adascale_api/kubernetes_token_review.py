@@ -14,13 +14,12 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
 from adascale_api.errors import UnavailableError
-from adascale_api.token_review_cache import TokenReviewResult
+from adascale_api.token_review_queue import MAX_REVIEWS
+from adascale_api.token_review_result import TokenReviewResult
 from adascale_core.errors import AdaScaleError
 
 TIMEOUT = 4.0
 """Seconds to wait for a review; clients of the service wait 5 for its answer."""
-MAX_CONNECTIONS = 16
-"""Reviews at the same time."""
 _REJECTED_TOKEN = frozenset({400, 413, 422})
 """Statuses that depend on the token."""
 
@@ -50,7 +49,7 @@ class KubernetesTokenReviewer:
             raise NoClusterError(
                 f"no cluster is configured to review tokens: {error}; run this in a pod, or set KUBECONFIG"
             ) from error
-        self._configuration.connection_pool_maxsize = MAX_CONNECTIONS
+        self._configuration.connection_pool_maxsize = MAX_REVIEWS
         self._api: client.ApiClient | None = None
 
     async def _load_kubeconfig(self, path: str) -> None:

@@ -8,6 +8,8 @@ from pydantic.json_schema import models_json_schema
 from adascale_api.request_body import REFERENCE
 from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
 
+_REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation"})
+"""Reads whose answers have less without a token."""
 _BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody)
 
 
@@ -35,8 +37,12 @@ def _add_bodies(document: dict[str, Any]) -> None:
 
 
 def _remove_security_of_reads(document: dict[str, Any]) -> None:
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
         if "get" in operations:
-            operations["get"].pop("security", None)
-            for status in ("401", "403"):
-                operations["get"]["responses"].pop(status, None)
+            operation = operations["get"]
+            operation["responses"].pop("403", None)
+            if path in _REDACTED and "security" in operation:
+                operation["security"].insert(0, {})  # a token is optional
+            else:
+                operation.pop("security", None)
+                operation["responses"].pop("401", None)

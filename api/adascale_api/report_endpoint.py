@@ -56,7 +56,8 @@ class ReportEndpoint:
         try:
             with self._budget.request(scope) as body:
                 try:
-                    answer = await self._store(job, dict(scope["headers"]), body.limited(receive))
+                    client = (scope.get("client") or ("",))[0]
+                    answer = await self._store(job, dict(scope["headers"]), client, body.limited(receive))
                 except (AdaScaleError, ClientDisconnect) as error:
                     response = response_to(error)
                     status = response.status_code
@@ -69,10 +70,10 @@ class ReportEndpoint:
         finally:
             self._service.metrics.observe("POST", ROUTE, status, time.perf_counter() - started)
 
-    async def _store(self, job: str, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _store(self, job: str, headers: dict[bytes, bytes], client: str, receive: Receive) -> bytes:
         job_id = parse_job_id(job)
         token = bearer_token(headers.get(b"authorization", b"").decode("latin-1"))
-        await authorize(self._service, Role.WORKER, token, job_id)
+        await authorize(self._service, Role.WORKER, token, job_id, client)
         require_json(headers.get(b"content-type", b"").decode("latin-1"))
         posted = await store_reports(self._service, job_id, self._body.parse(await _read(receive)))
         return b'{"stored":%d,"repeated":%d,"allocation":%b}' % (

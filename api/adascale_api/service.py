@@ -12,6 +12,7 @@ from adascale_api.authorization import Authorizer
 from adascale_api.change_notifier import ChangeNotifier
 from adascale_api.database import Committed, Database
 from adascale_api.errors import UnavailableError
+from adascale_api.generation_limit import require_reachable
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
 from adascale_api.job import Job
@@ -130,7 +131,12 @@ class Service:
         return (await self.find_job(job_id)).view
 
     async def register(self, job_id: str, registration: Registration) -> Job:
-        """Store the registration of a replica, which is also its heartbeat, and return the job."""
+        """Store the registration of a replica, which is also its heartbeat, and return the job.
+
+        Raises:
+            InvalidInputError: it names a generation that no job can have reached.
+        """
+        require_reachable(registration, self.clock())
         self.heartbeats.receive(job_id, registration)
         without_log = replace(registration, log=None) if registration.log is not None else registration
         cached = self.database.cached(job_id)

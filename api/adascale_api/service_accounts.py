@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from adascale_api.authorization import Role
 from adascale_api.errors import ForbiddenError, UnauthorizedError
 from adascale_api.token_claims import read_claims
-from adascale_api.token_review_cache import TokenReviewCache, TokenReviewer, TokenReviewResult
+from adascale_api.token_review_cache import TokenReviewCache
+from adascale_api.token_review_result import TokenReviewer, TokenReviewResult
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience
 
@@ -60,7 +61,7 @@ class ServiceAccountAuthorizer:
         self._cache = TokenReviewCache(reviewer, monotonic)
         self._clock = clock
 
-    async def authorize(self, token: str, role: Role, job_id: str | None) -> None:
+    async def authorize(self, token: str, role: Role, job_id: str | None, client: str = "") -> None:
         """Return if the token has the role.
 
         Raises:
@@ -86,7 +87,8 @@ class ServiceAccountAuthorizer:
             raise UnauthorizedError(
                 f"the token expired {expired_for:.0f} s ago: read the token file again, the kubelet renews it"
             )
-        result = await self._cache.review(token, audiences)
+        namespace = (job_id or "").partition(".")[0]
+        result = await self._cache.review(token, audiences, client=client, namespace=namespace)
         if result.user is None:
             reason = f": {result.error}" if result.error else ""
             raise UnauthorizedError(f"the Kubernetes API rejects the token{reason}")

@@ -21,10 +21,16 @@ class InvalidTokenError(AdaScaleError):
 class SharedToken:
     """Authorizes the bearers of a fixed token."""
 
-    def __init__(self, token: str) -> None:
-        self._token = _validate(token, ENV_TOKEN)
+    def __init__(self, token: str, variable: str = ENV_TOKEN) -> None:
+        self._token = _validate(token, variable)
 
-    async def authorize(self, token: str, role: Role, job_id: str | None) -> None:  # noqa: ARG002 (of the protocol)
+    async def authorize(
+        self,
+        token: str,
+        role: Role,  # noqa: ARG002 (of the protocol)
+        job_id: str | None,  # noqa: ARG002
+        client: str = "",  # noqa: ARG002
+    ) -> None:
         """Return if `token` is the shared token."""
         _require_equal(token, self._token)
 
@@ -35,16 +41,23 @@ class SharedToken:
 class SharedTokenFile:
     """Authorizes the bearers of the token in a file, which may be renewed while the service runs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, variable: str = ENV_TOKEN_FILE) -> None:
         self._path = path
+        self._variable = variable
         self._version: tuple[int, int, int] | None = None
         try:
             self._version = self._file_version()
             self._token = self._read()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidTokenError(f"{ENV_TOKEN_FILE} {path} can't be read: {error}") from error
+            raise InvalidTokenError(f"{variable} {path} can't be read: {error}") from error
 
-    async def authorize(self, token: str, role: Role, job_id: str | None) -> None:  # noqa: ARG002 (of the protocol)
+    async def authorize(
+        self,
+        token: str,
+        role: Role,  # noqa: ARG002 (of the protocol)
+        job_id: str | None,  # noqa: ARG002
+        client: str = "",  # noqa: ARG002
+    ) -> None:
         """Return if `token` is the token in the file, or was when the file could last be read."""
         self._refresh()
         _require_equal(token, self._token)
@@ -61,7 +74,7 @@ class SharedTokenFile:
                 self._version = version
         except (OSError, UnicodeDecodeError, InvalidTokenError) as error:
             logger.warning(
-                "%s %s can't be read, the previous token stays valid: %s", ENV_TOKEN_FILE, self._path, error
+                "%s %s can't be read, the previous token stays valid: %s", self._variable, self._path, error
             )
 
     def _file_version(self) -> tuple[int, int, int]:
@@ -69,7 +82,7 @@ class SharedTokenFile:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _read(self) -> str:
-        return _validate(self._path.read_text().strip(), f"{ENV_TOKEN_FILE} {self._path}")
+        return _validate(self._path.read_text().strip(), f"{self._variable} {self._path}")
 
 
 def _validate(token: str, source: str) -> str:

@@ -12,9 +12,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from adascale_api.errors import UnavailableError
+from adascale_api.token_review_queue import TokenReviewQueue, TooManyReviewsError
+from adascale_api.token_review_result import TokenReviewer, TokenReviewResult
 
 ACCEPTED_TTL = 60.0
 """Seconds until an accepted token is reviewed again."""
@@ -28,37 +29,6 @@ MAX_ENTRIES = 4096
 """Accepted tokens, and as many rejected ones: rejected tokens never evict accepted ones."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenReviewResult:
-    """The result of a TokenReview.
-
-    Args:
-        user: the user of the token; None if it is rejected.
-        audiences: the requested audiences for which the token is valid.
-        error: why it is rejected; empty if the Kubernetes API gives no reason.
-    """
-
-    user: str | None
-    audiences: tuple[str, ...] = ()
-    error: str = ""
-
-
-class TokenReviewer(Protocol):
-    """Has tokens reviewed by a cluster."""
-
-    async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
-        """Review a token for any of the audiences.
-
-        Raises:
-            UnavailableError: the cluster does not answer.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Close connections."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +46,8 @@ class TokenReviewCache:
     """
 
     def __init__(self, reviewer: TokenReviewer, clock: Callable[[], float] = time.monotonic) -> None:
-        self._reviewer = reviewer
+        self._queue = TokenReviewQueue(reviewer)
+        self._known: OrderedDict[str, None] = OrderedDict()
         self._clock = clock
         self._accepted: OrderedDict[bytes, _Entry] = OrderedDict()
         self._rejected: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -84,12 +55,16 @@ class TokenReviewCache:
         self._retry_at = float("-inf")
         self._logged_error = ""
 
-    async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
+    async def review(
+        self, token: str, audiences: Sequence[str], *, client: str = "", namespace: str = ""
+    ) -> TokenReviewResult:
         """Return the cached or a new review of a token.
 
         Args:
             token: the token.
             audiences: the audiences, which must be the same for each review of the token.
+            client: the address that sent it.
+            namespace: the namespace of the job that the token claims to be for.
 
         Raises:
             UnavailableError: the cluster does not answer, and the token was not accepted before.
@@ -102,14 +77,22 @@ class TokenReviewCache:
             return self._find_accepted(key)
         pending = self._pending.get(key)
         if pending is None:
-            pending = self._pending[key] = asyncio.create_task(self._review(key, token, audiences))
+            pending = self._pending[key] = asyncio.create_task(
+                self._review(key, token, audiences, client, namespace)
+            )
             pending.add_done_callback(lambda done: self._remove_pending(key, done))
         # Other requests wait for the same review, so a request that is cancelled must not cancel it.
         return await asyncio.shield(pending)
 
-    async def _review(self, key: bytes, token: str, audiences: Sequence[str]) -> TokenReviewResult:
+    async def _review(
+        self, key: bytes, token: str, audiences: Sequence[str], client: str, namespace: str
+    ) -> TokenReviewResult:
         try:
-            result = await self._reviewer.review(token, audiences)
+            result = await self._queue.review(
+                token, audiences, client=client, is_known=namespace in self._known
+            )
+        except TooManyReviewsError:
+            return self._find_accepted(key)
         except UnavailableError as error:
             self._retry_at = self._clock() + RETRY_INTERVAL
             if self._logged_error != str(error):
@@ -120,6 +103,11 @@ class TokenReviewCache:
             self._logged_error = ""
             logger.warning("the Kubernetes API reviews tokens again")
         self._add(key, result)
+        if result.user is not None:
+            self._known[namespace] = None
+            self._known.move_to_end(namespace)
+            if len(self._known) > MAX_ENTRIES:
+                self._known.popitem(last=False)
         return result
 
     def _remove_pending(self, key: bytes, done: asyncio.Task[TokenReviewResult]) -> None:
@@ -139,7 +127,8 @@ class TokenReviewCache:
     def _find_accepted(self, key: bytes) -> TokenReviewResult:
         entry = self._accepted.get(key)
         if entry is None or self._clock() - entry.reviewed_at >= ACCEPTED_TTL + OUTAGE_TTL:
-            raise UnavailableError(f"{self._logged_error}; nothing was stored, try again")
+            reason = self._logged_error or "too many tokens are being reviewed"
+            raise UnavailableError(f"{reason}; nothing was stored, try again")
         self._accepted.move_to_end(key)
         return entry.result
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
-from api.client import TOKEN, Client, ServiceProcess, a_report, wait_until
+from adascale_core.messages import JobSpec, ReplicaState
+from adascale_core.views import JobView
+from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 
 MEMORY_LIMIT = 512 * 1024
 """KiB: the limit in deploy/base/api.yaml."""
@@ -125,3 +127,48 @@ def test_a_repeated_log_record_is_dropped_and_counted() -> None:
     record = logged()
     assert record is not None
     assert record.getMessage() == f"refused it ({1000 - MAX_RECORDS} more before were not logged)"
+
+
+def test_without_a_token_logs_and_addresses_are_empty(tmp_path: Path) -> None:
+    environ = {"ADASCALE_TOKEN": TOKEN, "ADASCALE_READ_TOKEN": "for-people"}
+    with ServiceProcess(tmp_path, environ=environ) as service, Client(service.port) as client:
+        client.put("/jobs/a", JobSpec(8, max_replicas=2).to_json())
+        client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+        client.register("a", a_registration(address="10.9.8.7"))
+        client.post_gain("a", a_report())
+        failed = a_registration(0, ReplicaState.FAILED, address="10.9.8.7", exit_code=1, log="my secret")
+        client.register("a", failed)
+        paths = ("/jobs", "/jobs/a", "/jobs/a/allocation")
+        with Client(service.port, "for-people") as reader:
+            for path in paths:
+                assert client.get(path).keys() == reader.get(path).keys()
+            for path in paths[:2]:
+                text = json.dumps(reader.get(path))
+                assert "my secret" in text
+                assert "10.9.8.7" in text
+            assert reader.call("POST", "/jobs/a/gain", a_report().to_json()).status == 401
+        with Client(service.port, None) as nobody:
+            for path in paths:
+                text = json.dumps(nobody.get(path))
+                assert "my secret" not in text
+                assert "10.9.8.7" not in text
+                assert nobody.get(path).keys() == client.get(path).keys()
+            view = JobView.from_json(nobody.get("/jobs/a"))
+            assert view.replicas[0].exit_code == 1
+            assert nobody.get("/jobs/a/gain")["gain"] == 2.0
+        with Client(service.port, "wrong") as wrong:
+            for path in paths:
+                assert wrong.call("GET", path).status == 401
+
+
+def test_a_generation_that_no_job_can_have_reached_is_refused(attacked: ServiceProcess) -> None:
+    with Client(attacked.port) as client:
+        body = a_registration(0, ReplicaState.RUNNING, generation=2**31 - 1).to_json()
+        answer = client.call("PUT", "/jobs/generations/replicas/0", body)
+        assert answer.status == 422
+        assert "generation: got 2147483647, expected at most" in answer.body["error"]
+        report = a_report(generation=2**31 - 1).to_json()
+        assert client.call("POST", "/jobs/generations/gain", report).status == 422
+        highest = int(time.time()) - 1_577_836_800 - 10
+        client.register("generations", a_registration(0, ReplicaState.RUNNING, generation=highest))
+        client.put("/jobs/generations/allocation", {"generation": highest + 1000, "replicas": 2})

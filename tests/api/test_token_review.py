@@ -19,13 +19,9 @@ from adascale_api.authorization import Role
 from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError
 from adascale_api.service_accounts import InvalidAccountError, ServiceAccountAuthorizer
 from adascale_api.token_claims import read_claims
-from adascale_api.token_review_cache import (
-    ACCEPTED_TTL,
-    OUTAGE_TTL,
-    REJECTED_TTL,
-    RETRY_INTERVAL,
-    TokenReviewResult,
-)
+from adascale_api.token_review_cache import ACCEPTED_TTL, OUTAGE_TTL, REJECTED_TTL, RETRY_INTERVAL
+from adascale_api.token_review_queue import MAX_REVIEWS, MAX_WAITING_PER_CLIENT
+from adascale_api.token_review_result import TokenReviewResult
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Client, ServiceProcess, a_report
@@ -438,7 +434,9 @@ def test_without_the_kubernetes_api_the_service_answers_503_with_retry_after(tmp
             assert answer.status == 503
             assert "the Kubernetes API does not answer, so tokens can't be reviewed" in answer.body["error"]
             assert answer.headers["retry-after"] == "5"
-            assert client.get("/jobs")["jobs"] == []
+            assert client.call("GET", "/jobs").status == 503
+        with Client(service.port, None) as nobody:
+            assert nobody.get("/jobs")["jobs"] == []
         service.process.terminate()
         assert service.process.wait(20) == 0
         assert "Traceback" not in service.log()
@@ -478,3 +476,69 @@ def test_unusable_options_are_refused_with_the_reason(
     with pytest.raises(AdaScaleError, match=re.escape(message)) as refused:
         cli.run(["--token-review", *options], os.environ)
     assert refused.value.exit_code == 2
+
+
+class SlowCluster:
+    """A cluster that reviews each token when the test lets it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting.append((token, answer))
+        await answer
+        return TokenReviewResult(WORKER if token == GOOD else None, tuple(audiences))
+
+    async def answer_all(self) -> None:
+        """Answer the reviews that have begun."""
+        for _, answer in self.waiting:
+            answer.set_result(None)
+        self.waiting.clear()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+GOOD = a_token(job_audience(JOB), nonce="good")
+
+
+@pytest.mark.parametrize("bogus_clients", [1, 20])
+def test_bogus_tokens_do_not_delay_a_new_worker_for_long(bogus_clients: int) -> None:
+    async def run() -> None:
+        cluster = SlowCluster()
+        authorizer = ServiceAccountAuthorizer(cluster, clock=lambda: 1000.0, monotonic=lambda: 1000.0)
+
+        async def send(token: str, client: str) -> RequestError | None:
+            try:
+                await authorizer.authorize(token, Role.WORKER, JOB, client)
+            except RequestError as error:
+                return error
+            return None
+
+        bogus = [
+            asyncio.create_task(
+                send(a_token(job_audience(JOB), nonce=number), f"bad-{number % bogus_clients}")
+            )
+            for number in range(500)
+        ]
+        waiting = MAX_REVIEWS + bogus_clients * MAX_WAITING_PER_CLIENT
+        while sum(task.done() for task in bogus) < 500 - waiting:
+            await asyncio.sleep(0)
+        assert len(cluster.waiting) == MAX_REVIEWS
+        good = asyncio.create_task(send(GOOD, "good"))
+        rounds = 0
+        while not good.done():
+            await asyncio.sleep(0.01)
+            await cluster.answer_all()
+            rounds += 1
+        assert good.result() is None
+        assert rounds <= 4
+        while not all(task.done() for task in bogus):
+            await asyncio.sleep(0)
+            await cluster.answer_all()
+        assert all(isinstance(task.result(), UnauthorizedError | UnavailableError) for task in bogus)
+
+    asyncio.run(run())

@@ -4,12 +4,13 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Response
+from pydantic import TypeAdapter
 
 from adascale_api.error_handlers import error_response
 from adascale_api.errors import ConflictBody, FieldError, InvalidInputError
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import AllocationBody, RegistrationBody
-from adascale_api.routes.common import CONTROLLER, READER, WORKER, JobId, ServiceOf, errors
+from adascale_api.routes.common import CONTROLLER, WORKER, JobId, MayReadAll, ServiceOf, answer, errors
 from adascale_api.store import jobs
 from adascale_core.messages import AllocationView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
@@ -19,6 +20,7 @@ MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""
 
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
+_view = TypeAdapter(AllocationView)
 allocation_body = JsonBody(AllocationBody)
 registration_body = JsonBody(RegistrationBody)
 
@@ -52,12 +54,13 @@ async def put_allocation(
 @router.get(
     "/allocation",
     summary="Read the job's generations, and optionally wait for a change",
-    dependencies=READER,
+    response_model=AllocationView,
     responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def get_allocation(
     service: ServiceOf,
     job: JobId,
+    shows_all: MayReadAll,
     version: Annotated[
         int | None, Query(ge=0, le=MAX_STEPS, description="The last version that the caller has read.")
     ] = None,
@@ -70,12 +73,14 @@ async def get_allocation(
             description="Seconds to wait while the job still has this version.",
         ),
     ] = 0.0,
-) -> AllocationView:
+) -> Response:
     """Answers at once if the job's version is not `version`; otherwise when it changes, or after `wait`
-    seconds."""
+    seconds. Addresses are empty without a token that may read the job."""
     if version is None:
-        return await service.view(job)
-    return await service.changes.wait_for_change(job, version, wait, partial(service.view, job))
+        view = await service.view(job)
+    else:
+        view = await service.changes.wait_for_change(job, version, wait, partial(service.view, job))
+    return answer(_view, view, shows_all=shows_all)
 
 
 @router.put(

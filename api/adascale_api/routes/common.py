@@ -1,14 +1,19 @@
 """What the routes share: the service, the job in the path, the required role, and error responses."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Request
+from fastapi import Depends, Path, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import TypeAdapter
 
 from adascale_api.authorization import Role
-from adascale_api.errors import ErrorBody, UnauthorizedError
+from adascale_api.errors import ErrorBody, ForbiddenError, UnauthorizedError
+from adascale_api.redaction import redact
 from adascale_api.service import Service
 from adascale_core.job_id import parse_job_id
+
+T = TypeVar("T")
 
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"
@@ -63,7 +68,38 @@ async def _require(
 ) -> None:
     job = request.path_params.get("job")
     token = None if credentials is None else credentials.credentials
-    await authorize(service, role, token, parse_job_id(job) if job else None)
+    client = request.client.host if request.client is not None else ""
+    await authorize(service, role, token, parse_job_id(job) if job else None, client)
+
+
+async def may_read_all(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
+    """Whether the answer may have logs and addresses: the request has the role reader for what it reads.
+
+    Raises:
+        RequestError: the token is not valid or can't be checked now; or the service protects reads, and the
+            token is missing or for another job.
+    """
+    if service.authorizer is None:
+        return True
+    if credentials is None and not service.settings.protect_reads:
+        return False
+    try:
+        await _require(Role.READER, request, service, credentials)
+    except ForbiddenError:
+        if service.settings.protect_reads:
+            raise
+        return False
+    return True
+
+
+MayReadAll = Annotated[bool, Depends(may_read_all)]
+
+
+def answer(model: TypeAdapter[T], view: T, *, shows_all: bool) -> Response:
+    """Return a view as the answer, without logs and addresses unless `shows_all`."""
+    if shows_all:
+        return Response(model.dump_json(view), media_type="application/json")
+    return JSONResponse(redact(model.dump_python(view, mode="json")))
 
 
 def bearer_token(header: str) -> str | None:
@@ -72,7 +108,9 @@ def bearer_token(header: str) -> str | None:
     return token.strip() if scheme.lower() == "bearer" and token else None
 
 
-async def authorize(service: Service, role: Role, token: str | None, job_id: str | None) -> None:
+async def authorize(
+    service: Service, role: Role, token: str | None, job_id: str | None, client: str = ""
+) -> None:
     """Refuse a request whose token does not have the role for a job, or for all jobs.
 
     Raises:
@@ -82,7 +120,7 @@ async def authorize(service: Service, role: Role, token: str | None, job_id: str
         return
     if token is None:
         raise UnauthorizedError("missing token: send the header `Authorization: Bearer TOKEN`")
-    await service.authorizer.authorize(token, role, job_id)
+    await service.authorizer.authorize(token, role, job_id, client)
 
 
 READER = [Depends(require_reader)]

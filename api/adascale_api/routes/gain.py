@@ -1,10 +1,12 @@
 """Gain reports, which workers post, and predictions from them."""
 
 from functools import partial
+from operator import attrgetter
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
+from adascale_api.generation_limit import require_reachable
 from adascale_api.request_body import ReportsBody
 from adascale_api.request_models import GainReportBody
 from adascale_api.response_models import GainResponse
@@ -53,6 +55,7 @@ async def post_gain(
 async def store_reports(service: Service, job: str, body: list[GainReportBody]) -> Posted:
     """Store the reports of a request."""
     new = [report.to_report() for report in body]
+    require_reachable(max(new, key=attrgetter("generation")), service.clock())
     posted = await service.database.write(
         partial(reports.post, job_id=job, new=new, now=service.clock(), retention=service.settings.reports),
         job_id=job,

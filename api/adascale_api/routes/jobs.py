@@ -5,11 +5,12 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
+from pydantic import TypeAdapter
 
 from adascale_api.job import Job
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import JobSpecBody
-from adascale_api.routes.common import CONTROLLER, READER, JobId, ServiceOf, errors
+from adascale_api.routes.common import CONTROLLER, JobId, MayReadAll, ServiceOf, answer, errors
 from adascale_api.service import Service
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas, reports
@@ -23,17 +24,20 @@ MAX_PAGE = 4 * 1024 * 1024
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)
+_job_list, _job_view = TypeAdapter(JobList), TypeAdapter(JobView)
 
 
-@router.get("", summary="List all jobs", dependencies=READER, responses=errors(401, 403, 422, 500, 503))
+@router.get("", summary="List all jobs", response_model=JobList, responses=errors(401, 403, 422, 500, 503))
 async def get_jobs(
     service: ServiceOf,
+    shows_all: MayReadAll,
     limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
     after: Annotated[str, Query(max_length=127, description="The `next` of the previous page.")] = "",
-) -> JobList:
-    """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page."""
+) -> Response:
+    """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page. Logs and
+    addresses are empty without a token that may read all jobs."""
 
-    def query(transaction: Transaction) -> JobList:
+    def query(transaction: Transaction) -> Response:
         found = jobs.list_jobs(transaction, after, limit + 1)
         views: list[JobView] = []
         size = 0
@@ -43,17 +47,20 @@ async def get_jobs(
             if views and size > MAX_PAGE:
                 break
             views.append(_view(transaction, job, service))
-        return JobList(views, next=views[-1].id if len(found) > len(views) else None)
+        page = JobList(views, next=views[-1].id if len(found) > len(views) else None)
+        return answer(_job_list, page, shows_all=shows_all)
 
     return await service.database.read(query, is_long=True)
 
 
 @router.get(
-    "/{job}", summary="Read a job", dependencies=READER, responses=errors(401, 403, 404, 422, 500, 503)
+    "/{job}", summary="Read a job", response_model=JobView, responses=errors(401, 403, 404, 422, 500, 503)
 )
-async def get_job(service: ServiceOf, job: JobId) -> JobView:
-    """Returns the job's declaration, generations, replicas, latest report and measured step times."""
-    return await service.database.read(partial(_find_view, job_id=job, service=service), is_long=True)
+async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Response:
+    """Returns the job's declaration, generations, replicas, latest report and measured step times. Logs and
+    addresses are empty without a token that may read the job."""
+    view = await service.database.read(partial(_find_view, job_id=job, service=service), is_long=True)
+    return answer(_job_view, view, shows_all=shows_all)
 
 
 @router.put(
