@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -172,3 +174,68 @@ def test_a_generation_that_no_job_can_have_reached_is_refused(attacked: ServiceP
         highest = int(time.time()) - 1_577_836_800 - 10
         client.register("generations", a_registration(0, ReplicaState.RUNNING, generation=highest))
         client.put("/jobs/generations/allocation", {"generation": highest + 1000, "replicas": 2})
+
+
+def test_jobs_with_large_logs_take_bounded_memory(attacked: ServiceProcess) -> None:
+    with Client(attacked.port) as client:
+        client.put("/jobs/logs/allocation", {"generation": 1, "replicas": 100})
+        for rank in range(100):
+            failed = a_registration(rank, ReplicaState.FAILED, exit_code=1, log="\u20ac" * 65_536)
+            client.register("logs", failed)
+        shown = [replica["log"] for replica in client.get("/jobs/logs")["replicas"]]
+        assert 0 < sum(log is not None for log in shown) <= 16
+
+
+@pytest.mark.slow
+def test_a_job_of_the_maximum_size_takes_bounded_memory(attacked: ServiceProcess) -> None:
+    with Client(attacked.port) as client:
+        client.put("/jobs/large/allocation", {"generation": 1, "replicas": 1024})
+        for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING):
+            generation = 0 if replica_state is ReplicaState.WAITING else 1
+
+            def register(
+                part: int, replica_state: ReplicaState = replica_state, to: int = generation
+            ) -> None:
+                with Client(attacked.port) as agent:
+                    for rank in range(part, 1024, 64):
+                        agent.register("large", a_registration(rank, replica_state, generation=to))
+
+            with ThreadPoolExecutor(64) as threads:
+                list(threads.map(register, range(64)))
+        assert len(client.get("/jobs/large")["replicas"]) == 1024
+        assert peak_memory(attacked) < MEMORY_LIMIT / 2
+
+
+def test_long_reads_do_not_delay_registrations(attacked: ServiceProcess) -> None:
+    with Client(attacked.port) as client:
+        for start in range(0, 8000, 1000):
+            client.post_gain(
+                "plans", *[a_report(step, local_bsz=1 + step) for step in range(start, start + 1000)]
+            )
+        client.put("/jobs/plans", JobSpec(8, max_replicas=1024).to_json())
+        stop = threading.Event()
+
+        def read() -> set[int]:
+            statuses = set()
+            with Client(attacked.port, None) as reader:
+                while not stop.is_set():
+                    for path in (
+                        "/jobs?limit=1000",
+                        "/jobs/plans/gain",
+                        "/jobs/plans/gain/history?points=5000",
+                    ):
+                        statuses.add(reader.call("GET", path).status)
+            return statuses
+
+        with ThreadPoolExecutor(8) as threads:
+            reading = [threads.submit(read) for _ in range(8)]
+            try:
+                slowest = 0.0
+                for generation in range(1, 30):
+                    started = time.monotonic()
+                    client.put("/jobs/other/allocation", {"generation": generation, "replicas": 1})
+                    slowest = max(slowest, time.monotonic() - started)
+            finally:
+                stop.set()
+            assert slowest < 5, "the client's timeout"
+            assert set().union(*(reader.result() for reader in reading)) <= {200, 503}

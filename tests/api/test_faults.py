@@ -1,0 +1,174 @@
+"""A service whose disk is full, or whose database is locked, deleted, damaged or of another program."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from adascale_core.messages import ReplicaState
+from api.client import (
+    TOKEN,
+    Client,
+    ServiceProcess,
+    a_registration,
+    a_report,
+    run_service,
+    wait_until,
+)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"this user cannot mount a file system: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Write a file that takes all the space."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return filler
+
+
+def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(small_disk: Path) -> None:
+    with ServiceProcess(small_disk) as service, Client(service.port) as client:
+        client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+        client.register("a", a_registration())
+        running = a_registration(0, ReplicaState.RUNNING, generation=1)
+        client.register("a", running)
+        client.post_gain("b", *[a_report(step) for step in range(1000)])
+        filler = fill(small_disk)
+        reports = [a_report(step).to_json() for step in range(1000, 2000)]
+        wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 503, "a full disk")
+        client.register("a", running)
+        wait_until(lambda: client.call("GET", "/readyz").status == 503, "the readiness probe")
+        assert "adascale_database_full 1.0" in client.call("GET", "/metrics").body
+        assert (
+            client.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})["desired"]["generation"] == 2
+        )
+        client.register("a", a_registration(1))
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+        assert "Traceback" not in service.log()
+    with ServiceProcess(small_disk) as service, Client(service.port) as client:
+        wait_until(lambda: client.call("GET", "/readyz").status == 503, "the readiness probe")
+        assert client.call("POST", "/jobs/a/gain", reports).status == 503
+        states = [replica["state"] for replica in client.get("/jobs/a")["replicas"]]
+        assert states == ["running", "waiting"]
+        client.register("a", a_registration(2))
+        assert client.call("DELETE", "/jobs/b").status == 204
+        filler.unlink()
+        wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 200, "room")
+        wait_until(lambda: client.call("GET", "/readyz").status == 200, "the readiness probe")
+        assert len(client.get("/jobs/a")["replicas"]) == 3
+
+
+def test_requests_to_a_locked_database_fail_within_their_deadline_and_so_does_the_stop(
+    tmp_path: Path,
+) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+        client.register("a", a_registration())
+        running = a_registration(0, ReplicaState.RUNNING, generation=1)
+        for _ in range(2):
+            client.register("a", running)
+        lock = sqlite3.connect(tmp_path / "service.db", isolation_level=None)
+        lock.execute("BEGIN IMMEDIATE")
+
+        def post(number: int) -> tuple[int, float]:
+            started = time.monotonic()
+            with Client(service.port) as client:
+                status = client.call("POST", f"/jobs/a-{number}/gain", a_report(number).to_json()).status
+            return status, time.monotonic() - started
+
+        with ThreadPoolExecutor(30) as threads:
+            answers = [threads.submit(post, number) for number in range(30)]
+            while not all(answer.done() for answer in answers):
+                client.register("a", running)
+                assert client.get("/jobs/a/allocation")["active"]["generation"] == 1
+            assert {answer.result()[0] for answer in answers} == {503}
+            assert max(answer.result()[1] for answer in answers) < 10
+            waiting = [threads.submit(post, number) for number in range(30)]
+            wait_until(lambda: "database is locked" in service.log(), "the lock")
+            started = time.monotonic()
+            service.process.send_signal(signal.SIGTERM)
+            assert service.process.wait(20) == 0
+            assert time.monotonic() - started < 8
+            for answer in waiting:
+                assert answer.exception() is not None or answer.result()[0] == 503
+        lock.close()
+        assert "Traceback" not in service.log()
+
+
+def test_a_deleted_database_file_is_noticed_and_nothing_is_lost_silently(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        client.post_gain("a", a_report(1))
+        (tmp_path / "service.db").unlink()
+        answer = client.call("POST", "/jobs/a/gain", a_report(2).to_json())
+        assert answer.status == 503
+        assert "was deleted or replaced" in answer.body["error"]
+        assert client.call("GET", "/readyz").status == 503
+        assert client.call("GET", "/healthz").status == 200
+        assert "was deleted or replaced" in service.log()
+        assert "Traceback" not in service.log()
+
+
+def test_a_damaged_page_is_noticed(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        for number in range(4):
+            client.post_gain(f"a-{number}", *[a_report(step) for step in range(1000)])
+        service.process.terminate()
+        service.process.wait(20)
+    with (tmp_path / "service.db").open("r+b") as file:
+        file.seek(20 * 4096)
+        file.write(b"\xab" * 4096 * 5)
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        # The check that follows the start reads all pages.
+        wait_until(lambda: client.call("GET", "/readyz").status == 503, "the check")
+        assert client.call("POST", "/jobs/a-1/gain", a_report(5000).to_json()).status == 503
+        assert "the database is damaged" in service.log()
+        assert "Traceback" not in service.log()
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("CREATE TABLE jobs (id TEXT)", "has the tables of another program"),
+        ("DROP TABLE measurements", "lacks the tables measurements"),
+        ("UPDATE adascale_schema SET version = 1", "has schema version 1"),
+    ],
+)
+def test_the_tables_of_another_program_or_version_are_refused(
+    tmp_path: Path, statement: str, message: str
+) -> None:
+    path = tmp_path / "service.db"
+    if not statement.startswith("CREATE"):
+        with ServiceProcess(tmp_path):
+            pass
+    other = sqlite3.connect(path)
+    with other:
+        other.execute(statement)
+    other.close()
+    refused = run_service("--port", "0", "--database", f"sqlite:///{path}", ADASCALE_TOKEN=TOKEN)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
