@@ -1,12 +1,12 @@
-"""The cost of AdaScale: step time relative to plain DistributedDataParallel with SGD, and FairScale's.
+"""The cost of AdaScale: step time relative to plain DistributedDataParallel, and FairScale's.
 
-    OMP_NUM_THREADS=1 python bench/overhead.py [--blocks 15] [--steps 8] [--json FILE] [networks ...]
+    OMP_NUM_THREADS=1 python bench/overhead.py [--optimizer adamw] [--blocks 15] [--steps 8] [networks ...]
 
-Two gloo ranks on this machine, one thread each, momentum 0.9. All contenders are in one process per rank and
-take turns in short runs of steps, in an order that changes from block to block. Each turn is next to a turn
-of plain DDP, so that other load of the machine affects both in the same way. Printed are the median over all
-turns of the ratio of step times, with its quartiles, and the median ratio of processor times, which does not
-depend on other load.
+Two gloo ranks on this machine, one thread each. SGD with momentum 0.9, or AdamW (fused). All contenders are
+in one process per rank and take turns in short runs of steps, in an order that changes from block to block.
+Each turn is next to a turn of plain DDP, so that other load of the machine affects both in the same way.
+Printed are the median over all turns of the ratio of step times, with its quartiles, and the median ratio of
+processor times, which does not depend on other load.
 
 Contenders: `adascale` (default settings with `model=ddp`, after its first 100 steps), `every step`
 (`sample_every=1`), `without model` (default settings, without `model=`), `fairscale`, `hook` (a plain
@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,25 @@ def conv() -> tuple[nn.Module, Tensor, int]:
 NETWORKS = {"wide": wide, "deep": deep, "conv": conv}
 
 
-def fairscale(_: DistributedDataParallel, sgd: torch.optim.SGD) -> Any:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def fairscale(_: DistributedDataParallel, inner: torch.optim.Optimizer) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from fairscale.optim import AdaScale as FairScale
-    return FairScale(sgd)
+    return FairScale(inner)
 
 
-def with_hook(model: DistributedDataParallel, sgd: torch.optim.SGD) -> Any:
+def with_hook(model: DistributedDataParallel, inner: torch.optim.Optimizer) -> Any:
     """The minimum that a communication hook has to do, without adding up what it reads."""
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -91,26 +102,26 @@ def with_hook(model: DistributedDataParallel, sgd: torch.optim.SGD) -> Any:
         return then
 
     model.register_comm_hook(None, hook)
-    return sgd
+    return inner
 
 
-CONTENDERS: dict[str, Callable[[DistributedDataParallel, torch.optim.SGD], Any]] = {
-    "plain": lambda _, sgd: sgd,
-    "plain again": lambda _, sgd: sgd,
-    "adascale": lambda model, sgd: AdaScale(sgd, model=model),
-    "every step": lambda model, sgd: AdaScale(sgd, model=model, sample_every=1),
-    "without model": lambda _, sgd: AdaScale(sgd),
+CONTENDERS: dict[str, Callable[[DistributedDataParallel, torch.optim.Optimizer], Any]] = {
+    "plain": lambda _, inner: inner,
+    "plain again": lambda _, inner: inner,
+    "adascale": lambda model, inner: AdaScale(inner, model=model),
+    "every step": lambda model, inner: AdaScale(inner, model=model, sample_every=1),
+    "without model": lambda _, inner: AdaScale(inner),
     "hook": with_hook,
     "fairscale": fairscale,
 }
 
 
-def stepper(contender: str, network: str) -> Step:
+def stepper(contender: str, network: str, optimizer_name: str) -> Step:
     torch.manual_seed(0)
     model, x, classes = NETWORKS[network]()
     y = torch.randint(classes, (x.shape[0],))
     wrapped = DistributedDataParallel(model)
-    optimizer = CONTENDERS[contender](wrapped, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    optimizer = CONTENDERS[contender](wrapped, OPTIMIZERS[optimizer_name](model.parameters()))
     loss_of = nn.CrossEntropyLoss()
 
     def step() -> None:
@@ -126,7 +137,7 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     results = {}
     for network in options.networks:
-        steps = {name: stepper(name, network) for name in options.contenders}
+        steps = {name: stepper(name, network, options.optimizer) for name in options.contenders}
         for name, step in steps.items():
             for _ in range(FIRST_STEPS + MAX_INTERVAL if name in ("adascale", "without model") else 8):
                 step()
@@ -175,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="any of " + ", ".join(NETWORKS))
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--optimizer", default="sgd", choices=list(OPTIMIZERS))
     parser.add_argument("--blocks", type=int, default=15, help="turns of each contender")
     parser.add_argument(
         "--steps",

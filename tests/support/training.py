@@ -39,6 +39,13 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     )
 
 
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    """Return an AdamW whose averages have much weight, so that small deviations accumulate."""
+    return torch.optim.AdamW(
+        model.parameters(), **{"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1, **options}
+    )
+
+
 def learn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Do a forward and a backward pass."""
     loss = nn.functional.cross_entropy(model(x), y)

@@ -28,6 +28,7 @@ from support.training import (
     ACCUMULATING,
     FIXED,
     MakeTrainer,
+    adamw,
     equal,
     learn,
     network,
@@ -66,14 +67,18 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def program(
-    make_trainer: MakeTrainer, folder: Path, bounds: dict[str, Any], crash_at: int | None = None
-) -> tuple[nn.Module, torch.optim.SGD, LRScheduler, Draws]:
+    make_trainer: MakeTrainer,
+    folder: Path,
+    bounds: dict[str, Any],
+    crash_at: int | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler, Draws]:
     """Train three epochs, and draw random numbers in them and between them."""
     trainer = make_trainer(**bounds, checkpoint_dir=folder, checkpoint_interval=0)
     random.seed(1)
     numpy.random.seed(1)
     model = network(dropout=0.3)
-    optimizer = sgd(model)
+    optimizer = make_optimizer(model)
     scheduler = MultiStepLR(optimizer, milestones=[4, 9], gamma=0.3)
     draws = Draws()
     state = trainer.program_reentry(model, optimizer, scheduler, register={"draws": draws})
@@ -95,21 +100,30 @@ def program(
     return model, optimizer, scheduler, draws
 
 
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["plain", "accumulating"])
 @pytest.mark.parametrize("crashes", [[5], [6], [3, 3, 9, 11]], ids=str)
 def test_after_crashes_training_ends_with_the_same_state_bit_for_bit(
-    make_trainer: MakeTrainer, tmp_path: Path, bounds: dict[str, Any], crashes: list[int]
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    bounds: dict[str, Any],
+    crashes: list[int],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
-    undisturbed = program(make_trainer, tmp_path / "undisturbed", bounds)
+    undisturbed = program(make_trainer, tmp_path / "undisturbed", bounds, None, make_optimizer)
     for crash_at in crashes:
         with pytest.raises(CrashError):
-            program(make_trainer, tmp_path / "disturbed", bounds, crash_at)
-    model, optimizer, scheduler, draws = program(make_trainer, tmp_path / "disturbed", bounds)
-    assert equal(parameters_of(model), parameters_of(undisturbed[0]))
-    momenta, others = (
-        [state["momentum_buffer"] for state in each.state.values()] for each in (optimizer, undisturbed[1])
+            program(make_trainer, tmp_path / "disturbed", bounds, crash_at, make_optimizer)
+    model, optimizer, scheduler, draws = program(
+        make_trainer, tmp_path / "disturbed", bounds, None, make_optimizer
     )
-    assert equal(momenta, others)
+    assert equal(parameters_of(model), parameters_of(undisturbed[0]))
+    states, others = (
+        [tensor for state in each.state.values() for tensor in state.values()]
+        for each in (optimizer, undisturbed[1])
+    )
+    assert states
+    assert equal(states, others)
     assert scheduler.state_dict() == undisturbed[2].state_dict()
     assert draws.drawn == undisturbed[3].drawn
 
