@@ -52,6 +52,7 @@ class Job:
         suspend: whether the job must not run.
         backoff_limit: how many failures of the program are retried.
         active_deadline_seconds: seconds that the job may run for; None if unbounded.
+        step_timeout_seconds: seconds without a step until the replica behind restarts; None for never.
         ttl_seconds_after_finished: seconds until a cluster deletes a finished job; None for never.
         checkpoint: where its state is saved.
         cluster_only_env: descriptions of the environment variables that only a cluster can resolve.
@@ -66,6 +67,7 @@ class Job:
     suspend: bool = False
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
     active_deadline_seconds: int | None = None
+    step_timeout_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster_only_env: tuple[str, ...] = ()
@@ -101,6 +103,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
         suspend=spec.suspend,
         backoff_limit=spec.backoff_limit,
         active_deadline_seconds=spec.active_deadline_seconds,
+        step_timeout_seconds=spec.step_timeout_seconds,
         ttl_seconds_after_finished=spec.ttl_seconds_after_finished,
         checkpoint=CheckpointSettings(
             claim_name=checkpoint.claim_name,
@@ -124,6 +127,8 @@ def worker_container(containers: Sequence[Container]) -> Container:
 def trainer_environment(job: Job) -> dict[str, str]:
     """Return the environment variables that configure a trainer of `job`, without its checkpoint folder."""
     variables = {name: value for name, value in job.spec.environment().items() if value is not None}
+    if job.step_timeout_seconds is not None:
+        variables[names.ENV_STEP_TIMEOUT] = str(job.step_timeout_seconds)
     return {**variables, names.ENV_CHECKPOINT_INTERVAL: repr(job.checkpoint.interval_seconds)}
 
 

@@ -295,6 +295,13 @@ class AdaScaleJobSpec(_ClosedModel):
         le=MAX_INT32,
         description="Seconds after its start at which an unfinished job fails. Not limited if unset.",
     )
+    step_timeout_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT32,
+        description="Seconds without an optimizer step after which the replica that is behind is restarted, "
+        "from the last checkpoint. Evaluation inside the data loop counts. Not limited if unset.",
+    )
     ttl_seconds_after_finished: Int32 | None = Field(
         default=None,
         description="Seconds after its end at which the job is deleted, with all objects that belong to "

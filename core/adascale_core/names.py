@@ -78,6 +78,9 @@ ENV_CHECKPOINT_DIR = "ADASCALE_CHECKPOINT_DIR"
 ENV_CHECKPOINT_INTERVAL = "ADASCALE_CHECKPOINT_INTERVAL"
 """Seconds between two periodic checkpoints."""
 
+ENV_STEP_TIMEOUT = "ADASCALE_STEP_TIMEOUT"
+"""Seconds without a step after which a trainer that is behind ends its process."""
+
 # -- defaults of settings -------------------------------------------------------------------------------
 
 DEFAULT_EFFICIENCY_TARGET = 0.5

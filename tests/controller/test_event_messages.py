@@ -15,7 +15,7 @@ from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_core.messages import GainReport, Registration, ReplicaState
+from adascale_core.messages import Allocation, GainReport, Registration, ReplicaState
 from adascale_core.views import JobView, ReplicaView
 
 REPORT = GainReport(
@@ -98,7 +98,20 @@ def test_a_stall_is_reported_once_with_the_last_output(tmp_path: Path) -> None:
     run.folder.replica_log(0).write_text("loading data\nwaiting for a lock\n")
     for now in (1.0, STALL_TIMEOUT, STALL_TIMEOUT + 1.1, 2 * STALL_TIMEOUT + 2):
         run.events.report_stall(VIEW, now)
-    assert run.messages == ["No step for 30 s; the last output of replica 0 is: waiting for a lock"]
+    assert run.messages == ["No step for 35 s; the last output of replica 0 is: waiting for a lock"]
     run.events.report_stall(replace(VIEW, latest=replace(REPORT, step=11)), 100.0)
     run.events.report_stall(replace(VIEW, latest=replace(REPORT, step=11)), 101.0 + STALL_TIMEOUT)
     assert len(run.messages) == 2
+
+
+def test_a_stall_names_the_replica_that_is_behind(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    waits = "adascale: no step for 31 s: rank 0 waits for the others, at train.py, line 9, in main\n"
+    behind = "adascale: no step for 31 s: rank 1 is at train.py, line 41, in load. Its stack:\n"
+    run.folder.replica_log(0).write_text(waits)
+    run.folder.replica_log(1).write_text(f'{behind}  File "train.py", line 41, in load\n    lock.acquire()\n')
+    for now in (1.0, STALL_TIMEOUT + 1.1):
+        run.events.report_stall(replace(VIEW, desired=Allocation(1, 2)), now)
+    assert run.messages == [
+        "No step for 35 s: replica 1 is at train.py, line 41, in load; its stack is in replica-1.log"
+    ]

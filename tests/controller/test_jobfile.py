@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.job import CheckpointSettings
+from adascale_controller.job import CheckpointSettings, trainer_environment
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
 from adascale_core.messages import JobSpec
 
@@ -82,6 +82,7 @@ def test_every_field_is_read() -> None:
         suspend=True,
         backoffLimit=0,
         activeDeadlineSeconds=60,
+        stepTimeoutSeconds=90,
         ttlSecondsAfterFinished=0,
         checkpoint={"claimName": "state", "intervalSeconds": 5},
         template={
@@ -110,6 +111,8 @@ def test_every_field_is_read() -> None:
     assert dict(parsed.env) == {"A": "1", "B": ""}
     assert parsed.working_dir == "/app"
     assert (parsed.suspend, parsed.backoff_limit, parsed.active_deadline_seconds) == (True, 0, 60)
+    assert parsed.step_timeout_seconds == 90
+    assert trainer_environment(parsed)["ADASCALE_STEP_TIMEOUT"] == "90"
     assert parsed.ttl_seconds_after_finished == 0
     assert parsed.checkpoint == CheckpointSettings("state", interval_seconds=5.0)
     assert parsed.replicas == 4

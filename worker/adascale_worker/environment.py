@@ -193,6 +193,11 @@ def read_incarnation(environ: Mapping[str, str]) -> int:
     return _read(environ, names.ENV_INCARNATION, _non_negative_integer, 0)
 
 
+def read_step_timeout(environ: Mapping[str, str]) -> float | None:
+    """Return the time without a step after which a trainer that is behind ends, in seconds. None: never."""
+    return _read(environ, names.ENV_STEP_TIMEOUT, _seconds, 0.0) or None
+
+
 def read_termination_log(environ: Mapping[str, str]) -> Path | None:
     """Return the file for the agent's termination message. None if not set."""
     path = environ.get(names.ENV_TERMINATION_LOG)

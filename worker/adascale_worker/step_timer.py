@@ -26,6 +26,19 @@ class StepTimer:
         self._last_step_at: float | None = None
         self._warm = False
         self._since_lap: list[float] = []
+        self._recent: deque[float] = deque(maxlen=MAX_STEPS_PER_PLAN)
+        self.steps = 0
+        """Number of steps recorded."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the time until the next step is measured."""
+        return self._last_step_at is not None
+
+    @property
+    def recent_median(self) -> float:
+        """The median time of the last steps of any plan, in seconds; 0 if none was measured."""
+        return median(self._recent) if self._recent else 0.0
 
     def step(self, plan: BatchPlan, now: float) -> None:
         """Record that a step ended.
@@ -38,10 +51,12 @@ class StepTimer:
             duration = now - self._last_step_at
             self._times.setdefault(plan, deque(maxlen=MAX_STEPS_PER_PLAN)).append(duration)
             self._since_lap.append(duration)
+            self._recent.append(duration)
             while len(self._times) > MAX_PLANS:
                 del self._times[next(iter(self._times))]
         self._warm = self._warm or self._last_step_at is not None
         self._last_step_at = now
+        self.steps += 1
 
     def pause(self) -> None:
         """Leave out the time between the last step and the next step."""

@@ -54,6 +54,7 @@ from adascale_worker.reporter import Reporter
 from adascale_worker.rng_state import DeferredRngState
 from adascale_worker.settings import resolve_settings
 from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
+from adascale_worker.step_watchdog import StepWatchdog
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_loop import TrainingLoop
 from adascale_worker.training_progress import TrainingProgress
@@ -128,6 +129,7 @@ class ElasticTrainer:
         self._exit_status = ExitStatus()
         self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
         self._loop: TrainingLoop | None = None
+        self._watchdog: StepWatchdog | None = None
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -324,6 +326,14 @@ class ElasticTrainer:
         if lr_scheduler is not None:
             patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
         self._loop = loop
+        self._watchdog = StepWatchdog(
+            trainer.telemetry.step_timer,
+            lambda: loop.inside_epoch,
+            lambda: f"rank {self.rank}",
+            lambda: self.replicas,
+            environment.read_step_timeout(os.environ),
+        )
+        self._watchdog.start()
         self._handle_shutdown()
         self._exit_status.install()
         progress = trainer.progress
@@ -431,15 +441,21 @@ class ElasticTrainer:
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         self._trainer.group.destroy()
+        self._stop_watchdog()
         self._shutdown_signal.uninstall()
         self._uncaught_errors.uninstall()
         self._exit_status.uninstall()
+
+    def _stop_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _release_at_exit(self) -> None:
         """Do what the end of the process requires.
 
         A program that ends before its training does fails: by itself it would exit with code 0.
         """
+        self._stop_watchdog()
         if self._loop is not None and self._fast_exit.code is None and not self._exit_status.failed:
             failure = self._loop.end_of_program()
             if failure is not None:

@@ -16,7 +16,7 @@ def calling_line() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and is_own(frame):
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    return "" if frame is None else location(frame)
 
 
 def raising_line(trace: TracebackType | None) -> str:
@@ -27,6 +27,11 @@ def raising_line(trace: TracebackType | None) -> str:
             line = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return line
+
+
+def location(frame: FrameType) -> str:
+    """Return the line that a frame executes, as in `train.py, line 41`."""
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
 def is_own(frame: FrameType) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from adascale_controller.formatting import duration, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
@@ -9,8 +11,10 @@ from adascale_core.exit_codes import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages import GainReport, ReplicaState
 from adascale_core.views import JobView
 
-STALL_TIMEOUT = 30.0
-"""Seconds without a step after which a message shows the program's last output."""
+STALL_TIMEOUT = 35.0
+"""Seconds without a step after which a message shows where the program is. Trainers report it after 30."""
+STALL_LINES = 100
+"""Last lines of a log that may contain a trainer's report of a stall, which a stack follows."""
 LOSS_TIMEOUT = 1.0
 """Seconds to wait for the registration of the replica that was lost."""
 
@@ -79,6 +83,15 @@ class EventMessages:
             self._last_step, self._last_step_at = step, now
         elif self._last_step_at is not None and now - self._last_step_at > STALL_TIMEOUT:
             self._last_step_at = None
-            line = self._replicas.agents.log_tail(0, 1)
-            output = f"; the last output of replica 0 is: {line}" if line else ""
-            self._display.message(f"No step for {STALL_TIMEOUT:.0f} s{output}", "yellow")
+            self._display.message(f"No step for {STALL_TIMEOUT:.0f} s{self._position(view)}", "yellow")
+
+    def _position(self, view: JobView) -> str:
+        """Return where the replica that is behind is, as its trainer reports it; or else the last output."""
+        agents = self._replicas.agents
+        for replica in range(view.desired.replicas if view.desired is not None else 0):
+            for line in reversed(agents.log_tail(replica, STALL_LINES).splitlines()):
+                found = re.match(r"adascale: no step for \d+ s: rank \d+ (is at .*)\. Its stack:", line)
+                if found:
+                    return f": replica {replica} {found[1]}; its stack is in replica-{replica}.log"
+        line = agents.log_tail(0, 1)
+        return f"; the last output of replica 0 is: {line}" if line else ""

@@ -1,0 +1,108 @@
+"""Tests of the watchdog over steps that do not end: which replica is behind, and where."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adascale_core.batch import BatchPlan
+from adascale_worker.step_timer import StepTimer
+from adascale_worker.step_watchdog import Stall, StepWatchdog
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = TESTS / "support" / "programs" / "hangs.py"
+LINE = next(n for n, text in enumerate(PROGRAM.read_text().splitlines(), 1) if "hangs here" in text)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PLAN = BatchPlan(1, 8, 1)
+
+
+def run(*launcher: str, **environ: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launcher, str(PROGRAM)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(TESTS),
+            **{name: str(value) for name, value in environ.items()},
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_replica_that_is_behind_prints_its_stack_and_the_others_that_they_wait() -> None:
+    ended = run(*TORCHRUN, ON_RANK=1, SECONDS=8)
+    assert ended.returncode == 0, ended.stderr
+    behind = (
+        rf"adascale: no step for \d+ s: rank 1 is at {re.escape(str(PROGRAM))}, line {LINE}, in __getitem__\."
+    )
+    assert len(re.findall(behind, ended.stderr)) == 1, ended.stderr
+    assert 'time.sleep(float(os.environ["SECONDS"]))  # hangs here' in ended.stderr
+    waiting = rf"adascale: no step for \d+ s: rank 0 waits for the others, at {re.escape(str(PROGRAM))}"
+    assert len(re.findall(waiting, ended.stderr)) == 1, ended.stderr
+    assert "adascale: rank 1 continues\n" in ended.stderr
+    assert ended.stdout.count("trained") == 2
+
+
+def test_a_step_timeout_ends_the_process_as_a_kill_from_outside_does() -> None:
+    ended = run(ON_RANK=0, SECONDS=100, ADASCALE_STEP_TIMEOUT=2)
+    assert ended.returncode == -9, ended.stderr
+    assert re.search(
+        r"adascale: rank 0 has made no step for \d+ s, and the step timeout is 2 s: ending its process\. "
+        rf"It was at {re.escape(str(PROGRAM))}, line {LINE}, in __getitem__\n",
+        ended.stderr,
+    )
+
+
+class Observed:
+    """A watchdog over the thread of the test, with its own clock."""
+
+    def __init__(self, *, inside_epoch: bool = True) -> None:
+        self.timer = StepTimer()
+        self.reports: list[Stall | None] = []
+        self.inside_epoch = inside_epoch
+        self.watchdog = StepWatchdog(
+            self.timer, lambda: self.inside_epoch, lambda: "rank 0", lambda: 1, None, self.reports.append
+        )
+
+    def look(self, *times: float) -> list[bool]:
+        """Look at some times; return for each new report whether it is a stall."""
+        known = len(self.reports)
+        for now in times:
+            self.watchdog.look(now)
+        return [report is not None for report in self.reports[known:]]
+
+
+def test_a_stall_is_reported_once_and_its_end_once(capfd: pytest.CaptureFixture[str]) -> None:
+    observed = Observed()
+    assert observed.look(0, 29) == []
+    assert observed.look(31, 40, 50) == [True]
+    observed.timer.step(PLAN, 51)
+    assert observed.look(52, 60) == [False]
+    stall = observed.reports[0]
+    assert stall is not None
+    assert not stall.waiting
+    assert __file__ in stall.line
+    assert "adascale: no step for 31 s: rank 0 is at" in capfd.readouterr().err
+
+
+def test_nothing_is_reported_outside_of_the_data_loop() -> None:
+    observed = Observed(inside_epoch=False)
+    assert observed.look(0, 1000) == []
+    observed.timer.step(PLAN, 1000)
+    observed.timer.pause()
+    assert observed.look(1001, 3000) == []
+
+
+def test_the_time_is_compared_with_that_of_slow_steps() -> None:
+    observed = Observed()
+    for now in (0, 20, 40, 60):
+        observed.timer.step(PLAN, now)
+    assert observed.look(60, 200) == []
+    assert observed.look(270) == [True]
