@@ -20,6 +20,8 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.hyperparameters import Choice
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
 
+pytestmark = pytest.mark.usefixtures("durable_checkpoints")
+
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
