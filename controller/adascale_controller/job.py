@@ -24,6 +24,8 @@ class CheckpointSettings:
     Args:
         claim_name: a PersistentVolumeClaim of the job's namespace; a local run uses its state folder instead.
         path: a folder that every replica sees at this path.
+        url: URL of an object store, to which the job's id is added.
+        credentials_secret: a Secret with credentials for it, in environment variables; on a cluster only.
         storage: the size of the claim that the operator creates if neither is given, a Kubernetes quantity.
         storage_class_name: of that claim; None for the cluster's default.
         access_mode: of that claim.
@@ -32,6 +34,8 @@ class CheckpointSettings:
 
     claim_name: str | None = None
     path: str | None = None
+    url: str | None = None
+    credentials_secret: str | None = None
     storage: str = DEFAULT_STORAGE
     storage_class_name: str | None = None
     access_mode: str = DEFAULT_ACCESS_MODE
@@ -73,6 +77,11 @@ class Job:
     cluster_only_env: tuple[str, ...] = ()
 
     @property
+    def checkpoint_url(self) -> str | None:
+        """The URL below which its checkpoints are saved; None if they are saved in a folder."""
+        return None if self.checkpoint.url is None else f"{self.checkpoint.url.rstrip('/')}/{self.id}"
+
+    @property
     def short_id(self) -> str:
         """The id without the namespace `default`."""
         return self.id.removeprefix(f"{names.DEFAULT_NAMESPACE}.")
@@ -108,6 +117,8 @@ def to_job(document: AdaScaleJobDocument) -> Job:
         checkpoint=CheckpointSettings(
             claim_name=checkpoint.claim_name,
             path=checkpoint.path,
+            url=checkpoint.url,
+            credentials_secret=checkpoint.credentials_secret,
             storage=DEFAULT_STORAGE if checkpoint.storage is None else str(checkpoint.storage),
             storage_class_name=checkpoint.storage_class_name,
             access_mode=checkpoint.access_mode or DEFAULT_ACCESS_MODE,

@@ -36,6 +36,9 @@ DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?
 DNS_SUBDOMAIN_OR_EMPTY = rf"^({DNS_SUBDOMAIN[1:-1]})?$"
 QUANTITY = r"^[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?$"
 
+URL = r"^[a-z][a-z0-9+.-]*://[^/?#@\s]+(/[^?#\s]*)?$"
+"""A URL with a bucket, and without credentials, which do not belong into a spec."""
+
 Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
 Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 Int32 = Annotated[int, Field(ge=0, le=MAX_INT32)]
@@ -104,6 +107,21 @@ class Checkpoint(_ClosedModel):
         description="An absolute path at which every replica sees the same folder, through a volume of the "
         "pod template.",
     )
+    url: str | None = Field(
+        default=None,
+        max_length=2048,
+        pattern=URL,
+        description="The URL of an object store, such as s3://bucket/prefix. The job's own prefix, its "
+        "namespace and name, is added to it. Replicas then need no common volume.",
+    )
+    credentials_secret: str | None = Field(
+        default=None,
+        max_length=253,
+        pattern=DNS_SUBDOMAIN,
+        description="With url: a Secret in the job's namespace, whose keys become environment variables of "
+        "the worker, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. On one machine, the environment of "
+        "adascale run is used.",
+    )
     storage: StrictInt | Annotated[StrictStr, Field(max_length=32)] | None = Field(
         default=None,
         description="The size of the PersistentVolumeClaim that the operator creates, such as 10Gi. "
@@ -147,9 +165,13 @@ class Checkpoint(_ClosedModel):
 
     @model_validator(mode="after")
     def _one_location(self) -> Checkpoint:
-        if self.claim_name is not None and self.path is not None:
-            raise _invalid("claimName and path are both set; set at most one of them")
-        location = "claimName" if self.claim_name is not None else "path" if self.path is not None else None
+        locations = {"claimName": self.claim_name, "path": self.path, "url": self.url}
+        used = [field for field, value in locations.items() if value is not None]
+        if len(used) > 1:
+            raise _invalid(f"{' and '.join(used[:2])} are both set; set at most one of them")
+        location = used[0] if used else None
+        if self.credentials_secret is not None and self.url is None:
+            raise _invalid("credentialsSecret applies only to url: set url, or remove credentialsSecret")
         claim_settings = {
             "storage": self.storage,
             "accessMode": self.access_mode,
@@ -309,9 +331,9 @@ class AdaScaleJobSpec(_ClosedModel):
     )
     checkpoint: Checkpoint = Field(
         default=Checkpoint(),
-        description="Where state is saved: in the PersistentVolumeClaim claimName, in the folder path, or, "
-        "if neither is set, in a PersistentVolumeClaim named <job>-checkpoints that the operator creates. "
-        "Immutable.",
+        description="Where state is saved: in the PersistentVolumeClaim claimName, in the folder path, at "
+        "the url of an object store, or, if none is set, in a PersistentVolumeClaim named <job>-checkpoints "
+        "that the operator creates. Immutable.",
     )
     template: PodTemplateSpec = Field(
         description="A template of the pods that train, as in a Deployment. The operator adds what it "

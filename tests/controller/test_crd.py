@@ -196,6 +196,8 @@ def test_messages_are_one_line() -> None:
         ({"minReplicas": 9}, "spec.minReplicas"),
         ({"minReplicas": 6, "maxReplicas": 7}, "spec"),
         ({"checkpoint": {"claimName": "a", "path": "/b"}}, "spec.checkpoint"),
+        ({"checkpoint": {"path": "/b", "url": "s3://b"}}, "spec.checkpoint"),
+        ({"checkpoint": {"credentialsSecret": "s3"}}, "spec.checkpoint"),
         ({"checkpoint": {"path": "/b", "storage": "1Gi"}}, "spec.checkpoint"),
         ({"checkpoint": {"path": "b"}}, "spec.checkpoint.path"),
         ({"checkpoint": {"storage": "big"}}, "spec.checkpoint.storage"),

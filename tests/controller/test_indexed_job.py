@@ -275,6 +275,7 @@ def test_the_token_is_read_only_and_its_audience_names_the_job() -> None:
         (CheckpointSettings(), "digits-checkpoints", f"{CHECKPOINT_FOLDER}/team.digits", True),
         (CheckpointSettings(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
         (CheckpointSettings(path="/data/run"), None, "/data/run", False),
+        (CheckpointSettings(url="s3://bucket/runs/"), None, "s3://bucket/runs/team.digits", False),
     ],
 )
 def test_checkpoints_are_saved_in_the_claim_or_path_of_the_spec(
@@ -285,6 +286,15 @@ def test_checkpoints_are_saved_in_the_claim_or_path_of_the_spec(
     assert (mounted and mounted["persistentVolumeClaim"]) == (claim and {"claimName": claim})
     assert env(made)[names.ENV_CHECKPOINT_DIR] == folder
     assert (claim_manifest(made) is not None) == own
+
+
+def test_credentials_for_an_object_store_come_from_the_secret_before_the_users_own_variables() -> None:
+    checkpoint = CheckpointSettings(url="s3://bucket", credentials_secret="s3")
+    assert worker(workload(checkpoint=checkpoint))["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    own = {"configMapRef": {"name": "settings"}}
+    made = workload(template(container(envFrom=[own])), checkpoint=checkpoint)
+    assert worker(made)["envFrom"] == [{"secretRef": {"name": "s3"}}, own]
+    assert "envFrom" not in worker(workload(checkpoint=CheckpointSettings(url="s3://bucket")))
 
 
 def test_the_operators_claim_has_the_storage_of_the_spec() -> None:

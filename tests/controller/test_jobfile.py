@@ -122,6 +122,10 @@ def test_every_field_is_read() -> None:
     ("checkpoint", "parsed"),
     [
         ({"path": "/state"}, CheckpointSettings(path="/state")),
+        (
+            {"url": "s3://bucket/prefix", "credentialsSecret": "s3"},
+            CheckpointSettings(url="s3://bucket/prefix", credentials_secret="s3"),
+        ),
         ({"storage": "10Gi"}, CheckpointSettings(storage="10Gi")),
         ({"storage": 10**9}, CheckpointSettings(storage="1000000000")),
         ({"storageClassName": "", "storage": None}, CheckpointSettings(storage_class_name="")),
@@ -231,7 +235,7 @@ INVALID_FIELDS = [
     (
         job(checkpoint={"zebra": 1}),
         "spec.checkpoint.zebra: unknown field; the fields of spec.checkpoint are "
-        "claimName, path, storage, storageClassName, accessMode, intervalSeconds",
+        "claimName, path, url, credentialsSecret, storage, storageClassName, accessMode, intervalSeconds",
     ),
     (job(without="batchSize"), "spec.batchSize: is required"),
     (job(without="maxReplicas"), "spec.maxReplicas: is required"),
@@ -252,6 +256,22 @@ INVALID_FIELDS = [
     (
         job(checkpoint={"claimName": "a", "path": "/b"}),
         "spec.checkpoint: claimName and path are both set; set at most one of them",
+    ),
+    (
+        job(checkpoint={"path": "/b", "url": "s3://bucket"}),
+        "spec.checkpoint: path and url are both set; set at most one of them",
+    ),
+    (
+        job(checkpoint={"credentialsSecret": "s3"}),
+        "spec.checkpoint: credentialsSecret applies only to url: set url, or remove credentialsSecret",
+    ),
+    (
+        job(checkpoint={"url": "s3://key:secret@bucket/prefix"}),
+        "spec.checkpoint.url: must match ^[a-z]",
+    ),
+    (
+        job(checkpoint={"url": "/bucket"}),
+        "spec.checkpoint.url: must match ^[a-z]",
     ),
     (
         job(checkpoint={"path": "/b", "storage": "1Gi"}),

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local.checkpoints import newest_manifest
+from adascale_controller.local.checkpoints import (
+    ObjectStoreError,
+    delete_checkpoints,
+    location,
+    newest_manifest,
+)
 from adascale_controller.local.processes import tail
 from adascale_controller.local.service_process import PortTakenError, listen
 from support.manifests import make_manifest
@@ -45,3 +50,27 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert tail(log) == ""
     log.write_text("".join(f"line {i}\n" for i in range(1000)))
     assert tail(log, 2) == "line 998\nline 999"
+
+
+def test_checkpoints_at_a_url_are_read_and_deleted(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"file://{tmp_path}/runs"
+    assert location(None, tmp_path) == tmp_path
+    assert location(str(tmp_path), Path("other")) == tmp_path
+    assert location(url, tmp_path) == url
+    assert newest_manifest(url) is None
+    (tmp_path / "runs").mkdir()
+    newest = make_manifest(2, step=70)
+    for each in (make_manifest(1), newest):
+        (tmp_path / "runs" / f"checkpoint-{each.number:08d}.json").write_text(json.dumps(each.to_json()))
+    (tmp_path / "runs" / "checkpoint-00000003.json").write_text("{")
+    (tmp_path / "runs" / "notes.txt").touch()
+    assert newest_manifest(url) == newest
+    delete_checkpoints(url)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes.txt"]
+
+
+def test_a_url_without_a_client_is_an_error() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ObjectStoreError, match=r"nothing://bucket cannot be read: .*adascale-operator\[s3\]"):
+        newest_manifest("nothing://bucket")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.errors import CheckpointError
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage.interface import WriteCancelledError
+from adascale_worker.weight_checks import all_finite, nonfinite_message
 
 State = dict[str, Any]
 MIN_DELAY = 10.0
@@ -54,10 +57,17 @@ class CheckpointWriter:
             )
         return True
 
-    def start(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+    def start(
+        self,
+        state: State,
+        info: CheckpointInfo,
+        result: dict[str, float | str],
+        weights: Sequence[Tensor] = (),
+    ) -> None:
         """Copy `state`, and begin to write the copy. If a checkpoint is still being written, do nothing.
 
-        A failure is reported, once until a checkpoint is saved again.
+        A failure is reported, once until a checkpoint is saved again. Nothing is written if `weights`, which
+        are tensors of the state, are not all finite.
 
         Raises:
             UnsupportedStateError: an object in the state cannot be saved.
@@ -65,7 +75,7 @@ class CheckpointWriter:
         if self.is_busy:
             return
         try:
-            self._copy(state)
+            self._copy(state, weights)
         except CheckpointError as error:
             self._report_failure(str(error))
             return
@@ -102,9 +112,9 @@ class CheckpointWriter:
             return not self._thread.is_alive()
         return True
 
-    def _copy(self, state: State) -> None:
+    def _copy(self, state: State, weights: Sequence[Tensor] = ()) -> None:
         try:
-            self._snapshot.copy(state)
+            self._snapshot.copy(state, weights)
         except (MemoryError, RuntimeError) as error:
             raise CheckpointError(
                 f"the state cannot be copied in memory for a checkpoint: {error}. The first replica needs "
@@ -112,6 +122,10 @@ class CheckpointWriter:
             ) from error
 
     def _write(self, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+        if not all_finite(self._snapshot.weights):
+            # Reading all weights takes as long as copying them, so it is not done before.
+            _print(nonfinite_message(info.step))
+            return
         try:
             manifest = self._store.save(self._snapshot, info, result, self._cancelled.is_set)
         except WriteCancelledError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
@@ -103,6 +105,7 @@ class Checkpointing:
         *,
         final: bool = False,
         durable: bool = False,
+        weights: Sequence[Tensor] = (),
     ) -> None:
         """Save a checkpoint. A collective call. Without a location, nothing is written.
 
@@ -115,12 +118,14 @@ class Checkpointing:
             make_state: called on rank 0 with the `rng_state` of all ranks; returns the state to write.
             final: whether training is over, so that results are added to this checkpoint.
             durable: whether to wait until the checkpoint is written.
+            weights: tensors of the state. If neither `final` nor `durable`, the copy is written only if they
+                are finite.
 
         Raises:
             CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
         """
         if self._writer is not None:
-            self._save_with(self._writer, info, rng_state, make_state, durable=durable or final)
+            self._save_with(self._writer, info, rng_state, make_state, None if durable or final else weights)
         self._has_final = self._has_final or final
         self._is_final_written = self._has_final
 
@@ -130,20 +135,20 @@ class Checkpointing:
         info: CheckpointInfo,
         rng_state: State,
         make_state: MakeState,
-        *,
-        durable: bool,
+        weights: Sequence[Tensor] | None,
     ) -> None:
+        """Save a durable checkpoint if `weights` is None, else copy the state."""
         failure = None
         rng_states = self._group.gather(rng_state)
         self._saved_at = time.monotonic()
-        if self._group.is_main and not durable:
-            writer.start(make_state(rng_states), info, self._result)
+        if self._group.is_main and weights is not None:
+            writer.start(make_state(rng_states), info, self._result, weights)
         elif self._group.is_main:
             try:
                 writer.save(make_state(rng_states), info, self._result)
             except CheckpointError as error:
                 failure = str(error)
-        if durable:
+        if weights is None:
             failure = self._group.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)

@@ -26,12 +26,15 @@ class Snapshot:
         self._layouts: Sequence[TensorLayout] = ()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        """The copies of the weights."""
 
-    def copy(self, state: Any) -> None:
+    def copy(self, state: Any, weights: Sequence[Tensor] = ()) -> None:
         """Copy a state, in place of the last one.
 
         Args:
             state: consists of `state_tree.ALLOWED` types.
+            weights: tensors of the state, whose copies `weights` returns.
 
         Raises:
             UnsupportedStateError: an object in the state has another type.
@@ -40,6 +43,12 @@ class Snapshot:
         self._prepare(tensors)
         for view, tensor in zip(self._views, tensors, strict=True):
             view.copy_(tensor, non_blocking=True)
+        addresses = {weight.data_ptr() for weight in weights}
+        self.weights = [
+            view
+            for view, tensor in zip(self._views, tensors, strict=True)
+            if tensor.data_ptr() in addresses and tensor.is_floating_point()
+        ]
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
 

@@ -21,7 +21,12 @@ from adascale_worker.shutdown import FastExit, ShutdownSignal
 from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState
 from adascale_worker.user_code import calling_line
-from adascale_worker.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
+from adascale_worker.weight_checks import (
+    FiniteWeights,
+    NonFiniteWeightsError,
+    WeightComparison,
+    nonfinite_message,
+)
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
@@ -157,11 +162,7 @@ class TrainingLoop:
             self._save_and_exit()
         if self._agreement.save and not self.adascale.awaits_comparison:
             self._agreement.save = False
-            try:
-                self._save()
-            except NonFiniteWeightsError as error:
-                if self._trainer.group.is_main:
-                    print(f"adascale: {error}", flush=True)
+            self._save()
             self._withdraw_requests()
             self._trainer.telemetry.step_timer.pause()
 
@@ -344,20 +345,22 @@ class TrainingLoop:
             CheckpointError: see `Checkpointing.save`.
         """
         trainer = self._trainer
-        if final or trainer.checkpointing.enabled:
+        if final or (durable and trainer.checkpointing.enabled):
             self._require_finite_weights()
         trainer.checkpointing.save(
-            self._state.info(), trainer.rng.current(), self._state.state_dict, final=final, durable=durable
+            self._state.info(),
+            trainer.rng.current(),
+            self._state.state_dict,
+            final=final,
+            durable=durable,
+            weights=self._weights.weights(),
         )
 
     def _require_finite_weights(self) -> None:
         trainer = self._trainer
         if not self._weights.are_finite():
             trainer.checkpointing.postpone()
-            raise NonFiniteWeightsError(
-                f"weights are NaN or infinite after step {trainer.progress.step}: no checkpoint is saved, "
-                "and the previous one is kept"
-            )
+            raise NonFiniteWeightsError(nonfinite_message(trainer.progress.step))
 
     def _report(self) -> None:
         self._trainer.telemetry.report(self._trainer.planner.plan, self._trainer.progress, self.adascale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -137,18 +137,34 @@ class FiniteWeights:
 
     def are_finite(self) -> bool:
         """Whether all weights are finite. Reads all of them."""
-        return all_finite(
-            [
-                parameter.detach()
-                for group in self._optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.requires_grad
-            ]
-        )
+        return all_finite(self.weights())
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights that are checked."""
+        return [
+            parameter.detach()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+
+def nonfinite_message(step: int) -> str:
+    """Return why no checkpoint is saved after `step`."""
+    return (
+        f"weights are NaN or infinite after step {step}: no checkpoint is saved, and the previous one is kept"
+    )
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all elements are finite."""
+    # A sum is several times faster than `isfinite`, and finite only if all elements are; it may overflow.
     # The transfer of the results waits for a device once, not for each tensor.
-    finite = [torch.isfinite(tensor).all() for tensor in tensors]
-    return all(torch.stack([each.to(finite[0].device) for each in finite]).tolist()) if finite else True
+    if not tensors or _are_all(torch.isfinite(tensor.sum()) for tensor in tensors):
+        return True
+    return _are_all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def _are_all(results: Iterable[Tensor]) -> bool:
+    finite = list(results)
+    return all(torch.stack([each.to(finite[0].device) for each in finite]).tolist())

@@ -41,7 +41,9 @@ class LocalCommand:
     ignored: tuple[str, ...] = ()
 
 
-def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], threads: int) -> LocalCommand:
+def resolve_command(
+    job: Job, checkpoints: Path | str, environ: Mapping[str, str], threads: int
+) -> LocalCommand:
     """Return the program of `job` on this machine.
 
     `python` is replaced by the interpreter of this process, in which the worker package is installed.
@@ -49,7 +51,7 @@ def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], thr
 
     Args:
         job: the job; it has a command.
-        checkpoints: the folder of its checkpoints.
+        checkpoints: the folder of its checkpoints, or their URL.
         environ: the environment that the program inherits.
         threads: threads that each replica uses for computations.
 
@@ -71,7 +73,9 @@ def resolve_command(job: Job, checkpoints: Path, environ: Mapping[str, str], thr
             **environ,
             "PATH": path,
             **env,
-            names.ENV_CHECKPOINT_DIR: str(checkpoints.absolute()),
+            names.ENV_CHECKPOINT_DIR: checkpoints
+            if isinstance(checkpoints, str)
+            else str(checkpoints.absolute()),
         },
         cwd=cwd,
         ignored=(*job.cluster_only_env, *ignored),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adascale_controller.local import run_history, service_file
-from adascale_controller.local.checkpoints import newest_manifest
+from adascale_controller.local.checkpoints import location, newest_manifest
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.service_file import RunningService
 from adascale_controller.local.state_dir import StateDir
@@ -63,8 +63,7 @@ class LocalJob:
     @property
     def checkpoint(self) -> Manifest | None:
         """Its newest checkpoint; None if it has none."""
-        path = self.runs[-1].checkpoints
-        return newest_manifest(self.folder.checkpoints if path is None else Path(path))
+        return newest_manifest(location(self.runs[-1].checkpoints, self.folder.checkpoints))
 
     def require_process(self) -> int:
         """Return the process id of the `adascale run` that trains it.

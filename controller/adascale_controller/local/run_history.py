@@ -18,7 +18,7 @@ class RunRecord:
         job: the id of its job.
         began: when it started, in seconds since 1970.
         steps: the job's scaleInvariantSteps; None if unset.
-        checkpoints: the folder of the job's checkpoints; None for that in the state folder.
+        checkpoints: the folder or URL of the job's checkpoints; None for the folder in the state folder.
         exit_code: its exit code; None if it runs or was killed.
     """
 

@@ -12,7 +12,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job import Job
 from adascale_controller.local import run_history, service_file
 from adascale_controller.local.agents import STOP_TIMEOUT, Agents
-from adascale_controller.local.checkpoints import newest_manifest
+from adascale_controller.local.checkpoints import location, newest_manifest
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize_generations
@@ -71,7 +71,8 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
         display.message(f"{job.short_id} is not run: spec.replicas is 0")
         return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
-    checkpoints = Path(job.checkpoint.path) if job.checkpoint.path else folder.checkpoints
+    chosen = job.checkpoint_url or job.checkpoint.path
+    checkpoints = location(chosen, folder.checkpoints)
     environ = _inherited_environ(os.environ)
     devices = visible_gpus(environ)
     limit = replica_limit(job, options.replicas, devices)
@@ -86,7 +87,9 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
             if completed is not None:
                 display.message(completed)
                 return 0
-            record = RunRecord(job.id, time.time(), job.spec.scale_invariant_steps, job.checkpoint.path)
+            record = RunRecord(
+                job.id, time.time(), job.spec.scale_invariant_steps, job.checkpoint_url or job.checkpoint.path
+            )
             run_starts = run_history.record_start(folder, record)
             run = _Run(job, options, display, signals, folder, checkpoints, lock.descriptor, run_starts)
             exit_code = 1
@@ -114,7 +117,7 @@ class _Run:
         display: Display,
         signals: StopSignals,
         folder: StateDir,
-        checkpoints: Path,
+        checkpoints: Path | str,
         lock: int,
         run_starts: Sequence[float],
     ) -> None:

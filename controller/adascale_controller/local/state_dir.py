@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from adascale_core.checkpoint_manifest import checkpoint_number
+from adascale_controller.local.checkpoints import delete_checkpoints
 from adascale_core.errors import AdaScaleError
 
 DEFAULT_ROOT = Path(".adascale")
@@ -102,18 +102,15 @@ class StateDir:
                 f"cannot create the state folder {self.path}: {error.strerror}; use another with --state-dir"
             ) from None
 
-    def delete_saved_state(self, checkpoints: Path) -> None:
+    def delete_saved_state(self, checkpoints: Path | str) -> None:
         """Delete the files of previous runs, and no files of others.
 
         Args:
-            checkpoints: the folder of the checkpoints.
+            checkpoints: the folder or URL of the checkpoints.
         """
         for database in self.path.glob("api.sqlite*"):
             database.unlink()
         for log in self.logs.glob("*.log"):
             log.unlink()
-        if checkpoints.is_dir():
-            for file in checkpoints.iterdir():
-                if checkpoint_number(file.name) is not None:
-                    file.unlink()
+        delete_checkpoints(checkpoints)
         self.history_file.unlink(missing_ok=True)

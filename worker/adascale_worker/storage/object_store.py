@@ -48,7 +48,9 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        scheme = url.partition("://")[0].lower()
+        scheme, _, path = url.partition("://")
+        if not path.strip("/"):
+            raise CheckpointError(f"{url} has no bucket: use a URL such as {scheme}://bucket/prefix")
         try:
             import fsspec
         except ImportError as error:
@@ -59,8 +61,6 @@ class ObjectStore:
             raise _not_installed(url, scheme) from error
         except ValueError as error:
             raise CheckpointError(f"checkpoints cannot be saved at {url}: {error}") from error
-        if not self._prefix.strip("/"):
-            raise CheckpointError(f"{url} has no bucket: use a URL such as {scheme}://bucket/prefix")
         self._is_checked = False
 
     def __str__(self) -> str:

@@ -65,6 +65,7 @@ def build_pod_template(workload: Workload, *, single_node: bool) -> BuiltPodTemp
     _start_by_agent(worker)
     _set_environment(worker, workload, spec, warnings)
     _mount_volumes(worker, spec, workload, warnings)
+    _add_credentials(worker, workload)
     _restrict(spec)
     _tolerate_lost_nodes(spec)
     if single_node:
@@ -224,6 +225,16 @@ def _environment(workload: Workload) -> dict[str, str]:
         names.ENV_CHECKPOINT_DIR: workload.checkpoint_dir,
         names.ENV_CHECKPOINT_INTERVAL: repr(workload.job.checkpoint.interval_seconds),
     }
+
+
+def _add_credentials(worker: Manifest, workload: Workload) -> None:
+    """Add the variables of the Secret with credentials for the object store, before the user's own sources.
+
+    A later source takes precedence over an earlier one, and `env` over both.
+    """
+    secret = workload.job.checkpoint.credentials_secret
+    if secret is not None:
+        _items(worker, "envFrom").insert(0, {"secretRef": {"name": secret}})
 
 
 def _literal(value: str) -> str:

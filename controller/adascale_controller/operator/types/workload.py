@@ -61,15 +61,19 @@ class Workload:
 
     @property
     def claim_name(self) -> str | None:
-        """The PersistentVolumeClaim for checkpoints. None if the template mounts `checkpoint.path` itself."""
-        if self.job.checkpoint.path is not None:
+        """The PersistentVolumeClaim for checkpoints.
+
+        None if they are saved in an object store, or the template mounts `checkpoint.path` itself.
+        """
+        if self.job.checkpoint.path is not None or self.job.checkpoint.url is not None:
             return None
         return self.job.checkpoint.claim_name or f"{self.name}-checkpoints"
 
     @property
     def checkpoint_dir(self) -> str:
-        """The folder for checkpoints: `checkpoint.path`, or the job's own folder in the claim."""
-        return self.job.checkpoint.path or f"{CHECKPOINT_FOLDER}/{self.namespace}.{self.name}"
+        """Where checkpoints are saved: a URL, `checkpoint.path`, or the job's own folder in the claim."""
+        folder = self.job.checkpoint.path or f"{CHECKPOINT_FOLDER}/{self.namespace}.{self.name}"
+        return self.job.checkpoint_url or folder
 
 
 def template_digest(workload: Workload, *, single_node: bool) -> str:
@@ -83,7 +87,8 @@ def template_digest(workload: Workload, *, single_node: bool) -> str:
     checkpoint = workload.job.checkpoint
     parts = {
         "template": workload.template,
-        "checkpoint": [workload.claim_name, checkpoint.path, checkpoint.interval_seconds],
+        "checkpoint": [workload.claim_name, checkpoint.path, checkpoint.interval_seconds]
+        + ([checkpoint.url, checkpoint.credentials_secret] if checkpoint.url is not None else []),
         "apiUrl": workload.settings.api_url,
         "oneNode": single_node,
     }

@@ -1,0 +1,150 @@
+"""How long a checkpoint stalls training, and how large it is.
+
+    .venv/bin/python bench/checkpoint.py [--gigabytes 1] [--rounds 5] [--folder FOLDER] [--json]
+
+One replica trains a network by SGD with momentum. After each of some steps its state is saved by
+
+    ours     a periodic checkpoint of the trainer: a copy in memory, written by a thread
+    async    torch.distributed.checkpoint.async_save of the same tensors
+    copy     a copy of the same tensors into memory that is allocated already: the least possible
+
+in turn, in the same process. `stall` is the time until training can continue, the median of the rounds,
+without the first round, in which memory is allocated. No contender begins before the writing of the one
+before it has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.checkpoint_writer import CheckpointWriter
+
+BATCH = 8
+
+
+class StallTimer:
+    """Measures the time that the trainer's checkpoints stop its loop, and waits for their end."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.writer: CheckpointWriter | None = None
+        own = CheckpointWriter.start
+
+        def start(writer: CheckpointWriter, *arguments: Any) -> None:
+            self.writer = writer
+            own(writer, *arguments)
+
+        CheckpointWriter.start = start  # type: ignore[method-assign, assignment]
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written."""
+        if self.writer is not None:
+            self.writer.wait()
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and momentum by name."""
+    tensors = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        tensors[f"momentum.{name}"] = optimizer.state[parameter]["momentum_buffer"]
+    return tensors
+
+
+def measure(width: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Train, save in turn, and return the medians in seconds, and the sizes in bytes."""
+    torch.manual_seed(0)
+    trainer = ElasticTrainer(
+        batch_size=BATCH, checkpoint_dir=folder / "ours", checkpoint_interval=0, device="cpu"
+    )
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    trainer.program_reentry(model, optimizer)
+    saved_at_boundary = trainer._loop._save  # type: ignore[union-attr]
+    stalls: dict[str, list[float]] = {"ours": [], "async": [], "copy": []}
+
+    def save(**options: Any) -> None:
+        begin = time.perf_counter()
+        saved_at_boundary(**options)
+        stalls["ours"].append(time.perf_counter() - begin)
+        timer.wait()
+        others()
+
+    def others() -> None:
+        tensors = tensors_of(model, optimizer)
+        begin = time.perf_counter()
+        response: Any = async_save(tensors, checkpoint_id=folder / "async", no_dist=True)
+        stalls["async"].append(time.perf_counter() - begin)
+        getattr(response, "upload_completion", response).result()
+        copies = [torch.empty_like(tensor).fill_(0) for tensor in tensors.values()]
+        begin = time.perf_counter()
+        for copy, tensor in zip(copies, tensors.values(), strict=True):
+            copy.copy_(tensor)
+        stalls["copy"].append(time.perf_counter() - begin)
+
+    timer = StallTimer()
+    trainer._loop._save = save  # type: ignore[union-attr,method-assign]
+    data = torch.randn(4 * BATCH * (rounds + 2), width)
+    for x in trainer.dataloader(data):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if len(stalls["ours"]) > rounds:
+            break
+    state = sum(tensor.nbytes for tensor in tensors_of(model, optimizer).values())
+    newest = max((folder / "ours").glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    seconds = {name: statistics.median(times[1:]) for name, times in stalls.items()}
+    ratios = [ours / copy for ours, copy in zip(stalls["ours"][1:], stalls["copy"][1:], strict=True)]
+    trainer.close()
+    return {
+        "state_bytes": state,
+        "stall_seconds": seconds,
+        "ours_to_copy": statistics.median(ratios),
+        "ours_to_async": seconds["ours"] / seconds["async"],
+        "size_to_state": newest.stat().st_size / state,
+    }
+
+
+def main() -> None:
+    """Measure the tiny network and the large one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="parameters and momentum together")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="for the checkpoints; default: a temporary folder")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    width = int((options.gigabytes * 1e9 / 2 / 2 / 4) ** 0.5)
+    results = {}
+    for name, size in (("tiny", 16), ("large", width)):
+        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
+        try:
+            results[name] = measure(size, options.rounds, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return
+    for name, result in results.items():
+        stalls = ", ".join(f"{key} {value * 1e3:.2f} ms" for key, value in result["stall_seconds"].items())
+        print(
+            f"{name}, {result['state_bytes'] / 1e6:,.2f} MB of parameters and momentum: stall {stalls}; "
+            f"ours / copy {result['ours_to_copy']:.2f}, ours / async {result['ours_to_async']:.2f}; "
+            f"size / state {result['size_to_state']:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A real S3 server, versitygw, and a proxy before it that fails in the ways that networks do."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+from support.launch import wait_until
+
+MODULE = "github.com/versity/versitygw/cmd/versitygw"
+VERSION = "v1.8.0"
+ACCESS_KEY = "AKIATESTTESTTEST"
+SECRET_KEY = "a-secret-of-the-tests"
+BUCKET = "checkpoints"
+
+
+def find_server() -> str | None:
+    """Return the server's program, installed from its Go module where Go is available; None without both."""
+    if found := os.environ.get("ADASCALE_TEST_S3_SERVER") or shutil.which("versitygw"):
+        return found
+    go = shutil.which("go")
+    if go is None:
+        return None
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "adascale-tests" / VERSION
+    program = folder / "versitygw"
+    if not program.exists():
+        environ = {**os.environ, "GOBIN": str(folder), "CGO_ENABLED": "0"}
+        built = subprocess.run(
+            [go, "install", f"{MODULE}@{VERSION}"], env=environ, capture_output=True, check=False
+        )
+        if built.returncode != 0:
+            return None
+    return str(program)
+
+
+class S3Server:
+    """The server, with its objects in a folder. Its address stays the same over restarts.
+
+    Args:
+        program: path of versitygw.
+        folder: for objects; each bucket is a folder in it.
+    """
+
+    def __init__(self, program: str, folder: Path) -> None:
+        self._program = program
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = free_port()
+        (folder / BUCKET).mkdir(parents=True)
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        self._process = subprocess.Popen(
+            [
+                *(self._program, "--port", f"127.0.0.1:{self.port}", "--quiet"),
+                *("--access", ACCESS_KEY, "--secret", SECRET_KEY, "posix", str(self._folder)),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda: accepts(self.port), "the start of the S3 server")
+
+    def stop(self) -> None:
+        """Kill the server."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+class Proxy:
+    """Forwards connections to the server.
+
+    Attributes:
+        fault: "cut" closes connections after some bytes of a large request; "silent" takes requests and does
+            not answer. None forwards everything.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.fault: str | None = None
+        self._sockets: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                client.close()
+                continue
+            self._sockets += [client, server]
+            for source, target, is_request in ((client, server, True), (server, client, False)):
+                threading.Thread(target=self._forward, args=(source, target, is_request), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, is_request: bool) -> None:
+        forwarded = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                forwarded += len(data)
+                if self.fault == "silent" and not is_request:
+                    continue
+                if self.fault == "cut" and is_request and forwarded > 3_000_000:
+                    break
+                target.sendall(data)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def free_port() -> int:
+    """A port that no process listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def accepts(port: int) -> bool:
+    """Whether a server accepts connections."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def environment(port: int) -> dict[str, str]:
+    """Environment variables with which clients find the server."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        # The instance's role is looked for otherwise.
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }

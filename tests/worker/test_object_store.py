@@ -1,0 +1,279 @@
+"""Tests of checkpoints in an object store: a real S3 server, also one that fails."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
+from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker.errors import CheckpointError
+from adascale_worker.snapshot import Snapshot
+from adascale_worker.storage import is_url, object_store, open_storage
+from adascale_worker.storage.interface import NameTakenError
+from support import s3
+
+pytest.importorskip("s3fs", reason="s3fs is not installed")
+
+INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
+PART = 5 * 2**20
+"""Smallest part of a multipart upload in S3."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def program() -> str:
+    found = s3.find_server()
+    if found is None:
+        pytest.skip("no S3 server: neither versitygw nor Go, from whose module it is built, is installed")
+    return found
+
+
+@pytest.fixture
+def server(program: str, tmp_path: Path) -> Iterator[s3.S3Server]:
+    server = s3.S3Server(program, tmp_path / "objects")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
+    proxy = s3.Proxy(server.port)
+    for name, value in s3.environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(object_store, "MULTIPART_BYTES", PART)
+    options = {"connect_timeout": 1, "read_timeout": 2, "retries": {"max_attempts": 1}}
+    monkeypatch.setitem(object_store._OPTIONS, "s3", {"config_kwargs": options, "skip_instance_cache": True})
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def store(proxy: s3.Proxy) -> CheckpointStore:
+    return CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs/digits/"), chunk_bytes=2**20)
+
+
+def state_of(number: int, elements: int = 1000) -> dict[str, Any]:
+    return {"weights": torch.full((elements,), float(number)), "number": number}
+
+
+LARGE = 3 * PART // 4 + 1000
+"""Elements of a state that is uploaded in four parts."""
+
+
+def save(store: CheckpointStore, number: int, elements: int = 1000, **changes: Any) -> None:
+    snapshot = Snapshot()
+    snapshot.copy(state_of(number, elements))
+    store.save(snapshot, replace(INFO, **changes))
+
+
+def loaded_number(store: CheckpointStore) -> int:
+    loaded = store.load()
+    assert loaded is not None
+    state, _ = loaded
+    assert torch.equal(state["weights"], torch.full_like(state["weights"], float(state["number"])))
+    return int(state["number"])
+
+
+@pytest.mark.parametrize("elements", [1, 1000, LARGE])
+def test_checkpoints_are_saved_loaded_and_the_last_two_kept(
+    store: CheckpointStore, elements: int, server: s3.S3Server
+) -> None:
+    assert store.load() is None
+    for number in (1, 2, 3):
+        save(store, number, elements)
+    assert loaded_number(store) == 3
+    assert store.numbers() == [2, 3]
+    assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
+
+
+def test_a_damaged_object_is_noticed(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 1, LARGE)
+    save(store, 2, LARGE)
+    (path,) = tmp_path.glob("objects/**/checkpoint-00000002-*.safetensors")
+    with path.open("r+b") as file:
+        file.seek(3_000_000)
+        byte = file.read(1)[0]
+        file.seek(3_000_000)
+        file.write(bytes([byte ^ 1]))
+    assert loaded_number(store) == 1
+
+
+def test_only_one_writer_creates_a_name(store: CheckpointStore) -> None:
+    store.storage.create("checkpoint-00000001.json", b"first")
+    with pytest.raises(NameTakenError):
+        store.storage.create("checkpoint-00000001.json", b"second")
+    assert store.storage.read("checkpoint-00000001.json") == b"first"
+
+
+def test_a_generation_that_is_replaced_while_it_uploads_cannot_save(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1)
+    write = store.storage.write
+
+    def write_slowly(name: str, *arguments: Any, **options: Any) -> None:
+        write(name, *arguments, **options)
+        monkeypatch.setattr(store.storage, "write", write)
+        save(store, 2, generation=4)
+
+    monkeypatch.setattr(store.storage, "write", write_slowly)
+    with pytest.raises(CheckpointError, match=r"generation 4 has saved in s3://.* but this is generation 3"):
+        save(store, 3)
+    assert loaded_number(store) == 2
+
+
+def test_a_store_that_ignores_conditions_is_refused(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = store.storage._fs.pipe_file  # type: ignore[attr-defined]
+
+    def ignore(path: str, content: bytes, mode: str = "overwrite") -> None:
+        pipe(path, content)
+
+    monkeypatch.setattr(store.storage._fs, "pipe_file", ignore)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="ignores the condition If-None-Match"):
+        save(store, 1)
+
+
+# -- faults ---------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_down_is_an_error_until_it_is_up_again(
+    store: CheckpointStore, server: s3.S3Server
+) -> None:
+    save(store, 1)
+    server.stop()
+    with pytest.raises(CheckpointError, match="s3://checkpoints/jobs/digits cannot be read"):
+        save(store, 2)
+    with pytest.raises(CheckpointError, match="s3://checkpoints/jobs/digits cannot be read"):
+        store.load()
+    server.start()
+    save(store, 3)
+    assert loaded_number(store) == 3
+
+
+def test_a_server_that_does_not_answer_is_an_error_until_it_answers(
+    store: CheckpointStore, proxy: s3.Proxy
+) -> None:
+    save(store, 1)
+    proxy.fault = "silent"
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        save(store, 2)
+    proxy.fault = None
+    save(store, 3)
+    assert loaded_number(store) == 3
+
+
+def test_a_multipart_upload_that_is_cut_off_leaves_the_last_checkpoint(
+    store: CheckpointStore, proxy: s3.Proxy
+) -> None:
+    save(store, 1)
+    proxy.fault = "cut"
+    with pytest.raises(
+        CheckpointError, match=r"cannot be saved in s3://.*; the last checkpoint, of step 7, is unchanged"
+    ):
+        save(store, 2, LARGE)
+    proxy.fault = None
+    assert loaded_number(store) == 1
+    save(store, 3, LARGE)
+    assert loaded_number(store) == 3
+
+
+def test_a_checkpoint_that_is_cancelled_leaves_no_object(store: CheckpointStore) -> None:
+    save(store, 1)
+    names = set(store.storage.names())
+    writer = CheckpointWriter(store, 1.0, lambda _: None)
+    writer.start(state_of(2, LARGE), INFO, {})
+    writer.save(state_of(3), INFO, {})
+    assert loaded_number(store) == 3
+    assert len(set(store.storage.names()) - names) == 2
+
+
+def test_wrong_credentials_are_an_error_that_names_them(
+    proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another secret")
+    store = CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs"))
+    with pytest.raises(CheckpointError, match=r"cannot be read: \w*(Permission|Client)Error: .*signature"):
+        store.load()
+
+
+def test_a_bucket_that_does_not_exist_is_an_error(proxy: s3.Proxy) -> None:
+    store = CheckpointStore(open_storage("s3://no-such-bucket/jobs"))
+    with pytest.raises(CheckpointError, match="bucket"):
+        save(store, 1)
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
+from adascale_worker.snapshot import Snapshot
+from adascale_worker.storage import object_store, open_storage
+
+object_store.MULTIPART_BYTES = 5 * 2**20
+store = CheckpointStore(open_storage(sys.argv[1]), 2**20)
+snapshot = Snapshot()
+snapshot.copy({"weights": torch.full((4_000_000,), 2.0), "number": 2})
+info = CheckpointInfo(step=8, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
+survived = int(sys.argv[2])
+
+def is_cancelled():
+    global survived
+    survived -= 1
+    if survived < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return False
+
+if survived == 99:  # between the state and its manifest
+    store.storage.create = lambda name, content: os.kill(os.getpid(), signal.SIGKILL)
+store.save(snapshot, info, is_cancelled=is_cancelled)
+"""
+
+
+@pytest.mark.parametrize("parts", [9, 99])
+def test_a_kill_during_an_upload_leaves_the_last_checkpoint(store: CheckpointStore, parts: int) -> None:
+    save(store, 1)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(store.storage), str(parts)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+        timeout=120,
+    )
+    assert killed.returncode == -9
+    assert loaded_number(store) == 1
+    save(store, 3)
+    save(store, 4)
+    assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
+
+
+# -- locations --------------------------------------------------------------------------------------------
+
+
+def test_urls_are_distinguished_from_folders() -> None:
+    assert is_url("s3://bucket/prefix")
+    assert is_url("gs://bucket")
+    assert not is_url("/var/lib/adascale")
+    assert not is_url("folder")
+    assert not is_url(Path("s3:/bucket"))
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("s3://", "has no bucket: use a URL such as s3://bucket/prefix"),
+        ("nothing://bucket/prefix", "nothing://bucket/prefix: .*[Pp]rotocol"),
+    ],
+)
+def test_an_unusable_url_is_an_error(url: str, complaint: str) -> None:
+    with pytest.raises(CheckpointError, match=complaint):
+        open_storage(url)
