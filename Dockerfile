@@ -48,7 +48,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     sed 's/ ; .*/ \\/' requirements.lock > pinned \
     && for part in examples api controller; do \
         cp requirements.lock $part.lock \
-        && uv pip compile pyproject.toml --extra $part --generate-hashes --no-annotate --no-header \
+        && uv pip compile pyproject.toml --extra $part $(test $part != examples || echo --extra s3) --generate-hashes --no-annotate --no-header \
             --no-emit-index-url --no-emit-find-links --quiet --output-file $part.lock \
         || exit 1; \
         if grep -vxF -f pinned $part.lock; then echo "not in requirements.lock; run: make lock" >&2; exit 1; fi; \
