@@ -13,11 +13,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 from adascale_api.databases.base import Connector, Failure, UnusableDatabaseError
 from adascale_api.errors import UnavailableError
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 class DatabaseError(UnavailableError):
     """The database is unavailable."""
+
+    # Closes the connection, so that the client's next one may reach another service.
+    headers: ClassVar[Mapping[str, str]] = {**UnavailableError.headers, "Connection": "close"}
 
     def __init__(self, reason: object, hint: str = "nothing was stored, try again") -> None:
         super().__init__(f"the database is unavailable: {reason}; {hint}")
@@ -125,6 +129,8 @@ class Database:
         self._sweep: asyncio.TimerHandle | None = None
         self._pending: set[asyncio.Timeout] = set()
         self._stopping = False
+        # Whether this service learns of all changes, so that cached states are the committed ones.
+        self._is_current = not self.connector.is_shared
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -147,7 +153,39 @@ class Database:
 
     def cached(self, job_id: str) -> Job | None:
         """Return the committed state of a job if it is known without a read."""
-        return None if self.condition.damage else self.cache.get(job_id)
+        if self.condition.damage or not self._is_current:
+            return None
+        return self.cache.get(job_id)
+
+    def listen(self, on_change: Callable[[str], None], on_missed: Callable[[], None]) -> None:
+        """Learn of changes that other services commit. The callbacks are called in the event loop.
+
+        Args:
+            on_change: called with the id of a job that another service has changed.
+            on_missed: called when changes may have been missed.
+        """
+        loop = asyncio.get_running_loop()
+
+        def change(job_id: str, version: int) -> None:
+            known = self.cache.get(job_id)
+            if version >= 0 and known is not None and known.version >= version:
+                return  # this service committed it
+            self.cache.remove(job_id)
+            on_change(job_id)
+
+        def listening(*, is_current: bool) -> None:
+            self._is_current = is_current
+            self.cache.clear()
+            on_missed()
+
+        def schedule(callback: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(callback)
+
+        self.connector.listen(
+            lambda job_id, version: schedule(partial(change, job_id, version)),
+            lambda is_current: schedule(partial(listening, is_current=is_current)),
+        )
 
     # -- writing --------------------------------------------------------------------------------------------
 

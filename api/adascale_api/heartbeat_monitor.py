@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from adascale_api.database import Committed, Database
+from adascale_api.errors import UnavailableError
 from adascale_api.job import Job, UnreadableJobError
 from adascale_api.sql import Transaction
-from adascale_api.store import jobs, replicas
+from adascale_api.store import heartbeats, jobs, replicas
+from adascale_api.store.heartbeats import Counts
 from adascale_core.messages import Registration
 from adascale_core.names import HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous import EXITED_STATES
@@ -65,6 +67,11 @@ class HeartbeatMonitor:
         self._jobs: dict[str, dict[int, _Heartbeat]] = {}
         self._checked_at = clock()
         self._is_loaded = False
+        # Where several services share the database:
+        self._keys: dict[str, int] = {}
+        self._received: dict[tuple[str, int], str] = {}
+        self._counts: Counts = {}
+        self._changed_elsewhere: set[str] = set()
 
     def receive(self, job_id: str, registration: Registration) -> None:
         """Record the heartbeat of an agent that is registered already."""
@@ -72,6 +79,8 @@ class HeartbeatMonitor:
         # A replaced agent may still send heartbeats; they do not keep its successor alive.
         if heartbeat is not None and heartbeat.instance == registration.instance:
             heartbeat.received_at = self._clock()
+            if self._database.connector.is_shared:
+                self._received[job_id, registration.rank] = registration.instance
 
     def changes_nothing(self, job: Job, registration: Registration, log: str | None) -> bool:
         """Whether this registration, without its log, was received before at this version of the job."""
@@ -97,23 +106,69 @@ class HeartbeatMonitor:
     def update(self, committed: Committed) -> None:
         """Wait for the heartbeats of the replicas that changed jobs have now."""
         for job_id in committed.deleted:
-            self._jobs.pop(job_id, None)
+            self._forget(job_id)
         for job in committed.changed:
             self._update_job(job)
 
+    def update_elsewhere(self, job_id: str) -> None:
+        """Read a job that another service has changed, before the next check."""
+        self._changed_elsewhere.add(job_id)
+
+    def reload(self) -> None:
+        """Read all jobs before the next check, because changes by other services may have been missed."""
+        self._is_loaded = False
+        for job_id in self._jobs:
+            self._changed_elsewhere.add(job_id)
+
     async def check(self) -> None:
         """Remove the replicas whose heartbeats have expired."""
-        now = self._clock()
-        slept, self._checked_at = now - self._checked_at > HEARTBEAT_TIMEOUT / 2, now
         if not self._is_loaded:
             await self._load()
+        if self._database.connector.is_shared:
+            await self._exchange()
+        # After what may fail: while this service can't learn of others' heartbeats, it removes no replica.
+        now = self._clock()
+        slept, self._checked_at = now - self._checked_at > HEARTBEAT_TIMEOUT / 2, now
         if slept:
             # The machine slept, or this process could not run, so it may have missed heartbeats.
-            for heartbeats in self._jobs.values():
-                for heartbeat in heartbeats.values():
+            for heartbeats_of_job in self._jobs.values():
+                for heartbeat in heartbeats_of_job.values():
                     heartbeat.received_at = now
         for job_id in [job_id for job_id in self._jobs if self._overdue(job_id)]:
             await self._expire(job_id)
+
+    async def _exchange(self) -> None:
+        """Send the heartbeats that arrived here to the other services, and take theirs."""
+        while self._changed_elsewhere:
+            job_id = self._changed_elsewhere.pop()
+            try:
+                self._update_job(await self._database.read(partial(jobs.find_job, job_id=job_id)))
+            except jobs.JobNotFoundError:
+                self._forget(job_id)
+            except UnavailableError:
+                self._changed_elsewhere.add(job_id)
+                raise
+        received, self._received = self._received, {}
+        try:
+            by_key = {
+                (self._keys[job_id], replica): instance
+                for (job_id, replica), instance in received.items()
+                if job_id in self._keys
+            }
+            if by_key:
+                await self._database.write(partial(heartbeats.add, received=by_key))
+            counts = await self._database.read(heartbeats.counts)
+        except UnavailableError:
+            self._received = {**received, **self._received}
+            raise
+        now = self._clock()
+        for job_id, replicas_of_job in self._jobs.items():
+            for replica, heartbeat in replicas_of_job.items():
+                place = (self._keys[job_id], replica)
+                count = counts.get(place)
+                if count is not None and count[0] == heartbeat.instance and count != self._counts.get(place):
+                    heartbeat.received_at = now
+        self._counts = counts
 
     async def _expire(self, job_id: str) -> None:
         def expire(transaction: Transaction) -> jobs.Transition:
@@ -150,7 +205,7 @@ class HeartbeatMonitor:
 
     def _update_job(self, job: Job) -> None:
         before, now = self._jobs.get(job.id, {}), self._clock()
-        heartbeats = {}
+        found = {}
         for rank, registration in ({} if job.rendezvous.complete else job.rendezvous.replicas).items():
             # An agent that has exited sends no heartbeats.
             if registration.state in EXITED_STATES:
@@ -158,8 +213,13 @@ class HeartbeatMonitor:
             known = before.get(rank)
             if known is None or known.instance != registration.instance:
                 known = _Heartbeat(registration.instance, now)
-            heartbeats[rank] = known
-        if heartbeats:
-            self._jobs[job.id] = heartbeats
+            found[rank] = known
+        if found:
+            self._jobs[job.id] = found
+            self._keys[job.id] = job.key
         else:
-            self._jobs.pop(job.id, None)
+            self._forget(job.id)
+
+    def _forget(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)
+        self._keys.pop(job_id, None)

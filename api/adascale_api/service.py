@@ -97,6 +97,7 @@ class Service:
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
         tasks.append(asyncio.create_task(self._check_thoroughly()))
         self.remover.start()
+        self.database.listen(self._note_change, self._note_missed_changes)
         try:
             yield
         finally:
@@ -158,6 +159,14 @@ class Service:
             self.changes.notify(job_id)
         if committed.deleted:
             self.remover.wake()
+
+    def _note_change(self, job_id: str) -> None:
+        self.heartbeats.update_elsewhere(job_id)
+        self.changes.notify(job_id)
+
+    def _note_missed_changes(self) -> None:
+        self.heartbeats.reload()
+        self.changes.notify_all()
 
     async def _check_thoroughly(self) -> None:
         while True:

@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -69,6 +69,14 @@ TABLES: dict[str, str] = {
         received BIGINT NOT NULL,
         PRIMARY KEY (job_key, replicas, local_bsz, accumulation, nodes)
     """,
+    # Counts the heartbeats that any service has received, where several share the database.
+    "heartbeats": """
+        job_key BIGINT NOT NULL,
+        replica INTEGER NOT NULL,
+        instance TEXT NOT NULL,
+        beats BIGINT NOT NULL,
+        PRIMARY KEY (job_key, replica)
+    """,
     "logs": """
         job_key BIGINT NOT NULL,
         replica INTEGER NOT NULL,
@@ -79,7 +87,7 @@ TABLES: dict[str, str] = {
     """,
 }
 
-OF_A_JOB = ("reports", "step_times", "logs", "measurements")
+OF_A_JOB = ("reports", "step_times", "logs", "heartbeats", "measurements")
 """The tables whose rows belong to a job."""
 
 

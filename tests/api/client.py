@@ -124,6 +124,7 @@ class ServiceProcess:
         environ: Mapping[str, str] | None = None,
         port_file: Path | None = None,
         pass_fds: Sequence[int] = (),
+        url: str | None = None,
     ) -> None:
         self._port_file = port_file or folder / f"port-{uuid4().hex}"
         self._log = folder / "service.log"
@@ -139,7 +140,7 @@ class ServiceProcess:
                         "--port-file",
                         str(self._port_file),
                     ),
-                    *("--database", f"sqlite:///{folder / 'service.db'}", *options),
+                    *("--database", url or f"sqlite:///{folder / 'service.db'}", *options),
                 ],
                 env=environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ)),
                 stdout=log,

@@ -6,6 +6,7 @@ from uuid import uuid4
 import pytest
 
 from api.client import Client, ServiceProcess
+from support.postgresql import PostgresqlServer, postgresql_server
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +14,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     with ServiceProcess(tmp_path_factory.mktemp("service")) as running:
         yield running
         assert "Traceback" not in running.log()
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    with postgresql_server() as server:
+        yield server
 
 
 @pytest.fixture

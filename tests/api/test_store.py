@@ -23,6 +23,7 @@ from adascale_core import rendezvous
 from adascale_core.messages import Allocation, GainReport, JobSpec, ReplicaState, StepTime
 from adascale_core.rendezvous import Rendezvous
 from api.client import a_registration, a_report
+from support.postgresql import PostgresqlServer
 
 T = TypeVar("T")
 numbers = count()
@@ -31,8 +32,8 @@ numbers = count()
 class Store:
     """A database, with one transaction per call."""
 
-    def __init__(self, folder: Path) -> None:
-        self._database = Database(f"sqlite:///{folder / 'service.db'}")
+    def __init__(self, url: str) -> None:
+        self._database = Database(url)
 
     def read(self, query: Callable[..., T], **arguments: Any) -> T:
         return asyncio.run(self._database.read(partial(query, **arguments)))
@@ -52,9 +53,21 @@ class Store:
         asyncio.run(self._database.close())
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "postgresql":
+        server: PostgresqlServer = request.getfixturevalue("postgresql")
+        url = server.new_database()
+    else:
+        url = f"sqlite:///{tmp_path / 'service.db'}"
+    store = Store(url)
+    yield store
+    store.close()
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path)
+def sqlite_store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path / 'service.db'}")
     yield store
     store.close()
 
@@ -201,7 +214,7 @@ def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_pla
     ids=["step_times", "latest_report", "history"],
 )
 def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(
-    store: Store, query: Callable[[Transaction, Job], object]
+    sqlite_store: Store, query: Callable[[Transaction, Job], object]
 ) -> None:
     """Measured in instructions of SQLite's virtual machine, which do not depend on the computer."""
 
@@ -218,9 +231,9 @@ def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(
     retention = report_store.Retention(newest=100, earlier=100)
     for start in range(0, 20_000, 500):
         new = [a_report(step, local_bsz=8 + step % 3) for step in range(start, start + 500)]
-        store.write(report_store.post, job_id="a.b", new=new, now=0.0, retention=retention)
+        sqlite_store.write(report_store.post, job_id="a.b", new=new, now=0.0, retention=retention)
         if start in (500, 19_500):
-            costs.append(store.read(instructions))
+            costs.append(sqlite_store.read(instructions))
     with_few, with_many = costs
     assert with_many <= with_few * 1.5 + 10
 

@@ -94,6 +94,11 @@ class Connector(Protocol):
         """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
         ...
 
-    def listen(self, on_change: Callable[[str, int], None], on_lost: Callable[[], None]) -> None:
-        """Report the changes that other processes commit, from a thread, until `close`."""
+    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
+        """Report the changes that services commit, from a thread, until `close`.
+
+        Args:
+            on_change: called with a job and its version; -1 if it was deleted.
+            on_listening: called with whether all later changes are reported.
+        """
         ...

@@ -102,7 +102,6 @@ class PostgresqlConnector:
     def commit(self, connection: psycopg.Connection[Any], changed: Mapping[str, int]) -> None:
         """Commit a transaction, and notify the other services of the jobs that it has changed."""
         if changed:
-            # The backend's process, so that a service recognizes its own.
             payloads = [f"{job_id} {version}" for job_id, version in changed.items()]
             connection.execute(
                 "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload", (CHANNEL, payloads)
@@ -165,20 +164,19 @@ class PostgresqlConnector:
     def reserve_room(self) -> None:
         """Do nothing."""
 
-    def listen(self, on_change: Callable[[str, int], None], on_lost: Callable[[], None]) -> None:
+    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Report the changes that services commit, this one's too, from a thread, until `close`."""
         self._listener = threading.Thread(
-            target=self._listen, args=(on_change, on_lost), name="adascale-listener", daemon=True
+            target=self._listen, args=(on_change, on_listening), name="adascale-listener", daemon=True
         )
         self._listener.start()
 
-    def _listen(self, on_change: Callable[[str, int], None], on_lost: Callable[[], None]) -> None:
+    def _listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         while not self._closed.is_set():
             try:
                 with psycopg.connect(self._conninfo, autocommit=True) as connection:
                     connection.execute(psycopg_sql.SQL("LISTEN {}").format(psycopg_sql.Identifier(CHANNEL)))
-                    # What changed before is unknown.
-                    on_lost()
+                    on_listening(True)
                     while not self._closed.is_set():
                         for notification in connection.notifies(timeout=LISTEN_TIMEOUT):
                             job_id, _, version = notification.payload.partition(" ")
@@ -186,7 +184,7 @@ class PostgresqlConnector:
                         # A connection that is lost without a word is noticed by asking.
                         connection.execute("SELECT 1")
             except psycopg.Error:
-                on_lost()
+                on_listening(False)
                 self._closed.wait(RECONNECT_INTERVAL)
 
     def _create_tables(self, connection: psycopg.Connection[Any]) -> None:

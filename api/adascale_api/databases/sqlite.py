@@ -176,7 +176,7 @@ class SqliteConnector:
         """Remove the reserve."""
         self._reserve.unlink(missing_ok=True)
 
-    def listen(self, on_change: Callable[[str, int], None], on_lost: Callable[[], None]) -> None:
+    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Do nothing: no other process uses the file."""
 
     def reserve_room(self) -> None:

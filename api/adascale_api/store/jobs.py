@@ -290,6 +290,7 @@ _PRIMARY_KEYS = {
     "reports": "generation, step",
     "step_times": "replicas, local_bsz, accumulation, nodes",
     "logs": "replica",
+    "heartbeats": "replica",
     "measurements": "job_key",
 }
 _REMOVE_ROWS = [

@@ -1,0 +1,161 @@
+"""Several services on one PostgreSQL database."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import urllib3
+
+from adascale_api.databases.base import UnusableDatabaseError
+from adascale_api.databases.postgresql import PostgresqlConnector
+from adascale_core.messages import ReplicaState
+from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
+from support.postgresql import PostgresqlServer
+
+
+@pytest.fixture
+def services(tmp_path: Path, postgresql: PostgresqlServer) -> Iterator[list[ServiceProcess]]:
+    """Two services on a new database."""
+    url = postgresql.new_database()
+    with ExitStack() as stack:
+        folders = [tmp_path / name for name in ("first", "second")]
+        for folder in folders:
+            folder.mkdir()
+        started = [stack.enter_context(ServiceProcess(folder, url=url)) for folder in folders]
+        yield started
+        assert all("Traceback" not in service.log() for service in started)
+
+
+@pytest.fixture
+def clients(services: list[ServiceProcess]) -> Iterator[list[Client]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Client(service.port)) for service in services]
+
+
+def test_a_change_by_another_service_wakes_waiting_requests(clients: list[Client]) -> None:
+    first, second = clients
+    version = first.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})["version"]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(second.get, f"/jobs/a/allocation?version={version}&wait=60")
+        changed = first.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})
+        assert waiting.result(30) == changed
+    assert first.call("DELETE", "/jobs/a").status == 204
+    wait_until(lambda: second.call("GET", "/jobs/a/allocation").status == 404, "the deletion")
+
+
+def test_replicas_that_register_with_different_services_activate_each_generation_once(
+    clients: list[Client], services: list[ServiceProcess]
+) -> None:
+    size = 16
+    for generation in (1, 2, 3):
+        job = f"job-{generation}"
+        clients[0].put(f"/jobs/{job}/allocation", {"generation": generation, "replicas": size})
+
+        def register(rank: int, job: str = job) -> Any:
+            with Client(services[rank % 2].port) as client:
+                return client.register(job, a_registration(rank))
+
+        with ThreadPoolExecutor(size) as threads:
+            views = list(threads.map(register, range(size)))
+        active = [view["active"] for view in views if view["active"] is not None]
+        assert len(active) == 1, "the last registration activates the generation, and no other does"
+        versions = [view["version"] for view in views]
+        assert len(set(versions)) == size
+        for client in clients:
+
+            def knows(client: Client = client, job: str = job, expected: Any = active[0]) -> bool:
+                return bool(client.get(f"/jobs/{job}/allocation")["active"] == expected)
+
+            wait_until(knows, "the generation")
+
+
+@pytest.mark.slow
+def test_a_heartbeat_to_any_service_keeps_a_replica(
+    clients: list[Client], services: list[ServiceProcess]
+) -> None:
+    first, second = clients
+    first.put("/jobs/a/allocation", {"generation": 1, "replicas": 2})
+    running = [a_registration(rank, ReplicaState.RUNNING, generation=1) for rank in (0, 1)]
+    for rank, registration in enumerate(running):
+        first.register("a", a_registration(rank))
+        first.register("a", registration)
+    services[0].process.kill()
+
+    def is_lost() -> bool:
+        second.register("a", running[0])
+        return [replica["rank"] for replica in second.get("/jobs/a")["replicas"]] == [0]
+
+    # Replica 1 never sends a heartbeat to the remaining service.
+    wait_until(is_lost, "the expiry of replica 1")
+
+
+def test_what_was_answered_is_stored_once_whatever_fails(
+    postgresql: PostgresqlServer, services: list[ServiceProcess]
+) -> None:
+    workers = 8
+    stop = threading.Event()
+    answered: dict[int, list[int]] = {number: [] for number in range(workers)}
+
+    def post(number: int) -> None:
+        port = services[number % 2].port
+        step = 0
+        with Client(port) as client:
+            while not stop.is_set():
+                try:
+                    answer = client.call("POST", f"/jobs/job-{number}/gain", a_report(step).to_json())
+                except urllib3.exceptions.HTTPError:
+                    continue
+                if answer.status == 200:
+                    answered[number].append(step)
+                    step += 1
+                else:
+                    assert answer.status == 503, answer
+
+    def wait_for_progress() -> None:
+        before = [len(steps) for steps in answered.values()]
+        wait_until(
+            lambda: all(len(steps) > count for steps, count in zip(answered.values(), before, strict=True)),
+            "progress",
+        )
+
+    with ThreadPoolExecutor(workers) as threads:
+        posting = [threads.submit(post, number) for number in range(workers)]
+        try:
+            for _ in range(5):
+                wait_for_progress()
+                postgresql.cut_connections()
+            wait_for_progress()
+            postgresql.stop()
+            postgresql.start()
+            wait_for_progress()
+        finally:
+            stop.set()
+        for worker in posting:
+            worker.result(60)
+    with Client(services[1].port) as client:
+        for number, steps in answered.items():
+            history = client.get(f"/jobs/job-{number}/gain/history?points=5000")
+            assert [point["step"] for point in history["points"]][: len(steps)] == steps
+            assert history["total"] == len(history["points"])
+            assert client.get("/readyz") == {"status": "ok"}
+
+
+def test_a_database_of_another_version_or_program_is_refused(postgresql: PostgresqlServer) -> None:
+    url = postgresql.new_database()
+    PostgresqlConnector(url)
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE adascale_schema SET version = 3")
+    with pytest.raises(UnusableDatabaseError, match=r"has schema version 3, this service needs version \d"):
+        PostgresqlConnector(url)
+    other = postgresql.new_database()
+    with psycopg.connect(other) as connection:
+        connection.execute("CREATE TABLE jobs (id TEXT)")
+    with pytest.raises(UnusableDatabaseError, match="tables of another program"):
+        PostgresqlConnector(other)

@@ -1,0 +1,119 @@
+"""A PostgreSQL server for tests, in a temporary folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from support.launch import free_port
+
+FOLDERS = list(Path("/usr/lib/postgresql").glob("*/bin"))
+MIN_VERSION = 15
+
+
+class PostgresqlServer:
+    """A server that a test may stop and start again.
+
+    Args:
+        binaries: the folder of `initdb` and `postgres`.
+        folder: gets the data.
+        user: the user that runs it, since it refuses to run as root; None for this one.
+    """
+
+    def __init__(self, binaries: Path, folder: Path, user: str | None) -> None:
+        self._binaries = binaries
+        self._folder = folder
+        self._user = user
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        subprocess.run(
+            [binaries / "initdb", "-D", folder / "data", "-U", "tests", "-A", "trust", "--no-sync"],
+            user=user,
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        options = ["-p", str(self.port), "-k", str(self._folder), "-c", "listen_addresses=127.0.0.1"]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._binaries / "postgres", "-D", self._folder / "data", *options, "-c", "fsync=off"],
+                user=self._user,
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self.execute("SELECT 1")
+            except psycopg.OperationalError:
+                assert time.monotonic() < deadline, (self._folder / "log").read_text()
+                time.sleep(0.05)
+            else:
+                return
+
+    def stop(self) -> None:
+        """Stop it at once, as after a crash: it recovers when it is started again."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(30)
+            self._process = None
+
+    def url(self, database: str = "postgres") -> str:
+        """Return the URL of a database."""
+        return f"postgresql://tests@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """Create a database, and return its URL."""
+        name = f"tests_{uuid4().hex}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def execute(self, statement: str) -> None:
+        """Execute a statement."""
+        with psycopg.connect(self.url(), autocommit=True, connect_timeout=5) as connection:
+            connection.execute(statement.encode())
+
+    def cut_connections(self) -> None:
+        """End all connections of services."""
+        self.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'adascale-api'"
+        )
+
+
+@contextmanager
+def postgresql_server() -> Iterator[PostgresqlServer]:
+    """Run a server; skip the test where none is installed."""
+    binaries = next((path for path in sorted(FOLDERS, reverse=True) if (path / "initdb").exists()), None)
+    if binaries is None:
+        found = shutil.which("initdb")
+        binaries = Path(found).parent if found else None
+    if binaries is None:
+        pytest.skip("PostgreSQL is not installed")
+    version = subprocess.run([binaries / "postgres", "--version"], capture_output=True, text=True, check=True)
+    if int(version.stdout.split()[2].split(".")[0]) < MIN_VERSION:
+        pytest.skip(f"PostgreSQL {MIN_VERSION} or newer is not installed")
+    user = "nobody" if os.geteuid() == 0 else None
+    with tempfile.TemporaryDirectory(prefix="adascale-postgresql-") as folder:
+        if user is not None:
+            shutil.chown(folder, user)
+        server = PostgresqlServer(binaries, Path(folder), user)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
