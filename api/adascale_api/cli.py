@@ -25,6 +25,8 @@ from adascale_core.names import (
     ENV_TOKEN_FILE,
 )
 
+ENV_DATABASE = "ADASCALE_DATABASE"
+"""The URL of the database. A password in it is then in no list of processes."""
 DEFAULT_DATABASE = "sqlite:///adascale.db"
 
 
@@ -53,7 +55,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         port=options.port,
         descriptor=options.fd,
         port_file=options.port_file,
-        database_url=options.database,
+        database_url=options.database or environment.get(ENV_DATABASE) or DEFAULT_DATABASE,
         authorizer=_with_readers(_authorizer(options, environment), environment),
         settings=Settings(protect_reads=options.protect_reads),
         max_connections=options.max_connections,
@@ -87,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--database",
         metavar="URL",
-        default=DEFAULT_DATABASE,
-        help="URL of the database (default: %(default)s)",
+        help="URL of the database, sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME "
+        f"(default: the variable {ENV_DATABASE}, or else {DEFAULT_DATABASE})",
     )
     parser.add_argument(
         "--port-file", metavar="PATH", type=Path, help="write the port to this file once the service listens"

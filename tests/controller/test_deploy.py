@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from adascale_api.cli import ENV_DATABASE
 from adascale_core import names
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PARTS = ("worker", "api", "controller")
-OVERLAYS = (".", "all-namespaces", "kind", "one-namespace", "plain")
+OVERLAYS = (".", "all-namespaces", "kind", "one-namespace", "plain", "postgres")
 
 
 def read(*files: str) -> list[dict[str, Any]]:
@@ -28,7 +29,8 @@ EVERYWHERE = [
 ]
 ALL_NAMESPACES = read("all-namespaces/rights.yaml", "all-namespaces/network.yaml")
 ONE_NAMESPACE = read("one-namespace/rights.yaml")
-WORKLOADS = [item for item in EVERYWHERE if item["kind"] in ("Deployment", "StatefulSet")]
+POSTGRES = read("postgres/api.yaml")
+WORKLOADS = [item for item in [*EVERYWHERE, *POSTGRES] if item["kind"] in ("Deployment", "StatefulSet")]
 
 
 def find(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
@@ -49,9 +51,9 @@ def test_workloads_have_the_names_in_core() -> None:
     find(EVERYWHERE, "CustomResourceDefinition", f"{names.PLURAL}.{names.API_GROUP}")
     for part in (names.API_SERVICE, names.CONTROLLER):
         find(EVERYWHERE, "ServiceAccount", part)
-        (workload,) = [item for item in WORKLOADS if item["metadata"]["name"] == part]
-        assert pod(workload)["serviceAccountName"] == part
-        assert pod(workload)["containers"][0]["image"] == part
+        for workload in [item for item in WORKLOADS if item["metadata"]["name"] == part]:
+            assert pod(workload)["serviceAccountName"] == part
+            assert pod(workload)["containers"][0]["image"] == part
     service = find(EVERYWHERE, "Service", names.API_SERVICE)
     assert [port["port"] for port in service["spec"]["ports"]] == [names.DEFAULT_API_PORT]
     assert read("base/kustomization.yaml")[0]["namespace"] == names.SYSTEM_NAMESPACE
@@ -75,6 +77,21 @@ def test_the_operator_calls_the_metrics_service_at_its_address() -> None:
     arguments = pod(find(EVERYWHERE, "Deployment", names.CONTROLLER))["containers"][0]["args"]
     url = f"http://{names.API_SERVICE}.$(POD_NAMESPACE).svc:{names.DEFAULT_API_PORT}"
     assert f"--api-url={url}" in arguments
+
+
+def test_the_services_of_the_postgres_overlay_differ_in_their_database_only() -> None:
+    alone, shared = (
+        find(EVERYWHERE, "StatefulSet", names.API_SERVICE),
+        find(POSTGRES, "Deployment", names.API_SERVICE),
+    )
+    assert shared["spec"]["replicas"] == 2
+    one, other = pod(alone)["containers"][0], pod(shared)["containers"][0]
+    assert [argument for argument in one["args"] if not argument.startswith("--database=")] == other["args"]
+    assert ENV_DATABASE in [variable["name"] for variable in other["env"]]
+    for field in ("ports", "startupProbe", "livenessProbe", "readinessProbe", "resources", "securityContext"):
+        assert one[field] == other[field]
+    budget = find(POSTGRES, "PodDisruptionBudget", names.API_SERVICE)
+    assert budget["spec"]["selector"] == shared["spec"]["selector"]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
