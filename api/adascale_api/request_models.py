@@ -106,6 +106,10 @@ class JobSpecBody(RequestBody):
         description="The minimum efficiency (gain / scale) of a batch while step times are unknown.",
     )
 
+    elastic_single_replica: bool = Field(
+        default=False, description="Whether the batch of a single replica may exceed `batch_size`."
+    )
+
     def to_spec(self) -> JobSpec:
         """Return the spec as a message of the core."""
         return JobSpec(**self.__dict__)

@@ -102,6 +102,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
             max_replicas=spec.max_replicas,
             scale_invariant_steps=spec.scale_invariant_steps,
             efficiency_target=spec.efficiency_target,
+            elastic_single_replica=spec.elastic_single_replica,
         ),
         command=(*container.command, *container.args) if container.command else (),
         env=MappingProxyType(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from collections.abc import Sequence
+from statistics import fmean, median
 
 from adascale_controller.job import Job
 from adascale_core.gain import GradientEstimate
 from adascale_core.job_state import JobState
-from adascale_core.messages import GainReport
+from adascale_core.messages import GainReport, StepTime
 from adascale_core.views import JobView
 
 DEFAULT_DOWNTIME = 1.0
@@ -16,10 +17,72 @@ DEFAULT_PREPARATION = 5.0
 """Seconds that a change of replicas is prepared while training continues, until one has been measured."""
 
 
-class JobMeasurements:
-    """Measures a job: call `update` with each view of it, then `job_state` for the decision's input."""
+class TemplateMeasurements:
+    """What jobs with the same template have reported: prior knowledge for the next of them.
+
+    Two jobs have the same template if they run the same program in the same containers.
+    """
 
     def __init__(self) -> None:
+        self._templates: dict[str, MeasuredTemplate] = {}
+
+    def of(self, template: str) -> MeasuredTemplate:
+        """Return the measurements of a template."""
+        return self._templates.setdefault(template, MeasuredTemplate())
+
+
+class MeasuredTemplate:
+    """What the jobs of one template have reported."""
+
+    GROWTH = 1.25
+    """`step_times` changes when the number of measurements has grown by this factor, so that the models that
+    are fitted to it can be used again."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int, int, int], dict[str, float]] = {}
+        self._used = 0
+        self.step_times: Sequence[StepTime] = ()
+        """The median over jobs of each plan and number of nodes."""
+        self.first_estimate: GradientEstimate | None = None
+        """The first estimate that a job of this template reported."""
+        self.largest = 0
+        """The largest count on which a job of this template was measured."""
+
+    def add(self, job: str, measured: Sequence[StepTime], estimate: GradientEstimate) -> None:
+        """Add what a job has reported."""
+        self.first_estimate = self.first_estimate or estimate
+        for each in measured:
+            plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
+            self._times.setdefault(plan, {})[job] = each.step_time
+        if len(self._times) < self.GROWTH * self._used:
+            return
+        self._used = len(self._times)
+        self.step_times = tuple(
+            StepTime(replicas, local_bsz, accumulation, median(times.values()), len(times), nodes)
+            for (replicas, nodes, local_bsz, accumulation), times in sorted(self._times.items())
+        )
+        self.largest = max((each.replicas for each in self.step_times), default=0)
+
+
+class JobMeasurements:
+    """Measures a job: call `update` with each view of it, then `job_state` for the decision's input.
+
+    Args:
+        template: what other jobs of the same template have reported; it is extended by this job.
+        downtime: seconds that training stands still for a change, until one has been measured.
+        preparation: seconds that a change is prepared, until one has been measured.
+    """
+
+    def __init__(
+        self,
+        template: MeasuredTemplate | None = None,
+        downtime: float = DEFAULT_DOWNTIME,
+        preparation: float = DEFAULT_PREPARATION,
+    ) -> None:
+        self._template = template or MeasuredTemplate()
+        self._default_downtime = downtime
+        self._default_preparation = preparation
+        self._reported_plans = 0
         self._first_generation = 0
         self._last_report: GainReport | None = None
         self._downtimes: list[float] = []
@@ -73,6 +136,10 @@ class JobMeasurements:
             total: the progress at which it ends; None if unbounded.
         """
         spec, report = job.spec, view.latest
+        estimate = GradientEstimate(report.grad_sqr, report.grad_var) if report else None
+        if estimate is not None and len(view.step_times) > self._reported_plans:
+            self._reported_plans = len(view.step_times)
+            self._template.add(job.id, view.step_times, estimate)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]
@@ -84,13 +151,14 @@ class JobMeasurements:
             max_replicas=spec.max_replicas,
             replicas=view.desired.replicas if view.desired else 0,
             stable_since=stable_since,
-            largest=max((step_time.replicas for step_time in view.step_times), default=0),
-            estimate=GradientEstimate(report.grad_sqr, report.grad_var) if report else None,
+            largest=max([self._template.largest, *(each.replicas for each in view.step_times)]),
+            estimate=estimate or self._template.first_estimate,
             step_times=view.step_times,
+            template_step_times=self._template.step_times,
             efficiency_target=spec.efficiency_target,
             remaining=None if total is None else max(total - (report.progress if report else 0.0), 0.0),
-            restart_seconds=fmean(self._downtimes) if self._downtimes else DEFAULT_DOWNTIME,
-            prepare_seconds=fmean(self._preparations) if self._preparations else DEFAULT_PREPARATION,
+            restart_seconds=fmean(self._downtimes) if self._downtimes else self._default_downtime,
+            prepare_seconds=(fmean(self._preparations) if self._preparations else self._default_preparation),
         )
 
 

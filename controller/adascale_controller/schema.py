@@ -295,6 +295,11 @@ class AdaScaleJobSpec(_ClosedModel):
         description="The progress at which training ends, in steps at batchSize. A step of a larger batch "
         "adds its gain to the progress. If unset, the program decides when training ends.",
     )
+    elastic_single_replica: bool = Field(
+        default=False,
+        description="Whether the batch of a single replica may be larger than batchSize, by accumulation, "
+        "where that is faster.",
+    )
     efficiency_target: float = Field(
         default=DEFAULT_EFFICIENCY_TARGET,
         gt=0,

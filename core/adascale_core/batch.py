@@ -3,6 +3,9 @@
 With K replicas, local batch size b and a accumulation steps, the global batch of a step has K*b*a samples.
 The learning rate was tuned for `batch_size`; `max_batch_size` is an upper bound of the global batch, and
 `local_bsz_bounds` are bounds of b. Sizes are always rounded down, and b is the same on all replicas.
+
+Replicas accumulate to reach `batch_size`, and further, within `max_batch_size`, where the goodput is known:
+a larger step needs less communication per sample.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ class BatchBounds:
         batch_size: the global batch size for which the learning rate was tuned (B0), in samples.
         max_batch_size: upper bound of the global batch size, in samples; None if unbounded.
         local_bsz_bounds: (lower, upper) bounds of the local batch size, in samples; None if unbounded.
+        elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too. It
+            then has two micro-batches at least, because the noise is measured by comparing them.
 
     Without either bound, the batch is not elastic: every step has `batch_size` samples.
 
@@ -40,6 +45,7 @@ class BatchBounds:
     batch_size: int
     max_batch_size: int | None = None
     local_bsz_bounds: tuple[int, int] | None = None
+    elastic_single_replica: bool = False
 
     def __post_init__(self) -> None:
         _require_positive_integer("batch_size", self.batch_size)
@@ -221,7 +227,7 @@ def _describe_valid(bounds: BatchBounds) -> str:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The batch plans that a replica count allows.
+    """The batch plans of a replica count with the fewest micro-batches.
 
     Args:
         replicas: number of replicas (K).
@@ -251,7 +257,7 @@ class BatchChoice:
 
 
 def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
-    """Return the plans that are considered for `replicas` replicas, by ascending global batch.
+    """Return the plans with the fewest micro-batches for `replicas` replicas, by ascending global batch.
 
     The global batch is at least `batch_size` if the bounds allow it. Several replicas accumulate only if the
     largest local batch size is not enough for that. They use the fewest micro-batches that are enough,
@@ -272,6 +278,60 @@ def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
     first = max(smallest, -(-lower // accumulation))
     last = largest if upper is None else min(largest, upper // accumulation)
     return BatchChoice(replicas, range(first, last + 1), accumulation)
+
+
+def candidate_plans(bounds: BatchBounds, replicas: int, max_plans: int = 64) -> list[BatchPlan]:
+    """Return the plans among which the goodput decides, by ascending global batch; empty if not valid.
+
+    They are those of `batch_choice`, then plans with more micro-batches up to `max_batch_size`, spread
+    geometrically. Each has the fewest micro-batches of its size.
+    """
+    choice = batch_choice(bounds, replicas)
+    if not choice:
+        return []
+    accumulating = _accumulating_plans(bounds, choice, max_plans // 2)
+    return choice.spread(max(max_plans - len(accumulating), 2)) + accumulating
+
+
+def _accumulating_plans(bounds: BatchBounds, choice: BatchChoice, max_plans: int) -> list[BatchPlan]:
+    replicas = choice.replicas
+    if not bounds.elastic or bounds.max_batch_size is None:
+        return []
+    if replicas == 1 and not bounds.elastic_single_replica:
+        return []
+    # The samples of one replica in a step, b*a.
+    smallest = choice[len(choice) - 1].global_bsz // replicas
+    largest = bounds.max_batch_size // replicas
+    if largest <= smallest or max_plans < 1:
+        return []
+    ratio = (largest / smallest) ** (1 / max_plans)
+    least = 2 if replicas == 1 else 1
+    plans = {}
+    for share in [*(int(smallest * ratio**i) for i in range(1, max_plans)), largest]:
+        plan = _fewest_for_share(bounds, replicas, share, least)
+        if plan is not None and plan.accumulation * plan.local_bsz > smallest:
+            plans[plan.global_bsz] = plan
+    return [plans[size] for size in sorted(plans)]
+
+
+def _fewest_for_share(bounds: BatchBounds, replicas: int, share: int, least: int) -> BatchPlan | None:
+    """Return the plan of at most `share` samples per replica, with the fewest micro-batches."""
+    accumulation = least if bounds.upper is None else max(least, -(-share // bounds.upper))
+    local_bsz = share // accumulation
+    return BatchPlan(replicas, local_bsz, accumulation) if local_bsz >= bounds.lower else None
+
+
+def allows(bounds: BatchBounds, plan: BatchPlan) -> bool:
+    """Whether a job with these bounds may use a plan on its replica count."""
+    choice = batch_choice(bounds, plan.replicas)
+    if plan.accumulation == choice.accumulation and plan.local_bsz in choice.local_bsz:
+        return True
+    if not choice or not bounds.elastic or bounds.max_batch_size is None:
+        return False
+    if plan.replicas == 1 and (not bounds.elastic_single_replica or plan.accumulation < 2):
+        return False
+    within = bounds.lower <= plan.local_bsz <= (bounds.upper or plan.local_bsz)
+    return within and bounds.batch_size <= plan.global_bsz <= bounds.max_batch_size
 
 
 def _fewest_micro_batches(smallest: int, largest: int, lower: int, upper: int | None) -> int | None:
@@ -330,6 +390,6 @@ def plan_batch(
         )
         return choice[max(efficient - 1, 0)]
     return max(
-        choice.spread(),
+        candidate_plans(bounds, replicas),
         key=lambda plan: (throughput(plan) * estimate.gain(plan.scale(bounds)), -plan.global_bsz),
     )

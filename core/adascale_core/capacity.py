@@ -10,10 +10,11 @@ unlike replicas neither holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from adascale_core.node_slots import SlotCapacity
 from adascale_core.packing import Demand, Node, Packing, PackingProblem, pack
 
 
@@ -28,6 +29,9 @@ class Capacity(Protocol):
 
     def simplified_for(self, jobs: Iterable[str]) -> int | NodeCapacity:
         """Return how many replicas of these jobs fit in any shares; the nodes if no such number exists."""
+
+    def node_size(self, job: str) -> int | None:
+        """Return how many replicas of `job` fit on the largest node; None if nodes are not known."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class ReplicaCapacity:
         """Return how many replicas of these jobs fit in any shares."""
         del jobs
         return max(self.total, 0)
+
+    def node_size(self, job: str) -> int | None:
+        """Return None: nodes are not known."""
+        del job
+        return None
 
 
 class NodeCapacity:
@@ -103,6 +112,35 @@ class NodeCapacity:
         if any(count > slots.get(node, 0) for node, count in placed.items()):
             return self
         return sum(slots.values())
+
+    def equal_slots(self, jobs: Sequence[str]) -> SlotCapacity | None:
+        """Return the slots of the nodes for these jobs; None if their replicas are not equal.
+
+        Their replicas are equal if they request the same, may run on the same nodes, and need not share one.
+        """
+        if not jobs:
+            return None
+        demands = [self._problem.demands[job] for job in jobs]
+        first = demands[0]
+        kind = (first.request, first.node_order)
+        if any(demand.one_node or (demand.request, demand.node_order) != kind for demand in demands):
+            return None
+        slots = self._problem.slots(first)
+        index = {node: i for i, node in enumerate(sorted(slots))}
+        placed = Counter(node for demand in demands for node in demand.placed.values())
+        if any(count > slots.get(node, 0) for node, count in placed.items()):
+            return None
+        return SlotCapacity(
+            [slots[node] for node in sorted(slots)],
+            {
+                demand.job: [index[demand.placed[rank]] for rank in sorted(demand.placed)]
+                for demand in demands
+            },
+        )
+
+    def node_size(self, job: str) -> int | None:
+        """Return how many replicas of `job` fit on the largest node that it may use, when it is empty."""
+        return max(self._problem.slots(self._problem.demands[job]).values(), default=0)
 
     def dominant_share(self, job: str) -> float:
         """Return the largest share of a resource of all nodes that one replica of `job` requests, 0 to 1."""

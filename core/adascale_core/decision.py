@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from adascale_core.capacity import Capacity, ReplicaCapacity
+from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.exact_allocation import allocate_replicas
+from adascale_core.goodput_table import candidate_counts
 from adascale_core.hill_climbing import allocate_on_nodes
 from adascale_core.job_state import JobState
-from adascale_core.job_utility import JobUtility
+from adascale_core.job_utility import JobUtility, weighted
+from adascale_core.slot_allocation import allocate_slots
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,17 @@ def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> di
     Returns:
         job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
     """
-    queue = [JobUtility.of(job) for job in sorted(jobs, key=lambda job: (job.arrival, job.id))]
     bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
-    simplified = bound.simplified_for([utility.job.id for utility in queue if utility.counts])
-    if isinstance(simplified, int):
+    ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
+    valid = [job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)]
+    slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
+    fills_nodes = slots is not None and slots.is_uniform
+    queue = weighted(
+        [JobUtility.of(job, bound.node_size(job.id), fills_nodes=fills_nodes) for job in ordered]
+    )
+    if slots is not None:
+        counts = allocate_slots(queue, slots, now)
+    elif isinstance(simplified := bound.simplified_for(valid), int):
         counts = allocate_replicas(queue, simplified, now)
     else:
         counts = allocate_on_nodes(queue, simplified, now)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from adascale_core.job_utility import JobUtility
 
-_IMPOSSIBLE = -(10**30)
+_IMPOSSIBLE = -(10**18)
 
 
 def allocate_replicas(jobs: Sequence[JobUtility], total: int, now: float) -> list[int]:
@@ -20,27 +22,30 @@ def allocate_replicas(jobs: Sequence[JobUtility], total: int, now: float) -> lis
         total: how many replicas fit.
         now: the time, in seconds.
     """
-    return _maximize(_admitted_utilities(jobs, total, now), total)
+    utilities = [job.utilities(now)[0] if job.counts else {0: 0} for job in jobs]
+    return maximize(admitted_utilities(jobs, total, utilities), total)
 
 
-def _admitted_utilities(jobs: Sequence[JobUtility], total: int, now: float) -> list[dict[int, int]]:
+def admitted_utilities(
+    jobs: Sequence[JobUtility], total: int, utilities: Sequence[Mapping[int, int]]
+) -> list[Mapping[int, int]]:
     """Return count -> utility for each job; only the count 0 for a job that is not admitted.
 
     A job is admitted if its smallest count fits beside the smallest counts of the admitted jobs before it.
     """
-    utilities = []
+    admitted: list[Mapping[int, int]] = []
     free = total
-    for job in jobs:
+    for job, utility in zip(jobs, utilities, strict=True):
         smallest = job.counts[0] if job.counts else None
         if smallest is None or smallest > free:
-            utilities.append({0: 0})
+            admitted.append({0: 0})
             continue
         free -= smallest
-        utilities.append(job.utilities(now))
-    return utilities
+        admitted.append(utility)
+    return admitted
 
 
-def _maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
+def maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
     """Return one count per job, with the highest total utility and a sum of at most `total`.
 
     `best[i][free]` is the highest total utility of the last i jobs with `free` replicas. Of several solutions
@@ -51,18 +56,14 @@ def _maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
         total: at least the sum of the smallest counts.
     """
     total = max(0, min(total, sum(max(counts) for counts in utilities)))
-    best = [[0] * (total + 1)]
+    best = [np.zeros(total + 1, dtype=np.int64)]
     for counts in reversed(utilities):
         rest = best[-1]
-        best.append(
-            [
-                max(
-                    (rest[free - count] + utility for count, utility in counts.items() if count <= free),
-                    default=_IMPOSSIBLE,
-                )
-                for free in range(total + 1)
-            ]
-        )
+        table = np.full((len(counts), total + 1), _IMPOSSIBLE, dtype=np.int64)
+        for row, (count, utility) in zip(table, counts.items(), strict=True):
+            if count <= total:
+                row[count:] = rest[: total + 1 - count] + utility
+        best.append(table.max(axis=0))
     chosen = []
     free = total
     for counts, rest in zip(utilities, reversed(best[:-1]), strict=True):

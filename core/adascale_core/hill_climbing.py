@@ -28,7 +28,7 @@ def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: f
         now: the time, in seconds.
     """
     admitted = _admit(jobs, capacity)
-    utilities = {name: utility.utilities(now) for name, utility in admitted.items()}
+    utilities = {name: utility.utilities(now)[0] for name, utility in admitted.items()}
     smallest = {name: utility.counts[0] for name, utility in admitted.items()}
     present = {name: utility.present_count or utility.counts[0] for name, utility in admitted.items()}
     found = []

@@ -28,6 +28,7 @@ class JobState:
         largest: the largest count on which it was measured.
         estimate: squared norm and variance of its gradient; None if not measured.
         step_times: its measured step times.
+        template_step_times: measured step times of jobs with the same template.
         efficiency_target: lower bound of the efficiency while its throughput is unknown.
         remaining: remaining steps at `batch_size`; None if unknown.
         restart_seconds: how long a change of the count interrupts training.
@@ -49,3 +50,4 @@ class JobState:
     restart_seconds: float = 10.0
     prepare_seconds: float = 0.0
     limit: int | None = None
+    template_step_times: Sequence[StepTime] = ()

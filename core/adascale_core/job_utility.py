@@ -1,19 +1,21 @@
 """What each replica count is worth to a job.
 
-The utility of a count is the logarithm of the job's predicted goodput, less the cost of the change to it.
-The sum of logarithms is fair between jobs of different size (proportional fairness, Kelly 1997): a replica
-goes to the job that it accelerates by the largest factor.
+The utility of a count is the logarithm of the job's predicted goodput, times the weight of the job, less the
+cost of the change to it. `docs/scheduling.md` has the formula, with a reason for each of its terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import log, log2
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import log
 
-from adascale_core.batch import is_valid_replicas, valid_replicas
+import numpy as np
+
+from adascale_core.batch import is_valid_replicas
+from adascale_core.goodput_table import Floats, Goodputs, candidate_counts, goodputs
 from adascale_core.job_state import JobState
-from adascale_core.prediction import Prediction, predict
+from adascale_core.prediction import Prediction
 from adascale_core.throughput import StepTimeModel
 
 MIN_SPEEDUP = 1.05
@@ -27,9 +29,12 @@ STABILIZATION_RESTARTS = 2.0
 STABILIZATION_SECONDS = 5.0
 """...and for this many seconds, so that the effect of the last change is measured first."""
 
+SPEEDUP_EXPONENT = 0.5
+"""The power of its replicas with which the goodput of a job grows, for the weights by remaining size."""
+
 UTILITY_UNIT = 10**9
 """Utilities are integers, in this fraction of a natural logarithm: sums are exact, and equal is equal."""
-FORCED_CHANGE_COST = 10**18
+FORCED_CHANGE_COST = 10**14
 """The cost of a change that is only made for lack of capacity: more than all utilities together."""
 
 
@@ -45,70 +50,136 @@ class JobUtility:
     Args:
         job: the job.
         counts: valid counts within its bounds, ascending.
-        predictions: count -> prediction, of the counts that it may have next; empty if it is not measured.
+        table: the goodput of the counts that it may have next; None if it is not measured.
+        node_size: how many replicas fit on a node; None if not known.
+        weight: of the logarithm of its goodput.
     """
 
     job: JobState
     counts: Sequence[int]
-    predictions: Mapping[int, Prediction]
+    table: Goodputs | None
+    node_size: int | None = None
+    weight: float = field(default=1.0)
 
     @classmethod
-    def of(cls, job: JobState) -> JobUtility:
-        """Return the candidate counts and predictions of `job`."""
-        counts = [
-            count for count in valid_replicas(job.bounds, job.max_replicas) if count >= job.min_replicas
-        ]
+    def of(cls, job: JobState, node_size: int | None = None, *, fills_nodes: bool = False) -> JobUtility:
+        """Return the candidate counts and predictions of `job`.
+
+        Args:
+            job: the job.
+            node_size: how many replicas fit on a node; None if not known.
+            fills_nodes: whether to consider only counts that divide a node or fill nodes.
+        """
+        counts: Sequence[int] = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         if job.limit is not None:
             counts = [count for count in counts if count <= job.limit] or counts[:1]
-        model = StepTimeModel.fit(job.step_times)
-        if job.estimate is None or model is None:
-            return cls(job, counts, {})
-        largest = max([job.largest, *(measured.replicas for measured in job.step_times)])
+        if node_size is not None and fills_nodes:
+            filling = _filling_nodes(counts, node_size, job.replicas)
+            counts = [count for count in counts if count in filling]
+        model = StepTimeModel.fit(job.step_times, job.template_step_times)
+        if job.estimate is None or model is None or not counts:
+            return cls(job, counts, None, node_size)
+        measured = (*job.step_times, *job.template_step_times)
+        largest = max([job.largest, *(each.replicas for each in measured)])
         next_larger = [count for count in counts if count > largest][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
-        reachable = [count for count in counts if count <= limit]
-        return cls(job, counts, predict(job.bounds, reachable, job.estimate, model, job.efficiency_target))
+        reachable = tuple(count for count in counts if count <= limit)
+        table = goodputs(job.bounds, reachable, job.estimate, model, job.efficiency_target)
+        return cls(job, counts, table, node_size)
 
     @property
     def present_count(self) -> int | None:
         """The present count if the job can keep it; None if it has none, or it is no longer valid."""
         return self.job.replicas if self.job.replicas in self.counts else None
 
-    def utilities(self, now: float) -> dict[int, int]:
+    @property
+    def goodputs(self) -> Floats:
+        """The goodput of each count of `table`, on as few nodes as hold it."""
+        assert self.table is not None
+        if self.node_size is None:
+            return self.table.one_node
+        if self.node_size == 0:
+            return self.table.several_nodes
+        fits = np.array(self.table.counts) <= self.node_size
+        return np.where(fits, self.table.one_node, self.table.several_nodes)
+
+    def goodput(self, count: int) -> float | None:
+        """Return the goodput of a count; None if it is not predicted."""
+        if self.table is None or count not in self.table.counts:
+            return None
+        return float(self.goodputs[self.table.counts.index(count)])
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """The seconds that the rest of the job takes on its smallest count; None if not known."""
+        if self.table is None or self.job.remaining is None:
+            return None
+        return self.job.remaining / float(self.goodputs[0])
+
+    def _log_goodputs(self) -> tuple[tuple[int, ...], Floats, Floats]:
+        """Return counts, and the logarithms of their goodputs on one node and on several nodes."""
+        if self.table is not None:
+            several = np.log(self.table.several_nodes)
+            one = several if self.node_size == 0 else np.log(self.table.one_node)
+            if self.node_size:
+                one = np.where(np.array(self.table.counts) <= self.node_size, one, several)
+            return self.table.counts, one, several
+        # Without measurements the job does not grow, and shrinks only if it has to, by as little as
+        # possible.
+        upper = max(self.job.replicas, self.counts[0])
+        counts = tuple(count for count in self.counts if count <= upper and self.job.replicas)
+        counts = counts or (self.counts[0],)
+        logs = np.log(np.array(counts, dtype=np.float64))
+        return counts, logs, logs
+
+    def utilities(self, now: float) -> tuple[dict[int, int], dict[int, int]]:
         """Return count -> utility, in `UTILITY_UNIT`, of the counts that the job may have next.
+
+        The first dictionary is for replicas on one node, as far as they fit on it, the second for replicas
+        on several nodes.
 
         Args:
             now: the time, in seconds on the clock of `JobState.stable_since`.
         """
-        if self.predictions:
-            speeds = {count: prediction.goodput for count, prediction in self.predictions.items()}
-        else:
-            # Without measurements the job does not grow, and shrinks only if it has to, by as little as
-            # possible.
-            upper = max(self.job.replicas, self.counts[0])
-            speeds = {count: float(count) for count in self.counts if count <= upper and self.job.replicas}
-            speeds.setdefault(self.counts[0], float(self.counts[0]))
+        counts, *both = self._log_goodputs()
         before = self.present_count or self.counts[0]
         change = self._cost_of_change(now) if self.present_count else 0
-        return {
-            count: round(UTILITY_UNIT * (log(speed) - log(MIN_SPEEDUP) * max(log2(count / before), 0.0)))
-            - (change if count != before else 0)
-            for count, speed in speeds.items()
-        }
+        growth = np.maximum(np.log2(np.array(counts, dtype=np.float64) / before), 0.0)
+        costs = np.where(np.array(counts) != before, change, 0)
+        tables = []
+        for logs in both:
+            values = np.rint(UTILITY_UNIT * self.weight * (logs - log(MIN_SPEEDUP) * growth))
+            values = values.astype(np.int64) - costs
+            tables.append(dict(zip(counts, values.tolist(), strict=True)))
+        return tables[0], tables[1]
 
     def _cost_of_change(self, now: float) -> int:
         job = self.job
         if job.stable_since is None or now - job.stable_since < stabilization_seconds(job.restart_seconds):
             return FORCED_CHANGE_COST
-        if job.replicas not in self.predictions:
+        goodput = self.goodput(job.replicas)
+        if goodput is None:
             return FORCED_CHANGE_COST
-        goodput = self.predictions[job.replicas].goodput
-        left = HORIZON if job.remaining is None else job.remaining / goodput - job.prepare_seconds
+        left = HORIZON
+        if job.remaining is not None:
+            left = job.remaining / goodput - job.prepare_seconds
         if left <= job.restart_seconds:
             return FORCED_CHANGE_COST
         # The factor of goodput at which the job has made the same progress at its end as without the change.
         break_even = 1 / (1 - job.restart_seconds / left)
-        return round(UTILITY_UNIT * log(max(break_even, MIN_SPEEDUP)))
+        return round(UTILITY_UNIT * self.weight * log(max(break_even, MIN_SPEEDUP)))
+
+    def prediction(self, count: int) -> Prediction | None:
+        """Return the prediction for a count; None if there is none."""
+        if self.table is None or count not in self.table.counts:
+            return None
+        index = self.table.counts.index(count)
+        on_one_node = self.node_size is None or count <= self.node_size
+        plan = self.table.plan(index, on_one_node=on_one_node)
+        scale = plan.scale(self.job.bounds)
+        assert self.job.estimate is not None
+        gain = self.job.estimate.gain(scale)
+        return Prediction(plan, scale, gain, gain / float(self.goodputs[index]))
 
     def reason(self, count: int) -> str:
         """Return why the job gets `count` replicas, for events and conditions."""
@@ -128,14 +199,40 @@ class JobUtility:
                 return f"{_replicas(before)} could not be scheduled"
             return f"{_replicas(before)} {'is' if before == 1 else 'are'} no longer valid"
         cause = "frees capacity for other jobs"
-        if not {before, count} <= set(self.predictions):
+        old, new = self.prediction(before), self.prediction(count)
+        if old is None or new is None:
             return cause
-        old, new = self.predictions[before], self.predictions[count]
         effect = (
             f"predicted gain {old.gain:.1f} -> {new.gain:.1f}, "
             f"{new.goodput / old.goodput:.1f} times the progress per second"
         )
         return effect if new.goodput > old.goodput else f"{cause}: {effect}"
+
+
+def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
+    """Return the jobs with weights by remaining size, as the optimal policy for jobs of known size has them.
+
+    Of m jobs of known size, the i-th largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with
+    q = 1 / (1 - p) for goodput that grows with the power p of the replicas (heSRPT, Berg, Vesilo and
+    Harchol-Balter 2020, theorem 4). The weights are 1 on average, and a job of unknown size has the weight 1.
+    """
+    sizes = {utility.job.id: utility.remaining_seconds for utility in jobs}
+    ranked = sorted(((size, name) for name, size in sizes.items() if size is not None), reverse=True)
+    number, exponent = len(ranked), 1 / (1 - SPEEDUP_EXPONENT)
+    weights = {
+        name: number * ((i / number) ** exponent - ((i - 1) / number) ** exponent)
+        for i, (_, name) in enumerate(ranked, 1)
+    }
+    return [replace(utility, weight=weights.get(utility.job.id, 1.0)) for utility in jobs]
+
+
+def _filling_nodes(counts: Sequence[int], node_size: int, present: int) -> set[int]:
+    """Return the counts that leave no room on nodes that others can't use, and the ends and the present one.
+
+    Counts that divide a node, or fill nodes, can be packed without splitting a job that fits on a node.
+    """
+    filling = {count for count in counts if count % node_size == 0 or node_size % count == 0}
+    return filling | {counts[0], counts[-1], present} if counts else filling
 
 
 def _replicas(count: int) -> str:

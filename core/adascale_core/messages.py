@@ -114,6 +114,7 @@ class JobSpec(Message):
         scale_invariant_steps: steps at `batch_size` after which the job is complete; None if the program
             decides.
         efficiency_target: lower bound of the efficiency while throughput is unknown, 0 to 1.
+        elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too.
     """
 
     batch_size: int
@@ -123,6 +124,7 @@ class JobSpec(Message):
     max_replicas: int = 1
     scale_invariant_steps: int | None = None
     efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
+    elastic_single_replica: bool = False
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
@@ -133,7 +135,9 @@ class JobSpec(Message):
     @property
     def bounds(self) -> BatchBounds:
         """The batch sizes that the job allows."""
-        return BatchBounds(self.batch_size, self.max_batch_size, self.local_bsz_bounds)
+        return BatchBounds(
+            self.batch_size, self.max_batch_size, self.local_bsz_bounds, self.elastic_single_replica
+        )
 
     def environment(self) -> dict[str, str | None]:
         """Return the environment variables of a trainer; None for a variable that must not be set."""
@@ -143,6 +147,7 @@ class JobSpec(Message):
             names.ENV_BATCH_SIZE: str(self.batch_size),
             names.ENV_MAX_BATCH_SIZE: None if self.max_batch_size is None else str(self.max_batch_size),
             names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1]}",
+            names.ENV_ELASTIC_SINGLE_REPLICA: "1" if self.elastic_single_replica else None,
             names.ENV_EFFICIENCY_TARGET: repr(self.efficiency_target),
             names.ENV_SCALE_INVARIANT_STEPS: None if steps is None else str(steps),
         }

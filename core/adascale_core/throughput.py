@@ -1,44 +1,68 @@
 """A model of the step time, fitted to measurements.
 
-    t(K, b, a) = a * (fixed + per_sample * b) + [K > 1] * (sync + sync_per_replica * (K - 2))
+    compute(b)    = fixed + per_sample * b
+    sync(K, N)    = 0                                                 for one replica
+                    sync + sync_per_replica * (K - 2)                 on one node
+                    node_sync + node_sync_per_replica * (K - 2)       on several nodes
+    t(K, N, b, a) = (a - 1) * compute(b) + (compute(b)^overlap + sync(K, N)^overlap)^(1 / overlap)
 
-This is the form of Qiao et al. 2021 (Pollux, section 3.2), with computation and communication not
-overlapped. A parameter that the measurements do not determine keeps its prior: half of the time of a
-micro-batch is fixed, half is proportional to its size, and communication takes no time. The prior is
-optimistic, so that a job tries replica counts on which it was not measured.
+for K replicas on N nodes, local batch size b and a micro-batches. This is the form of Qiao et al. 2021
+(Pollux, section 3.2): at overlap 1 communication takes place after the computation, at large values
+during it.
+
+The fit is the most probable model under a prior: half of the time of a micro-batch is fixed, half is
+proportional to its size, and communication takes nearly no time, between nodes a little more than on one
+node. The prior is optimistic, so that a job tries replica counts on which it was not measured. If there are
+measurements of other jobs with the same template, their model is the prior.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations
-from typing import Self
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import exp, log
+from typing import Final, Self
 
 from adascale_core.batch import BatchPlan
 from adascale_core.messages import StepTime
 
 MIN_STEP_TIME, MAX_STEP_TIME = 1e-9, 1e9
 """Seconds; measurements outside of these bounds are ignored."""
-MIN_COMPUTE = 1e-3
-"""The least time of a micro-batch, as a share of that of the smallest measured batch."""
+MAX_OVERLAP = 10.0
+MAX_MEASUREMENTS = 32
+"""A fit uses at most this many measurements, spread over plans and nodes."""
 
-_RIDGE = (1e-6, 1e-6, 1e-4, 1e-4)
-"""The weights of the priors. Those of communication are larger than those of computation, so that
-measurements on a single replica count are not attributed to communication."""
-_SINGULAR = 1e-12
-"""A pivot below this share of its diagonal element is zero."""
+_NOISE = 0.03
+"""Standard deviation of the logarithm of a measured step time."""
+_OUTLIER = 4.0
+"""The error is quadratic below this many standard deviations, and linear above."""
+_ITERATIONS = 40
+_PRECISION = 1e-5
+"""The fit ends when a step improves the error, in squared standard deviations, by less than this share."""
+_LIMIT = 30.0
+"""Logarithms of parameters stay within this distance of zero, in units of the reference micro-batch."""
+
+# The parameters, as logarithms: fixed, per_sample, sync, sync_per_replica, node_sync, node_sync_per_replica
+# and overlap.
+_PRIOR: Final = (log(0.5), log(0.5), log(2e-3), log(5e-4), log(4e-3), log(1e-3), log(1.0))
+_SPREAD: Final = (1.0, 1.0, 2.5, 2.5, 2.5, 2.5, 0.3)
+_TEMPLATE_SPREAD: Final = (0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.1)
+_LINK_SPREAD = 1.5
+"""How far communication between nodes is from that on one node, where only one of both is measured."""
 
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Seconds per optimizer step of any batch plan.
+    """Seconds per optimizer step of any batch plan on any number of nodes.
 
     Args:
         fixed: seconds per micro-batch, independent of its size.
         per_sample: seconds per sample of a micro-batch.
-        sync: seconds per step to communicate between two replicas.
-        sync_per_replica: seconds per step that each replica beyond the second adds.
+        sync: seconds per step to communicate between two replicas on one node.
+        sync_per_replica: seconds per step that each replica beyond the second adds, on one node.
+        node_sync, node_sync_per_replica: the same on several nodes; None for those on one node.
+        overlap: how much communication overlaps with computation, from 1 (not at all) to 10.
         separates_batch_size: whether the measurements cover two local batch sizes, so that `fixed` and
             `per_sample` are both determined.
     """
@@ -48,102 +72,273 @@ class StepTimeModel:
     sync: float = 0.0
     sync_per_replica: float = 0.0
     separates_batch_size: bool = False
+    node_sync: float | None = None
+    node_sync_per_replica: float | None = None
+    overlap: float = 1.0
 
-    def step_time(self, plan: BatchPlan) -> float:
+    def compute_time(self, local_bsz: int) -> float:
+        """Predicted seconds of a micro-batch without communication."""
+        return self.fixed + self.per_sample * local_bsz
+
+    def sync_time(self, replicas: int, nodes: int) -> float:
+        """Predicted seconds of communication per step, without overlap."""
+        if replicas < 2:
+            return 0.0
+        if nodes > 1 and self.node_sync is not None and self.node_sync_per_replica is not None:
+            return self.node_sync + self.node_sync_per_replica * (replicas - 2)
+        return self.sync + self.sync_per_replica * (replicas - 2)
+
+    def step_time(self, plan: BatchPlan, nodes: int = 1) -> float:
         """Predicted seconds per optimizer step."""
-        compute = plan.accumulation * (self.fixed + self.per_sample * plan.local_bsz)
-        if plan.replicas == 1:
-            return compute
-        return compute + self.sync + self.sync_per_replica * (plan.replicas - 2)
+        compute = self.compute_time(plan.local_bsz)
+        last = _overlapped(compute, self.sync_time(plan.replicas, nodes), self.overlap)
+        return (plan.accumulation - 1) * compute + last
 
-    def throughput(self, plan: BatchPlan) -> float:
+    def throughput(self, plan: BatchPlan, nodes: int = 1) -> float:
         """Predicted optimizer steps per second."""
-        return 1 / self.step_time(plan)
+        return 1 / self.step_time(plan, nodes)
 
     @classmethod
-    def fit(cls, measurements: Sequence[StepTime]) -> Self | None:
-        """Return the non-negative model of the least relative squared error; None without measurements.
+    def fit(cls, measurements: Sequence[StepTime], template: Sequence[StepTime] = ()) -> Self | None:
+        """Return the most probable model; None without measurements.
 
-        It is a ridge regression towards the prior, since there are often fewer measurements than parameters.
+        Args:
+            measurements: of the job.
+            template: of other jobs with the same template.
         """
-        usable = [
-            measured for measured in measurements if MIN_STEP_TIME <= measured.step_time <= MAX_STEP_TIME
-        ]
-        if not usable:
-            return None
-        reference = min(
-            usable,
-            key=lambda measured: (
-                measured.replicas,
-                measured.local_bsz,
-                measured.accumulation,
-                measured.step_time,
-            ),
-        )
-        micro_batch = reference.step_time / reference.accumulation
-        longest = max(measured.step_time for measured in usable)
-        # In these units all four parameters are of the order of 1.
-        unit = (micro_batch, micro_batch / reference.local_bsz, longest, longest)
-        prior = (0.5, 0.5, 0.0, 0.0)
-        rows = [
-            [value * u / measured.step_time for value, u in zip(_row(measured.plan), unit, strict=True)]
-            for measured in usable
-        ]
-        solution = _ridge(rows, prior)
-        fixed, per_sample, sync, sync_per_replica = (x * u for x, u in zip(solution, unit, strict=True))
-        if fixed + per_sample * reference.local_bsz < MIN_COMPUTE * micro_batch:
-            fixed = MIN_COMPUTE * micro_batch
-        separates = len({measured.local_bsz for measured in usable}) > 1
-        return cls(fixed, per_sample, sync, sync_per_replica, separates)
+        fitted = _fit(_usable(measurements), _usable(template))
+        return None if fitted is None else cls(**vars(fitted))
 
 
-def _row(plan: BatchPlan) -> tuple[float, float, float, float]:
-    """Return the factors of (fixed, per_sample, sync, sync_per_replica) in the step time of `plan`."""
-    several = plan.replicas > 1
+def _overlapped(compute: float, sync: float, overlap: float) -> float:
+    if sync <= 0.0:
+        return compute
+    if overlap <= 1.0:
+        return compute + sync
+    larger, smaller = max(compute, sync), min(compute, sync)
+    return float(larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap))
+
+
+def _usable(measurements: Sequence[StepTime]) -> tuple[StepTime, ...]:
+    """Return valid measurements, at most `MAX_MEASUREMENTS`, spread over plans and nodes."""
+    usable = sorted(
+        (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_order
+    )
+    if len(usable) <= MAX_MEASUREMENTS:
+        return tuple(usable)
+    last = len(usable) - 1
+    return tuple(usable[i * last // (MAX_MEASUREMENTS - 1)] for i in range(MAX_MEASUREMENTS))
+
+
+def _order(measured: StepTime) -> tuple[int, int, int, int, float]:
     return (
-        plan.accumulation,
-        plan.accumulation * plan.local_bsz,
-        float(several),
-        float(plan.replicas - 2) if several else 0.0,
+        measured.replicas,
+        measured.nodes,
+        measured.local_bsz,
+        measured.accumulation,
+        measured.step_time,
     )
 
 
-def _ridge(rows: Sequence[Sequence[float]], prior: Sequence[float]) -> list[float]:
-    """Return the non-negative x that minimizes sum((row . x - 1)^2) + sum(ridge * (x - prior)^2).
+@lru_cache(maxsize=16384)
+def _fit(measurements: tuple[StepTime, ...], template: tuple[StepTime, ...]) -> StepTimeModel | None:
+    if not measurements:
+        return _fit(template, ()) if template else None
+    separates = len({each.local_bsz for each in measurements}) > 1
+    if template:
+        model = _fit(template, ())
+        assert model is not None
+        separates = separates or model.separates_batch_size
+        problem = _Problem.of(measurements, model)
+    else:
+        problem = _Problem.of(measurements, None)
+    return replace(problem.solve(), separates_batch_size=separates)
 
-    The solution is the unconstrained minimum over its non-zero elements (the optimality conditions of
-    non-negative least squares). There are 4 elements at most, so all subsets are tried.
+
+@dataclass(frozen=True)
+class _Problem:
+    """A fit in units of a reference micro-batch, in which all parameters are of the order of 1.
+
+    Args:
+        seconds, samples: of the reference micro-batch.
+        rows: replicas, nodes, size of a micro-batch in units of the reference, micro-batches, logarithm of
+            the step time.
+        prior, spread: mean and standard deviation of each parameter's logarithm.
+        is_linked: whether communication on one node and between nodes are tied together.
     """
-    size = len(prior)
-    gram = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
-    column = [sum(row[i] for row in rows) for i in range(size)]
 
-    def error(x: Sequence[float]) -> float:
-        misses = sum((sum(a * b for a, b in zip(row, x, strict=True)) - 1) ** 2 for row in rows)
-        return misses + sum(w * (a - b) ** 2 for w, a, b in zip(_RIDGE, x, prior, strict=True))
+    seconds: float
+    samples: int
+    rows: Sequence[tuple[int, int, float, int, float]]
+    prior: Sequence[float]
+    spread: Sequence[float]
+    is_linked: bool
 
-    candidates = []
-    for free in (free for count in range(1, size + 1) for free in combinations(range(size), count)):
-        solved = _solve(
-            [[gram[i][j] + _RIDGE[i] * (i == j) for j in free] for i in free],
-            [column[i] + _RIDGE[i] * prior[i] for i in free],
+    @classmethod
+    def of(cls, measurements: Sequence[StepTime], template: StepTimeModel | None) -> _Problem:
+        first = measurements[0]
+        seconds, samples = first.step_time / first.accumulation, first.local_bsz
+        rows = [
+            (
+                each.replicas,
+                each.nodes,
+                each.local_bsz / samples,
+                each.accumulation,
+                log(each.step_time / seconds),
+            )
+            for each in measurements
+        ]
+        if template is None:
+            return cls(seconds, samples, rows, _PRIOR, _SPREAD, is_linked=True)
+        node_sync = template.sync if template.node_sync is None else template.node_sync
+        per_replica = template.node_sync_per_replica
+        values = (
+            template.fixed,
+            template.per_sample * samples,
+            template.sync,
+            template.sync_per_replica,
+            node_sync,
+            template.sync_per_replica if per_replica is None else per_replica,
         )
-        if solved is not None and min(solved) >= 0:
-            x = dict(zip(free, solved, strict=True))
-            candidates.append([x.get(i, 0.0) for i in range(size)])
-    return min(candidates, key=error)
+        prior = [log(max(value / seconds, 1e-12)) for value in values]
+        return cls(seconds, samples, rows, [*prior, log(template.overlap)], _TEMPLATE_SPREAD, is_linked=False)
+
+    def solve(self) -> StepTimeModel:
+        """Return the most probable model, by damped Gauss-Newton steps (Levenberg 1944, Marquardt 1963)."""
+        x = self._start()
+        damping = 1e-3
+        rows, error = self._linearize(x)
+        for _ in range(_ITERATIONS):
+            matrix, column = _normal_equations(rows)
+            if (x[6] <= 0.0 and column[6] < 0.0) or (x[6] >= log(MAX_OVERLAP) and column[6] > 0.0):
+                _fix(matrix, column, 6)
+            for i in range(len(x)):
+                matrix[i][i] *= 1 + damping
+            step = _solve(matrix, column)
+            trial = [min(max(value + change, -_LIMIT), _LIMIT) for value, change in zip(x, step, strict=True)]
+            trial[6] = min(max(trial[6], 0.0), log(MAX_OVERLAP))
+            new_rows, new_error = self._linearize(trial)
+            if new_error < error:
+                is_small = error - new_error < _PRECISION * (1 + new_error)
+                x, rows, error, damping = trial, new_rows, new_error, max(damping / 10, 1e-9)
+                if is_small:
+                    break
+            else:
+                damping *= 10
+                if damping > 1e7:
+                    break
+        fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
+        return StepTimeModel(
+            self.seconds * fixed,
+            self.seconds * per_sample / self.samples,
+            self.seconds * sync,
+            self.seconds * per_replica,
+            False,
+            self.seconds * node_sync,
+            self.seconds * node_per_replica,
+            overlap,
+        )
+
+    def _start(self) -> list[float]:
+        """Return where to start: the prior, with communication from what computation does not explain.
+
+        A parameter that is much too small has no influence, so a search could not leave it.
+        """
+        x = list(self.prior)
+        alone = [exp(row[4]) / row[3] for row in self.rows if row[0] == 1]
+        compute = min(alone, default=exp(x[0]) + exp(x[1]))
+        for first, between_nodes in ((2, False), (4, True)):
+            rows = [row for row in self.rows if row[0] > 1 and (row[1] > 1) is between_nodes]
+            rest = [exp(row[4]) - row[3] * compute for row in rows]
+            mean = sum(rest) / len(rest) if rest else 0.0
+            if mean > exp(x[first]):
+                more = sum(row[0] - 2 for row in rows) / len(rows)
+                x[first] = log(mean / 2)
+                x[first + 1] = max(x[first + 1], log(mean / 2 / more)) if more else x[first + 1]
+        return x
+
+    def _linearize(self, x: Sequence[float]) -> tuple[list[tuple[dict[int, float], float]], float]:
+        """Return rows of (derivatives, residual), weighted against outliers, and the total error."""
+        fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
+        rows: list[tuple[dict[int, float], float]] = []
+        error = 0.0
+        for i, (value, mean, spread) in enumerate(zip(x, self.prior, self.spread, strict=True)):
+            residual = (mean - value) / spread
+            rows.append(({i: 1 / spread}, residual))
+            error += residual * residual
+        if self.is_linked:
+            for near, far in ((2, 4), (3, 5)):
+                residual = (x[near] - x[far] - (self.prior[near] - self.prior[far])) / _LINK_SPREAD
+                rows.append(({far: 1 / _LINK_SPREAD, near: -1 / _LINK_SPREAD}, residual))
+                error += residual * residual
+        for replicas, nodes, size, accumulation, measured in self.rows:
+            compute = fixed + per_sample * size
+            derivatives: dict[int, float]
+            if replicas == 1:
+                total = accumulation * compute
+                derivatives = {0: accumulation * fixed / total, 1: accumulation * per_sample * size / total}
+            else:
+                first, constant, slope = (
+                    (2, sync, per_replica) if nodes < 2 else (4, node_sync, node_per_replica)
+                )
+                slope *= replicas - 2
+                communication = constant + slope
+                last = _overlapped(compute, communication, overlap)
+                total = (accumulation - 1) * compute + last
+                of_compute = accumulation - 1 + (compute / last) ** (overlap - 1)
+                of_sync = (communication / last) ** (overlap - 1)
+                share = (compute / last) ** overlap
+                entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
+                derivatives = {
+                    0: of_compute * fixed / total,
+                    1: of_compute * per_sample * size / total,
+                    first: of_sync * constant / total,
+                    first + 1: of_sync * slope / total,
+                    6: -last * entropy / total,
+                }
+            residual = (measured - log(total)) / _NOISE
+            weight = (1 + (residual / _OUTLIER) ** 2) ** -0.25
+            rows.append(({i: weight * value / _NOISE for i, value in derivatives.items()}, weight * residual))
+            error += 2 * _OUTLIER**2 * ((1 + (residual / _OUTLIER) ** 2) ** 0.5 - 1)
+        return rows, error
 
 
-def _solve(matrix: list[list[float]], column: list[float]) -> list[float] | None:
-    """Return x with `matrix` x = `column`, for a positive definite matrix; None if it is singular."""
+def _xlogx(share: float) -> float:
+    return share * log(share) if share > 1e-12 else 0.0
+
+
+def _normal_equations(
+    rows: Sequence[tuple[dict[int, float], float]],
+) -> tuple[list[list[float]], list[float]]:
+    matrix = [[0.0] * 7 for _ in range(7)]
+    column = [0.0] * 7
+    for derivatives, residual in rows:
+        for i, left in derivatives.items():
+            column[i] += left * residual
+            row = matrix[i]
+            for j, right in derivatives.items():
+                row[j] += left * right
+    return matrix, column
+
+
+def _fix(matrix: list[list[float]], column: list[float], index: int) -> None:
+    """Keep an element of the solution at its present value, a bound."""
+    for i in range(len(column)):
+        matrix[i][index] = matrix[index][i] = 0.0
+    matrix[index][index] = 1.0
+    column[index] = 0.0
+
+
+def _solve(matrix: list[list[float]], column: list[float]) -> list[float]:
+    """Return x with `matrix` x = `column`, for a positive definite matrix."""
     rows = [[*row, value] for row, value in zip(matrix, column, strict=True)]
     size = len(rows)
     for i in range(size):
-        if rows[i][i] <= _SINGULAR * matrix[i][i]:
-            return None
+        pivot = rows[i]
         for k in range(i + 1, size):
-            factor = rows[k][i] / rows[i][i]
-            rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+            if rows[k][i]:
+                factor = rows[k][i] / pivot[i]
+                rows[k] = [a - factor * b for a, b in zip(rows[k], pivot, strict=True)]
     x = [0.0] * size
     for i in reversed(range(size)):
         x[i] = (rows[i][size] - sum(rows[i][j] * x[j] for j in range(i + 1, size))) / rows[i][i]

@@ -188,6 +188,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "maxReplicas": anything,
     "replicas": st.sampled_from([0, 1, 1024, 1025]) | anything,
     "scaleInvariantSteps": st.sampled_from([1, 2**53 - 1]) | anything,
+    "elasticSingleReplica": anything,
     "efficiencyTarget": st.sampled_from([0, 1e-9, 0.5, 1, 1.0001]) | anything,
     "suspend": anything,
     "backoffLimit": durations | anything,
@@ -306,6 +307,7 @@ def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
     stored = shared.create(document(valid(suspend=None, maxBatchSize=None)))["spec"]
     assert stored == valid(
         minReplicas=1,
+        elasticSingleReplica=False,
         efficiencyTarget=names.DEFAULT_EFFICIENCY_TARGET,
         suspend=False,
         backoffLimit=names.DEFAULT_BACKOFF_LIMIT,
@@ -505,6 +507,7 @@ def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
         "maxReplicas": 4,
         "replicas": 3,
         "scaleInvariantSteps": 1000,
+        "elasticSingleReplica": True,
         "efficiencyTarget": 0.7,
         "suspend": False,
         "backoffLimit": 0,

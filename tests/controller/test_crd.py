@@ -73,6 +73,7 @@ def test_the_yaml_is_the_crd() -> None:
             {"type": "number", "default": 0.5, "minimum": 0, "exclusiveMinimum": True, "maximum": 1},
         ),
         ("suspend", {"type": "boolean", "default": False}),
+        ("elasticSingleReplica", {"type": "boolean", "default": False}),
         ("checkpoint", {"type": "object", "default": {}}),
         ("checkpoint.storage", {"x-kubernetes-int-or-string": True, "maxLength": 32}),
         ("checkpoint.accessMode", {"type": "string", "enum": ["ReadWriteOnce", "ReadWriteMany"]}),

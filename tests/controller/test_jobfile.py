@@ -79,6 +79,7 @@ def test_every_field_is_read() -> None:
         replicas=4,
         scaleInvariantSteps=20000,
         efficiencyTarget=1,
+        elasticSingleReplica=True,
         suspend=True,
         backoffLimit=0,
         activeDeadlineSeconds=60,
@@ -106,7 +107,7 @@ def test_every_field_is_read() -> None:
     )
     parsed = parse_job(yaml.safe_dump(document))
     assert parsed.id == "team.digits"
-    assert parsed.spec == JobSpec(32, 512, (16, 128), 2, 8, 20000, 1.0)
+    assert parsed.spec == JobSpec(32, 512, (16, 128), 2, 8, 20000, 1.0, elastic_single_replica=True)
     assert parsed.command == ("python", "train.py", "--lr", "0.1")
     assert dict(parsed.env) == {"A": "1", "B": ""}
     assert parsed.working_dir == "/app"

@@ -169,7 +169,7 @@ def test_a_job_grows_step_by_step_while_its_gain_grows() -> None:
         (1e6, 1e5, True),
         # 330 s remain, at 0.33 s per step; two replicas are at most twice as fast
         (1000.0, 100.0, True),
-        (1000.0, 170.0, False),
+        (1000.0, 250.0, False),
         (1000.0, 1000.0, False),
         (10.0, 10.0, False),
         (0.0, 10.0, False),
@@ -411,11 +411,11 @@ def test_only_a_job_with_a_valid_count_waits_for_capacity() -> None:
     [
         (unmeasured("a"), 8, "started on 1 replica"),
         (unmeasured("a", at_least=2), 8, "started on 2 replicas"),
-        (job("a", 1), 8, "predicted gain 1.0 -> 7.9, 2.0 times the progress per second"),
+        (job("a", 1), 8, "predicted gain 1.0 -> 7.9, 2.2 times the progress per second"),
         (
             job("a", 4),
             2,
-            "frees capacity for other jobs: predicted gain 11.1 -> 7.9, 0.5 times the progress per second",
+            "frees capacity for other jobs: predicted gain 13.1 -> 7.9, 0.5 times the progress per second",
         ),
         (job("a", 8), 8, "unchanged"),
         (unmeasured("a", 4), 8, "unchanged"),
@@ -747,15 +747,16 @@ def test_on_nodes_repeated_decisions_converge(
     pytest.fail(f"the decisions do not converge: {decisions[-3:]}")
 
 
-@given(several_jobs, st.lists(st.integers(0, 8), max_size=3), st.integers(1, 2), st.booleans())
-def test_on_nodes_equal_replicas_are_allocated_as_with_a_replica_capacity(
-    jobs: Sequence[JobState], sizes: Sequence[int], request: int, are_placed: bool
+@given(several_jobs, st.integers(0, 24), st.integers(1, 2), st.booleans())
+def test_on_one_node_equal_replicas_are_allocated_as_with_a_replica_capacity(
+    jobs: Sequence[JobState], size: int, request: int, are_placed: bool
 ) -> None:
-    nodes = [gpus(name, size) for name, size in zip("mno", sizes, strict=False)]
+    """On several nodes, jobs that do not fit on a node are predicted to be slower."""
+    nodes = [gpus("m", size)]
     demands = {state.id: on(request) for state in jobs}
     if are_placed:
         demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
-    number = sum(size // request for size in sizes)
+    number = size // request
     decided = decide(jobs, number, NOW)
     assert decide(jobs, NodeCapacity(nodes, demands), NOW) == decided
     assert decide(jobs, ReplicaCapacity(number), NOW) == decided

@@ -143,14 +143,15 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
     ("spec", "expected"),
     [
         (
-            JobSpec(8, 64, (4, 16), scale_invariant_steps=20000, efficiency_target=0.7),
+            JobSpec(8, 64, (4, 16), scale_invariant_steps=20000, efficiency_target=0.7,
+                    elastic_single_replica=True),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,16",
-             "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
+             "ELASTIC_SINGLE_REPLICA": "1", "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
         ),
         (
             JobSpec(8),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": None, "LOCAL_BSZ_BOUNDS": None,
-             "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
+             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
         ),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import time
 from adascale_core.batch import (
     BatchBounds,
     BatchPlan,
-    batch_choice,
+    allows,
     is_valid_replicas,
     plan_batch,
     valid_replicas,
@@ -100,9 +100,7 @@ class BatchPlanner:
 
         A collective call.
         """
-        choice = batch_choice(self.bounds, self._group.replicas)
-        current = BatchPlan(self._group.replicas, saved.local_bsz, choice.accumulation)
-        if saved.local_bsz in choice.local_bsz and saved == current:
+        if saved.replicas == self._group.replicas and allows(self.bounds, saved):
             self.plan = saved
         else:
             self.replan(optimizer, step_timer)

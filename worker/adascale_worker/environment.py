@@ -72,6 +72,7 @@ class JobSettings:
     checkpoint_interval: float | None = None
     epochs: int | None = None
     max_nonfinite_steps: int | None = None
+    elastic_single_replica: bool = False
 
 
 def is_standby(environ: Mapping[str, str]) -> bool:
@@ -161,6 +162,7 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
         batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive_integer, None),
         max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive_integer, None),
         local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _integer_pair, None),
+        elastic_single_replica=environ.get(names.ENV_ELASTIC_SINGLE_REPLICA) == "1",
         efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
         scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
         checkpoint_dir=directory or None,

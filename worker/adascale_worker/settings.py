@@ -69,7 +69,9 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         raise InvalidJobError(f"max_nonfinite_steps must be at least 1, got {nonfinite}")
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
     settings = TrainerSettings(
-        bounds=BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds),
+        bounds=BatchBounds(
+            sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds, job.elastic_single_replica
+        ),
         efficiency_target=job.efficiency_target or program.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
         scale_invariant_steps=job.scale_invariant_steps or program.scale_invariant_steps,
         epochs=program.epochs,

@@ -15,6 +15,7 @@ from adascale_controller.cli.logs import logs
 from adascale_controller.cli.operator import operator
 from adascale_controller.cli.run import run
 from adascale_controller.cli.scale import scale
+from adascale_controller.cli.simulate import simulate_workload
 from adascale_controller.cli.status import status
 from adascale_controller.cli.stop import stop
 from adascale_controller.cli.validate import validate
@@ -36,6 +37,7 @@ for name, command in (
     ("gain", gain),
     ("scale", scale),
     ("stop", stop),
+    ("simulate", simulate_workload),
     ("operator", operator),
 ):
     app.command(name)(command)

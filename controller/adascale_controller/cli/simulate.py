@@ -1,0 +1,150 @@
+"""`adascale simulate`."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from adascale_client import MetricsServiceClient
+from adascale_controller.simulation.pictures import draw
+from adascale_controller.simulation.policy import AdaScalePolicy
+from adascale_controller.simulation.profiles import read_workload
+from adascale_controller.simulation.recording import read_recording, record
+from adascale_controller.simulation.results_table import render_results
+from adascale_core import names
+from adascale_core.simulation.cluster import PlacementMode
+from adascale_core.simulation.engine import Policy, Settings, Submission, simulate
+from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Optimus, Tiresias
+from adascale_core.simulation.results import Results
+
+
+class PolicyName(StrEnum):
+    """The policies that can be simulated."""
+
+    ADASCALE = "adascale"
+    TIRESIAS = "tiresias"
+    OPTIMUS = "optimus"
+    FCFS = "fcfs"
+    EQUAL = "equal"
+
+
+class ResultFormat(StrEnum):
+    """The format of results."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def simulate_workload(
+    workload: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="A workload: a CSV file (with --profiles), or a recorded JSON file.",
+            show_default=False,
+        ),
+    ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option("--profiles", metavar="DIR", help="The applications' profiles.", show_default=False),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="The number of nodes.")] = 16,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="G", min=1, help="Replicas that a node holds.")] = 4,
+    restart: Annotated[
+        float,
+        typer.Option("--restart", metavar="SECONDS", min=0, help="Training stands still for a change."),
+    ] = 30.0,
+    interval: Annotated[
+        float,
+        typer.Option("--interval", metavar="SECONDS", min=0.1, help="The time between two decisions."),
+    ] = 60.0,
+    prepare: Annotated[
+        float,
+        typer.Option(
+            "--prepare", metavar="SECONDS", min=0, help="Training continues while a change is prepared."
+        ),
+    ] = 0.0,
+    noise: Annotated[
+        float,
+        typer.Option(
+            "--noise", metavar="SIGMA", min=0, max=1, help="Of reported step times, as a standard deviation."
+        ),
+    ] = 0.04,
+    seed: Annotated[int, typer.Option("--seed", metavar="SEED", help="Of the noise.")] = 0,
+    placement: Annotated[
+        PlacementMode, typer.Option("--placement", metavar="MODE", help="packed or spread.")
+    ] = PlacementMode.PACKED,
+    policy: Annotated[
+        PolicyName,
+        typer.Option("--policy", metavar="NAME", help="adascale, tiresias, optimus, fcfs or equal."),
+    ] = PolicyName.ADASCALE,
+    output: Annotated[
+        ResultFormat, typer.Option("--output", "-o", metavar="FORMAT", help="table or json.")
+    ] = ResultFormat.TABLE,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            "--pictures",
+            metavar="DIR",
+            help="Save pictures: jobs by node, completion times.",
+            show_default=False,
+        ),
+    ] = None,
+    from_service: Annotated[
+        str | None,
+        typer.Option(
+            "--from-service",
+            metavar="URL",
+            help="Replay the jobs of a metrics service, and save them as WORKLOAD if that is given.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Replay a workload on a simulated cluster, with the decision of the operator or another policy."""
+    settings = Settings([gpus] * nodes, restart, interval, prepare)
+    random = Random(seed)
+    submissions = _submissions(workload, profiles, from_service)
+    jobs = simulate(
+        submissions, _policy(policy, placement), settings, lambda: random.lognormvariate(0.0, noise)
+    )
+    results = Results.of(jobs, settings)
+    if pictures is not None:
+        for path in draw(jobs, settings, pictures):
+            typer.echo(f"saved {path}", err=True)
+    if output is ResultFormat.JSON:
+        typer.echo(json.dumps(results.to_json(), indent=2))
+    else:
+        Console(highlight=False).print(render_results(results, settings))
+
+
+def _submissions(workload: Path | None, profiles: Path | None, url: str | None) -> list[Submission]:
+    if url is not None:
+        return record(MetricsServiceClient(url, os.environ.get(names.ENV_TOKEN)), workload)
+    if workload is None:
+        raise typer.BadParameter("a WORKLOAD is needed, or --from-service URL", param_hint="WORKLOAD")
+    if workload.suffix == ".json":
+        return read_recording(workload)
+    if profiles is None:
+        raise typer.BadParameter("a workload in CSV needs --profiles DIR", param_hint="--profiles")
+    return read_workload(workload, profiles)
+
+
+def _policy(name: PolicyName, placement: PlacementMode) -> Policy:
+    match name:
+        case PolicyName.ADASCALE:
+            return AdaScalePolicy(placement)
+        case PolicyName.TIRESIAS:
+            return Tiresias()
+        case PolicyName.OPTIMUS:
+            return Optimus()
+        case PolicyName.FCFS:
+            return FirstComeFirstServed()
+        case PolicyName.EQUAL:
+            return EqualShares()

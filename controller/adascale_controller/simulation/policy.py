@@ -1,0 +1,137 @@
+"""The policy `adascale`: the operator's decision, with the state of jobs built as the operator builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from adascale_controller.job import Job
+from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
+from adascale_core.batch import BatchPlan, plan_batch
+from adascale_core.capacity import NodeCapacity
+from adascale_core.decision import decide
+from adascale_core.gain import GradientEstimate
+from adascale_core.goodput_table import goodputs
+from adascale_core.job_state import JobState
+from adascale_core.messages import ActiveAllocation, Allocation, JobSpec
+from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+from adascale_core.packing import Demand, Node
+from adascale_core.simulation.application import Application
+from adascale_core.simulation.cluster import PlacementMode, place
+from adascale_core.simulation.engine import Settings, SimulatedJob
+from adascale_core.simulation.policies import fixed_plan
+from adascale_core.throughput import StepTimeModel
+from adascale_core.views import JobView
+
+GPU = "nvidia.com/gpu"
+
+
+class AdaScalePolicy:
+    """Decides with `adascale_core.decision.decide`, as the operator does.
+
+    Args:
+        placement: how new replicas are placed.
+    """
+
+    def __init__(self, placement: PlacementMode = PlacementMode.PACKED) -> None:
+        self._placement = placement
+        self._templates = TemplateMeasurements()
+        self._measurements: dict[str, JobMeasurements] = {}
+        self._jobs: dict[str, Job] = {}
+        self._trainer_models: dict[str, tuple[int, StepTimeModel]] = {}
+
+    def allocate(
+        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return job name -> node of each replica."""
+        node_names = [f"node-{i:06}" for i in range(len(settings.nodes))]
+        demands = {
+            job.name: Demand({GPU: 1}, None, {rank: node_names[node] for rank, node in enumerate(job.nodes)})
+            for job in jobs
+        }
+        nodes = [
+            Node(name, {GPU: units, "pods": 1_000_000})
+            for name, units in zip(node_names, settings.nodes, strict=True)
+        ]
+        states = [self._state(job, settings, now) for job in jobs]
+        decisions = decide(states, NodeCapacity(nodes, demands), now)
+        counts = {name: decision.replicas for name, decision in decisions.items()}
+        present = {job.name: job.nodes for job in jobs}
+        return place(present, counts, settings.nodes, self._placement)
+
+    def plan(self, job: SimulatedJob) -> BatchPlan:
+        """Return the batch plan that the trainer chooses."""
+        application, replicas = job.application, len(job.training_nodes)
+        if application.pinned_batch_size is not None:
+            return fixed_plan(application, replicas, application.pinned_batch_size)
+        if job.report is None:
+            return plan_batch(application.bounds, replicas)
+        model = self._trainer_model(job)
+        estimate = GradientEstimate(job.report.grad_sqr, job.report.grad_var)
+        # The same plans and rules as `plan_batch`, which is slower.
+        table = goodputs(application.bounds, (replicas,), estimate, model, DEFAULT_EFFICIENCY_TARGET)
+        return table.plan(0, on_one_node=len(set(job.training_nodes)) < 2)
+
+    def _trainer_model(self, job: SimulatedJob) -> StepTimeModel:
+        known = self._trainer_models.get(job.name)
+        if known is None or known[0] != len(job.measured):
+            model = StepTimeModel.fit(tuple(job.measured.values()))
+            assert model is not None
+            known = self._trainer_models[job.name] = (len(job.measured), model)
+        return known[1]
+
+    def _state(self, job: SimulatedJob, settings: Settings, now: float) -> JobState:
+        if job.name not in self._jobs:
+            self._jobs[job.name] = _job(job, settings.total)
+            self._measurements[job.name] = JobMeasurements(
+                self._templates.of(job.application.name), settings.restart, settings.prepare
+            )
+        spec, measurements = self._jobs[job.name], self._measurements[job.name]
+        view = _view(job, spec)
+        measurements.update(view, now)
+        state = measurements.job_state(spec, view, training_target(spec, view))
+        is_training = job.replicas > 0 and now >= job.trains_from
+        return replace(
+            state,
+            arrival=job.submission.time,
+            replicas=job.replicas,
+            stable_since=state.stable_since if is_training else None,
+        )
+
+
+def _job(job: SimulatedJob, total: int) -> Job:
+    application = job.application
+    bounds = application.bounds
+    most = _most_replicas(application, total)
+    return Job(
+        f"{job.name}",
+        JobSpec(
+            bounds.batch_size,
+            bounds.max_batch_size,
+            bounds.local_bsz_bounds,
+            1,
+            most,
+            round(application.epoch_ends[-1]),
+            elastic_single_replica=bounds.elastic_single_replica,
+        ),
+    )
+
+
+def _most_replicas(application: Application, total: int) -> int:
+    if application.max_replicas is not None:
+        return min(application.max_replicas, total)
+    most = application.bounds.max_batch_size
+    return total if most is None else min(total, most // application.bounds.lower)
+
+
+def _view(job: SimulatedJob, spec: Job) -> JobView:
+    """Return what the metrics service would answer about a job."""
+    desired = Allocation(job.generation, job.replicas) if job.generation else None
+    return replace(
+        JobView.empty(spec.id),
+        spec=spec.spec,
+        desired=desired,
+        active=ActiveAllocation(job.generation, job.replicas, "", 0) if job.generation else None,
+        latest=job.report,
+        step_times=tuple(job.measured.values()),
+    )

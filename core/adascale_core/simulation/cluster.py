@@ -1,0 +1,65 @@
+"""Places replicas onto the nodes of a simulated cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from adascale_core.node_slots import NodeSlots
+from adascale_core.simulation.application import Placement
+
+
+class PlacementMode(StrEnum):
+    """How new replicas are placed.
+
+    `packed` is what affinity to the pods of the same job gives; `spread` is the default of the Kubernetes
+    scheduler.
+    """
+
+    PACKED = "packed"
+    SPREAD = "spread"
+
+
+def shape(nodes: Sequence[int]) -> Placement:
+    """Return the number of replicas on each node, in the order of the first replica of each node."""
+    return tuple(Counter(nodes).values())
+
+
+def place(
+    present: Mapping[str, Sequence[int]],
+    counts: Mapping[str, int],
+    capacity: Sequence[int],
+    mode: PlacementMode = PlacementMode.PACKED,
+) -> dict[str, tuple[int, ...]]:
+    """Return the nodes of the replicas of each job, by rank.
+
+    Replicas that stay keep their node, those of the highest ranks stop first, and new replicas are placed
+    job by job, those with the most new replicas first.
+
+    Args:
+        present: job -> node of each replica, by rank.
+        counts: job -> number of replicas; their sum is at most that of `capacity`.
+        capacity: for each node, how many replicas it holds.
+        mode: how new replicas are placed.
+    """
+    placed = {job: list(present.get(job, ()))[:count] for job, count in counts.items()}
+    slots = NodeSlots(capacity)
+    for nodes in placed.values():
+        slots.take(nodes)
+    for job in sorted(counts, key=lambda job: len(placed[job]) - counts[job]):
+        nodes = placed[job]
+        wanted = counts[job] - len(nodes)
+        if mode is PlacementMode.PACKED:
+            new = slots.place(nodes, wanted)
+            if new is None:
+                raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
+            nodes.extend(new)
+            continue
+        for _ in range(wanted):
+            node = slots.emptiest()
+            if node is None:
+                raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
+            slots.take([node])
+            nodes.append(node)
+    return {job: tuple(nodes) for job, nodes in placed.items() if nodes}

@@ -1,0 +1,122 @@
+"""Replica counts on nodes, for jobs whose replicas all request the same.
+
+Counts are first chosen as for interchangeable replicas, with the utility that each count has on the nodes
+where it is likely to run. Then they are placed: jobs shrink, the others grow to the best count, up to the
+chosen one, that the free slots allow, and what remains free goes to jobs that it helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from adascale_core.exact_allocation import admitted_utilities, maximize
+from adascale_core.job_utility import JobUtility
+from adascale_core.node_slots import NodeSlots, SlotCapacity
+
+
+def allocate_slots(jobs: Sequence[JobUtility], capacity: SlotCapacity, now: float) -> list[int]:
+    """Return one replica count per job, of a high total utility on the nodes.
+
+    Args:
+        jobs: the jobs, in the order of their arrival.
+        capacity: the nodes, and the jobs' present nodes.
+        now: the time, in seconds.
+    """
+    free = NodeSlots(capacity.slots)
+    for job in jobs:
+        free.take(capacity.placed.get(job.job.id, ()))
+    options = [_Options.of(job, capacity, free, now) for job in jobs]
+    planned = maximize(
+        admitted_utilities(jobs, capacity.total, [each.planned for each in options]), capacity.total
+    )
+    return _Placing(options, capacity).run(planned)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The counts of a job.
+
+    Args:
+        name: the job id.
+        nodes: its present nodes, by rank.
+        present: its present count; None if it has none that it can keep.
+        planned: count -> utility where it is likely to run.
+        one_node, several_nodes: count -> utility.
+    """
+
+    name: str
+    nodes: Sequence[int]
+    present: int | None
+    planned: Mapping[int, int]
+    one_node: Mapping[int, int]
+    several_nodes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, job: JobUtility, capacity: SlotCapacity, free: NodeSlots, now: float) -> _Options:
+        nodes = tuple(capacity.placed.get(job.job.id, ()))
+        if not job.counts:
+            return cls(job.job.id, nodes, None, {0: 0}, {}, {})
+        one, several = job.utilities(now)
+
+        def on_one_node(count: int) -> bool:
+            if len(set(nodes[:count])) > 1:
+                return False
+            if not nodes:
+                return count <= capacity.node_size
+            return count - len(nodes) <= max(free[nodes[0]], 0)
+
+        planned = {count: one[count] if on_one_node(count) else several[count] for count in one}
+        return cls(job.job.id, nodes, job.present_count, planned, one, several)
+
+    def utility(self, count: int, nodes: Sequence[int]) -> int:
+        return (self.one_node if len(set(nodes)) < 2 else self.several_nodes)[count]
+
+
+class _Placing:
+    """Places counts on nodes, job by job."""
+
+    def __init__(self, options: Sequence[_Options], capacity: SlotCapacity) -> None:
+        self._options = options
+        self._slots = NodeSlots(capacity.slots)
+        self._nodes = [list(each.nodes) for each in options]
+
+    def run(self, planned: Sequence[int]) -> list[int]:
+        """Return the counts."""
+        for i, count in enumerate(planned):
+            del self._nodes[i][count:]
+            self._slots.take(self._nodes[i])
+        missing = [count - len(nodes) for count, nodes in zip(planned, self._nodes, strict=True)]
+        # In the order in which new replicas are placed.
+        for i in sorted(range(len(planned)), key=lambda i: -missing[i]):
+            if missing[i]:
+                self._grow(i, planned[i])
+        self._use_free_slots(planned)
+        return [len(nodes) for nodes in self._nodes]
+
+    def _grow(self, i: int, most: int) -> None:
+        """Place the best count from the present one to `most` that fits."""
+        each, own = self._options[i], self._nodes[i]
+        best: tuple[int, int, list[int]] | None = None
+        counts = [count for count in each.one_node if len(own) < count <= most]
+        if len(own) in each.one_node:
+            best = each.utility(len(own), own), -len(own), []
+        for count in counts:
+            new = self._slots.place(own, count - len(own))
+            if new is None:
+                continue
+            self._slots.give(new)
+            found = each.utility(count, [*own, *new]), -count, new
+            if best is None or found[:2] > best[:2]:
+                best = found
+        if best is not None:
+            self._slots.take(best[2])
+            own.extend(best[2])
+
+    def _use_free_slots(self, planned: Sequence[int]) -> None:
+        for i in sorted(range(len(planned)), key=lambda i: (len(self._nodes[i]) == planned[i], i)):
+            if self._slots.emptiest() is None:
+                return
+            if self._nodes[i]:
+                most = max(self._options[i].one_node, default=0)
+                self._grow(i, min(most, len(self._nodes[i]) + self._slots.total))

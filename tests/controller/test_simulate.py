@@ -1,0 +1,211 @@
+"""`adascale simulate`: the published formulas, every policy on a small workload, and its files and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from adascale_controller.cli.app import app
+from adascale_controller.simulation.policy import AdaScalePolicy
+from adascale_controller.simulation.profiles import read_application, read_workload
+from adascale_core.errors import AdaScaleError
+from adascale_core.simulation.cluster import PlacementMode, place
+from adascale_core.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
+from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Tiresias
+from adascale_core.simulation.results import Results
+from support.workload import write, write_profiles, write_workload
+
+SETTINGS = Settings([4] * 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workload")
+    write_profiles(folder / "profiles")
+    write_workload(folder / "workload.csv")
+    return folder
+
+
+def run(files: Path, *arguments: str) -> Any:
+    result = CliRunner().invoke(
+        app,
+        ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles"), *arguments],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_step_times_and_statistics_are_interpolated_linearly(files: Path) -> None:
+    application = read_application(files / "profiles" / "small")
+    assert application.step_time((1,), 6) == pytest.approx((0.05, 0.0))
+    assert application.step_time((2, 1), 8) == pytest.approx((0.14, 0.08))
+    assert application.step_time((1, 2), 8) == application.step_time((2, 1), 8)
+    assert application.step_time((4, 4, 4, 4, 4), 8) == pytest.approx((0.14, 0.08))
+    assert application.estimate(40, 1).grad_var == pytest.approx(8.0)
+    assert application.iterations(16, 1) == pytest.approx(720.0)
+    assert list(application.epoch_ends) == [300.0, 600.0, 900.0, 1200.0]
+    assert (application.bounds.batch_size, application.bounds.max_batch_size) == (16, 256)
+
+
+def test_a_job_alone_takes_as_long_as_its_step_times_say(files: Path) -> None:
+    """4 epochs of 300 steps at 0.1 s, after a restart of 30 s; submitted 10 s before the first decision."""
+    submission = replace(
+        read_workload(files / "workload.csv", files / "profiles")[1], time=50.0, replicas=1, batch_size=16
+    )
+    (job,) = simulate([submission], FirstComeFirstServed(), SETTINGS)
+    assert job.completed_at == pytest.approx(60 + 30 + 1200 * 0.1)
+    assert job.replica_seconds == pytest.approx(150.0)
+
+
+@pytest.mark.parametrize("policy", ["adascale", "tiresias", "optimus", "fcfs", "equal"])
+def test_every_policy_completes_every_job(files: Path, policy: str) -> None:
+    results = json.loads(run(files, "--nodes", "2", "--policy", policy, "--output", "json"))
+    assert {job["name"] for job in results["jobs"]} == {f"job-{i}" for i in range(8)}
+    for name in ("mean", "median", "p95", "p99"):
+        assert results[f"{name}_completion_time"] > 0
+    assert results["makespan"] >= results["p99_completion_time"]
+    assert results["gpu_hours"] > 0
+    assert results["restarts_per_job"] >= 0
+    if policy == "fcfs":
+        assert results["restarts_per_job"] == 0
+
+
+@pytest.mark.parametrize("placement", ["packed", "spread"])
+def test_the_same_seed_gives_the_same_results(files: Path, placement: str) -> None:
+    arguments = ("--nodes", "2", "--placement", placement, "--output", "json")
+    first = run(files, *arguments, "--seed", "3")
+    assert first == run(files, *arguments, "--seed", "3")
+    assert first != run(files, *arguments, "--seed", "4")
+
+
+def test_the_decision_beats_policies_of_fixed_size(files: Path) -> None:
+    submissions = read_workload(files / "workload.csv", files / "profiles")
+    random = Random(0)
+
+    def mean(policy: Any) -> float:
+        jobs = simulate(submissions, policy, SETTINGS, lambda: random.lognormvariate(0, 0.04))
+        return Results.of(jobs, SETTINGS).summary()["mean_completion_time"]
+
+    adascale = mean(AdaScalePolicy())
+    for other in (Tiresias(), FirstComeFirstServed()):
+        assert adascale < mean(other)
+
+
+def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
+    """With a preparation of 20 s, a job trains on its old nodes for 20 s more."""
+
+    class Grows(EqualShares):
+        def allocate(
+            self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        ) -> dict[str, tuple[int, ...]]:
+            return {job.name: (0,) if now < 120 else (0, 0) for job in jobs}
+
+    submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.0)
+    steps = []
+    for prepare in (0.0, 20.0):
+        job = simulate([submission], Grows(), Settings([4], 30, 60, prepare))[0]
+        assert job.restarts == 1
+        steps.append(job.completed_at or 0.0)
+    assert steps[1] > steps[0]
+
+
+def test_a_policy_that_uses_more_than_a_node_holds_is_refused(files: Path) -> None:
+    class Greedy(EqualShares):
+        def allocate(
+            self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        ) -> dict[str, tuple[int, ...]]:
+            return {job.name: (0,) * 5 for job in jobs}
+
+    submissions = read_workload(files / "workload.csv", files / "profiles")
+    with pytest.raises(SimulationError, match="placed 5 replicas on node 0, which holds 4"):
+        simulate(submissions, Greedy(), SETTINGS)
+
+
+def test_packed_replicas_share_nodes_and_spread_replicas_do_not() -> None:
+    assert place({}, {"a": 4, "b": 2}, [4, 4]) == {"a": (0,) * 4, "b": (1, 1)}
+    assert place({}, {"a": 2}, [4, 4], PlacementMode.SPREAD) == {"a": (0, 1)}
+    assert place({"a": (1,), "b": (0, 0, 0)}, {"a": 3, "b": 3}, [4, 4])["a"] == (1, 1, 1)
+    assert place({"a": (0, 0, 1)}, {"a": 2}, [4, 4]) == {"a": (0, 0)}
+
+
+def test_pictures_are_saved(files: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(files, "--nodes", "2", "--policy", "fcfs", "--pictures", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"jobs-by-node.png", "completion-times.png"}
+
+
+def test_the_table_has_every_number(files: Path) -> None:
+    text = run(files, "--nodes", "2", "--policy", "fcfs")
+    for word in ("mean", "median", "p95", "p99", "makespan", "GPU-hours", "restarts", "queueing", "fairness"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("workload.csv", None, "does not exist"),
+        ("workload.csv", "name,time\n", "has no column application"),
+        ("workload.csv", "name,time,application,num_replicas,batch_size\n", "has no jobs"),
+        ("workload.csv", "name,time,application,num_replicas,batch_size\na,x,small,1,16\n", "time must be"),
+        (
+            "workload.csv",
+            "name,time,application,num_replicas,batch_size\na,1,none,1,16\n",
+            "--profiles names",
+        ),
+    ],
+)
+def test_an_invalid_file_is_refused_with_its_name(
+    files: Path, tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(AdaScaleError, match=message) as raised:
+        read_workload(path, files / "profiles")
+    assert str(tmp_path) in str(raised.value) or "none" in str(raised.value)
+
+
+def test_a_workload_or_profiles_that_are_missing_are_named() -> None:
+    assert "WORKLOAD is needed" in CliRunner().invoke(app, ["simulate"]).output
+    assert "needs --profiles" in CliRunner().invoke(app, ["simulate", "x.csv"]).output
+
+
+def test_a_recorded_workload_is_replayed(tmp_path: Path) -> None:
+    document = {
+        "version": 1,
+        "jobs": [
+            {
+                "name": f"default.job-{i}",
+                "time": 100.0 * i,
+                "total": 2000.0,
+                "spec": {
+                    "batch_size": 16,
+                    "max_batch_size": 256,
+                    "local_bsz_bounds": [4, 32],
+                    "max_replicas": 4,
+                },
+                "step_times": [
+                    {"replicas": k, "local_bsz": b, "accumulation": 1, "step_time": 0.02 + 0.005 * b}
+                    for k in (1, 2)
+                    for b in (8, 16)
+                ],
+                "reports": [{"progress": 10.0, "grad_sqr": 1.0, "grad_var": 9.0}],
+            }
+            for i in range(3)
+        ],
+    }
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps(document))
+    result = CliRunner().invoke(app, ["simulate", str(path), "--nodes", "1", "--output", "json"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["jobs"]) == 3
+    write(tmp_path / "other.json", ("a",), [])
+    assert CliRunner().invoke(app, ["simulate", str(tmp_path / "other.json")]).exit_code != 0
