@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import chaos
 from chaos.harness import Harness
+from chaos.processes import kill_all
 
 
 def main() -> None:
@@ -33,6 +36,8 @@ def main() -> None:
         arguments.faults * (number + 1) // arguments.runs - arguments.faults * number // arguments.runs
         for number in range(arguments.runs)
     ]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop())
     with ThreadPoolExecutor(arguments.jobs) as pool:
         passed = list(pool.map(harness.run_seed, range(seed, seed + arguments.runs), counts))
     skipped, failed = passed.count(None), passed.count(False)
@@ -41,6 +46,12 @@ def main() -> None:
         + (f"; {skipped} runs not started within {arguments.minutes:g} minutes" if skipped else "")
     )
     sys.exit(1 if failed or skipped == len(passed) else 0)
+
+
+def stop() -> None:
+    """Kill the processes of all runs, and exit."""
+    kill_all(f"{os.getpid()}-")
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,8 +44,17 @@ class Process:
             os.kill(self.pid, number)
 
 
+def kill_all(mark: str) -> None:
+    """Kill the processes whose marks begin with this one."""
+    # A controller that is killed lets its children save, and an agent restarts its trainer.
+    while remaining := processes(mark):
+        for process in remaining:
+            process.send(signal.SIGKILL)
+        time.sleep(0.05)
+
+
 def processes(mark: str) -> list[Process]:
-    """Return the processes with this mark, by kind and replica; no zombies."""
+    """Return the processes whose marks begin with this one, by kind and replica; no zombies."""
     return sorted(_marked(mark), key=lambda each: (each.kind, each.replica, each.pid))
 
 
@@ -52,7 +62,7 @@ def _marked(mark: str) -> Iterator[Process]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environ = (entry / "environ").read_bytes().split(b"\0")
-            if f"{MARK}={mark}".encode() not in environ:
+            if not any(each.startswith(f"{MARK}={mark}".encode()) for each in environ):
                 continue
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]

@@ -10,10 +10,12 @@ CHAOS_BUG, an error that the harness must find: `lose` trains no gradient of one
 counts one twice, `diverge` changes the weights when a process starts.
 """
 
+import faulthandler
 import hashlib
 import itertools
 import json
 import os
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -108,6 +110,7 @@ class Network(nn.Module):
         return self.last(self.norm(self.first(x))), self.seen[index]
 
 
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # The harness asks a hanging run where it is.
 folder = Path(os.environ["CHAOS_FOLDER"])
 pace = float(os.environ["PACE"])
 bug = os.environ.get("CHAOS_BUG", "")
@@ -170,8 +173,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 result = {
     "weights": digest(rest),
-    # DDP sends those of rank 0 to the others before each forward pass, so only rank 0 has the last ones.
-    "buffers": digest(network.buffers()) if trainer.is_main else None,
     "finite": all(bool(each.isfinite().all()) for each in (*rest, *network.buffers())),
     "samples": int(ledger.counts.sum()),
     "steps": ledger.steps,

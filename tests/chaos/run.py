@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from adascale_controller.local.scale_requests import ScaleError
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages import Allocation
-from chaos.processes import MARK, Process, processes
+from chaos.processes import MARK, Process, kill_all, processes
 from chaos.schedule import Fault, Kind, Schedule
 from e2e.local_run import write_job
 
@@ -73,7 +74,7 @@ class ChaosRun:
         self._state = StateDir(folder / "state")
         self._show = show
         self._bug = bug
-        self._mark = f"{os.getpid()}-{folder.name}-{schedule.seed}"
+        self._mark = f"{os.getpid()}-{folder.name}-{schedule.seed}."
         self._log = folder / "output"
         self._began = time.monotonic()
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -86,6 +87,8 @@ class ChaosRun:
         """Run to the end, and return what is left."""
         try:
             problem = self._follow()
+            if problem is not None:
+                self._write_state()
             if problem is None:
                 self._wait(lambda: not processes(self._mark), LEAVE)
             left = tuple(map(str, processes(self._mark)))
@@ -177,12 +180,26 @@ class ChaosRun:
             self._apply_later(time.monotonic())
             time.sleep(0.1)
 
+    def _write_state(self) -> None:
+        """Write the service's view of the job, and where the trainers are, into the folder."""
+        found = processes(self._mark)
+        service = service_file.read(self._state)
+        token = next((each.token for each in found if each.token), "")
+        (self._folder / "processes").write_text("\n".join(map(str, found)))
+        if service is not None:
+            with suppress(OSError):
+                request = urllib.request.Request(
+                    f"{service.url}/jobs/{service.job}", headers={"authorization": f"Bearer {token}"}
+                )
+                with urllib.request.urlopen(request, timeout=5) as answer:
+                    (self._folder / "job.json").write_bytes(answer.read())
+        for process in found:
+            if process.kind == "trainer":
+                process.send(signal.SIGUSR1)
+        time.sleep(1)
+
     def _kill_all(self) -> None:
-        # A controller that is killed lets its children save, so they are killed with it.
-        while remaining := processes(self._mark):
-            for process in remaining:
-                process.send(signal.SIGKILL)
-            time.sleep(0.05)
+        kill_all(self._mark)
         self._controller.wait()
 
     # -- faults ---------------------------------------------------------------------------------------------
