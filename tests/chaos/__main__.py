@@ -13,6 +13,7 @@ from pathlib import Path
 import chaos
 from chaos.harness import Harness
 from chaos.processes import kill_all
+from chaos.run import STALL
 
 
 def main() -> None:
@@ -25,13 +26,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the first run; the next ones have the next seeds")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--minutes", type=float, help="no run starts later than this")
+    parser.add_argument("--stall", type=float, default=STALL, help="seconds without a step: a run hangs")
     parser.add_argument("--bug", default="", help="an error that the program makes: lose, repeat or diverge")
     parser.add_argument(
         "--keep", type=Path, help="a folder for the files of all runs, not only of failed ones"
     )
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
-    harness = Harness(arguments.bug, arguments.keep, arguments.minutes)
+    harness = Harness(arguments.bug, arguments.keep, arguments.minutes, arguments.stall)
     counts = [
         arguments.faults * (number + 1) // arguments.runs - arguments.faults * number // arguments.runs
         for number in range(arguments.runs)

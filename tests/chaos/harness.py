@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.checks import problems, statistics
-from chaos.run import ChaosRun, read_results
+from chaos.run import STALL, ChaosRun, read_results
 from chaos.schedule import Schedule, draw
 
 
@@ -22,11 +22,19 @@ class Harness:
         bug: an error that the program makes.
         keep: a folder for the files of all runs; None to keep those of failed runs only.
         minutes: no run starts later than this; None for no limit.
+        stall: seconds without a step after which a run counts as hanging.
     """
 
-    def __init__(self, bug: str = "", keep: Path | None = None, minutes: float | None = None) -> None:
+    def __init__(
+        self,
+        bug: str = "",
+        keep: Path | None = None,
+        minutes: float | None = None,
+        stall: float = STALL,
+    ) -> None:
         self.faults = 0
         self._bug = bug
+        self._stall = stall
         self._keep = keep
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._printing = threading.Lock()
@@ -46,7 +54,7 @@ class Harness:
         show(f"{schedule.name}, {faults} faults")
         expected = self._undisturbed(schedule) if schedule.fixed and faults else None
         folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
-        outcome = ChaosRun(schedule, folder, show, self._bug).execute()
+        outcome = ChaosRun(schedule, folder, show, self._stall, self._bug).execute()
         found = problems(schedule, outcome, folder, expected)
         self.faults += len(outcome.applied)
         show(f"{outcome.seconds:.1f} s, {statistics(folder)}: {'PROBLEMS' if found else 'ok'}")
@@ -68,7 +76,7 @@ class Harness:
             if job not in self._expected:
                 quiet = Schedule(0, schedule.fixed, schedule.spec)
                 with tempfile.TemporaryDirectory() as folder:
-                    outcome = ChaosRun(quiet, Path(folder), lambda _: None).execute()
+                    outcome = ChaosRun(quiet, Path(folder), lambda _: None, self._stall).execute()
                     found = problems(quiet, outcome, Path(folder), None)
                     assert not found, "\n".join(
                         ["a run without faults has problems:", *found, outcome.output]

@@ -65,14 +65,23 @@ class ChaosRun:
         schedule: the job and the faults.
         folder: an empty folder for the job file, the state, the journals and the results.
         show: shows a line of progress.
+        stall: seconds without a step after which it counts as hanging.
         bug: an error that the program makes.
     """
 
-    def __init__(self, schedule: Schedule, folder: Path, show: Callable[[str], None], bug: str = "") -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        folder: Path,
+        show: Callable[[str], None],
+        stall: float = STALL,
+        bug: str = "",
+    ) -> None:
         self._schedule = schedule
         self._folder = folder
         self._state = StateDir(folder / "state")
         self._show = show
+        self._stall = stall
         self._bug = bug
         self._mark = f"{os.getpid()}-{folder.name}-{schedule.seed}."
         self._log = folder / "output"
@@ -143,10 +152,10 @@ class ChaosRun:
             if recorded != steps:
                 steps, last_step = recorded, now
             furthest = max(furthest, progress / target)
-            if now - last_step > STALL:
-                return f"no step for {STALL:.0f} s"
-            if now - self._began > LONGEST:
-                return f"not finished within {LONGEST:.0f} s"
+            if now - last_step > self._stall:
+                return f"no step for {self._stall:.0f} s"
+            if now - self._began > LONGEST * self._stall / STALL:
+                return f"not finished within {now - self._began:.0f} s"
             if faults:
                 fault = faults[0]
                 due = now - previous >= fault.delay if fault.progress is None else furthest >= fault.progress
