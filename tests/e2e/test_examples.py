@@ -14,7 +14,7 @@ from e2e.local_run import ROOT, adascale
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "steps", "result", "low", "high"),
-    [("cnn", 600, "accuracy", 0.9, 1.0), ("gpt", 150, "bits", 2.0, 4.6)],
+    [("cnn", 400, "accuracy", 0.9, 1.0), ("gpt", 100, "bits", 2.0, 4.8)],
 )
 def test_an_example_is_trained_by_its_job_file(
     tmp_path: Path, example: str, steps: int, result: str, low: float, high: float
@@ -23,7 +23,7 @@ def test_an_example_is_trained_by_its_job_file(
     document["spec"]["scaleInvariantSteps"] = steps
     job, state = tmp_path / "job.yaml", tmp_path / "state"
     job.write_text(yaml.safe_dump(document))
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
+    run = adascale("run", job, "--state-dir", state, "--port", 0, timeout=110)
     assert run.returncode == 0, run.stdout
     reported = re.search(rf"{result}[ =]([\d.]+)", run.stdout)
     assert reported, run.stdout

@@ -219,7 +219,10 @@ class _GroupDivisor:
         if moment is None:
             return self._mean**0.5 + self._eps
         value = moment.value.float() if moment.value.dtype in HALF_PRECISION else moment.value
-        return (value * moment.factor).clamp_(min=self._mean * FLOOR).sqrt_().add_(self._eps)
+        floor = self._mean * FLOOR
+        if isinstance(floor, Tensor):
+            floor = floor.to(value.device, value.dtype)
+        return (value * moment.factor).clamp_(min=floor).sqrt_().add_(self._eps)
 
     def _small_divisor(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the divisors of small parameters in one dimension; computed once for each step."""
