@@ -16,7 +16,7 @@ from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas, reports
 from adascale_api.store.replicas import Log
 from adascale_core.batch import require_valid_replicas
-from adascale_core.messages import Registration
+from adascale_core.messages import GainReport, Registration, StepTime
 from adascale_core.views import JobList, JobView, ReplicaView
 
 MAX_PAGE = 4 * 1024 * 1024
@@ -39,14 +39,22 @@ async def get_jobs(
 
     def query(transaction: Transaction) -> Response:
         found = jobs.list_jobs(transaction, after, limit + 1)
-        views: list[JobView] = []
+        page_jobs: list[Job] = []
         size = 0
         for job in found[:limit]:
             # Jobs of many replicas make pages of fewer jobs.
             size += len(job.rendezvous_text)
-            if views and size > MAX_PAGE:
+            if page_jobs and size > MAX_PAGE:
                 break
-            views.append(_view(transaction, job, service))
+            page_jobs.append(job)
+        last = page_jobs[-1].id if page_jobs else ""
+        latest = reports.latest_reports(transaction, after, last)
+        step_times = reports.step_times_of_page(transaction, after, last)
+        logs = replicas.logs_of_page(transaction, after, last)
+        views = [
+            _view(job, service, logs.get(job.id, {}), latest.get(job.id), step_times.get(job.id, []))
+            for job in page_jobs
+        ]
         page = JobList(views, next=views[-1].id if len(found) > len(views) else None)
         return answer(_job_list, page, shows_all=shows_all)
 
@@ -100,12 +108,25 @@ async def delete_job(service: ServiceOf, job: JobId) -> None:
 
 
 def _find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:
-    return _view(transaction, jobs.find_job(transaction, job_id), service)
+    job = jobs.find_job(transaction, job_id)
+    return _view(
+        job,
+        service,
+        replicas.logs(transaction, job),
+        reports.latest_report(transaction, job),
+        reports.step_times(transaction, job),
+    )
 
 
-def _view(transaction: Transaction, job: Job, service: Service) -> JobView:
+def _view(
+    job: Job,
+    service: Service,
+    logs: dict[int, Log],
+    latest: GainReport | None,
+    step_times: list[StepTime],
+) -> JobView:
     state = job.rendezvous
-    ages, logs = service.heartbeats.ages(job.id), replicas.logs(transaction, job)
+    ages = service.heartbeats.ages(job.id)
     return JobView(
         id=job.id,
         spec=job.spec,
@@ -120,8 +141,8 @@ def _view(transaction: Transaction, job: Job, service: Service) -> JobView:
             _replica_view(registration, logs.get(rank), ages.get(rank))
             for rank, registration in sorted(state.replicas.items())
         ],
-        latest=reports.latest_report(transaction, job),
-        step_times=reports.step_times(transaction, job),
+        latest=latest,
+        step_times=step_times,
         created_at=job.created_at,
     )
 

@@ -237,7 +237,10 @@ def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
 def _readable(transaction: Transaction, rows: list[tuple[str, int, int]]) -> Iterator[Job]:
     for job_id, key, version in rows:
         try:
-            yield _load(transaction, job_id, key, version)
+            ticket = transaction.cache.ticket(job_id)
+            job = _load(transaction, job_id, key, version)
+            transaction.cache.add(job, ticket)
+            yield job
         except UnreadableJobError as error:
             logger.error("%s", error)
         except JobNotFoundError:

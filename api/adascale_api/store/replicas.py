@@ -60,6 +60,20 @@ def logs(transaction: Transaction, job: Job) -> dict[int, Log]:
     return {row[0]: Log(*row[1:]) for row in transaction.all(_LOGS, key=job.key)}
 
 
+def logs_of_page(transaction: Transaction, after: str, last: str) -> dict[str, dict[int, Log]]:
+    """Return the logs of the jobs from `after` to `last`, by job id and replica."""
+    found: dict[str, dict[int, Log]] = {}
+    for job_id, replica, instance, text in transaction.all(_PAGE_LOGS, after=after, last=last):
+        found.setdefault(job_id, {})[replica] = Log(instance, text)
+    return found
+
+
+_PAGE_LOGS = Sql(
+    """
+    SELECT jobs.id, replica, instance, log FROM jobs JOIN logs ON logs.job_key = jobs.key
+    WHERE jobs.id > :after AND jobs.id <= :last
+    """
+)
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
 _UPSERT_LOG = Sql(
     """

@@ -105,9 +105,14 @@ def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
     return None if row is None else GainReport(*row)
 
 
-def latest_reports(transaction: Transaction) -> dict[str, GainReport]:
-    """Return the latest report of every job that has a report, by job id."""
-    return {row[0]: GainReport(*row[1:]) for row in transaction.all(_ALL_LATEST)}
+def latest_reports(transaction: Transaction, after: str, last: str) -> dict[str, GainReport]:
+    """Return the latest reports of the jobs that have one, by job id, of the ids from `after` to `last`."""
+    return {row[0]: GainReport(*row[1:]) for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
+
+
+def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
+    """Return (job id, gain, scale, progress, replicas, local batch size) of each job's latest report."""
+    return transaction.all(_ALL_LATEST)
 
 
 def history(transaction: Transaction, job: Job, points: int) -> History:
@@ -126,11 +131,20 @@ def history(transaction: Transaction, job: Job, points: int) -> History:
 
 def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
     """Return the step time of each batch plan on each number of nodes: the median over its latest reports."""
-    found = []
-    for replicas, local_bsz, accumulation, nodes, packed in transaction.all(_STEP_TIMES, key=job.key):
-        seconds = array("d", packed)
-        found.append(StepTime(replicas, local_bsz, accumulation, median(seconds), len(seconds), nodes))
+    return [_step_time(*row) for row in transaction.all(_STEP_TIMES, key=job.key)]
+
+
+def step_times_of_page(transaction: Transaction, after: str, last: str) -> dict[str, list[StepTime]]:
+    """Return the step times of the jobs from `after` to `last`, by job id."""
+    found: dict[str, list[StepTime]] = {}
+    for job_id, *columns in transaction.all(_PAGE_STEP_TIMES, after=after, last=last):
+        found.setdefault(job_id, []).append(_step_time(*columns))
     return found
+
+
+def _step_time(replicas: int, local_bsz: int, accumulation: int, nodes: int, packed: bytes) -> StepTime:
+    seconds = array("d", packed)
+    return StepTime(replicas, local_bsz, accumulation, median(seconds), len(seconds), nodes)
 
 
 def _add_step_times(
@@ -200,16 +214,20 @@ _LATEST = Sql(
     WHERE measurements.job_key = :key
     """
 )
-_ALL_LATEST = Sql(
-    f"""
-    SELECT jobs.id, {_OF_REPORT} FROM jobs
+_FROM_LATEST = """
+    FROM jobs
     JOIN measurements ON measurements.job_key = jobs.key
     JOIN reports ON reports.job_key = measurements.job_key
         AND reports.generation = measurements.generation AND reports.step = measurements.step
+    """
+_ALL_LATEST = Sql(
+    f"""
+    SELECT jobs.id, gain, scale, progress, replicas, local_bsz {_FROM_LATEST}
     WHERE jobs.id IS NOT NULL
     ORDER BY jobs.id
     """
 )
+_PAGE_LATEST = Sql(f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id > :after AND jobs.id <= :last")
 _ALL = Sql(f"SELECT {_COLUMNS} FROM reports WHERE job_key = :key ORDER BY generation, step")
 _SPREAD = Sql(
     f"""
@@ -225,6 +243,14 @@ _STEP_TIMES = Sql(
     """
     SELECT replicas, local_bsz, accumulation, nodes, seconds FROM step_times
     WHERE job_key = :key ORDER BY replicas, local_bsz, accumulation, nodes
+    """
+)
+_PAGE_STEP_TIMES = Sql(
+    """
+    SELECT jobs.id, replicas, local_bsz, accumulation, nodes, seconds
+    FROM jobs JOIN step_times ON step_times.job_key = jobs.key
+    WHERE jobs.id > :after AND jobs.id <= :last
+    ORDER BY jobs.id, replicas, local_bsz, accumulation, nodes
     """
 )
 _STEP_TIMES_OF_PLAN = Sql(
