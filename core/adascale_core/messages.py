@@ -162,19 +162,35 @@ class Allocation(Message):
 
 
 @dataclass(frozen=True)
-class ActiveAllocation(Allocation):
-    """An allocation that trainers run in, with the address at which rank 0 serves its rendezvous.
+class Member(Message):
+    """A replica that takes part in a generation.
 
     Args:
-        master_addr, master_port: that address. The port is 0 if no replica can enter it any more: the
-            service has lost its state and found this generation running.
-        instances: the agents that may enter it, by rank; empty if any may.
+        replica: index of the replica, from 0.
+        instance: distinguishes its trainer process from any other, as in its registration.
+        address, port: where its trainer listens for the other members.
+        holds: whether its trainer has the state of training when the generation becomes active.
+        node: the node that it runs on; empty if unknown.
+    """
+
+    replica: int
+    instance: str
+    address: str
+    port: int
+    holds: bool
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class ActiveAllocation(Allocation):
+    """An allocation that trainers run in or move to.
+
+    Args:
+        members: the replicas that take part, in the order of their ranks. Members that hold state come first.
         spec: the bounds with which all its trainers work; None for those in the environment of their agents.
     """
 
-    master_addr: str
-    master_port: int
-    instances: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
     spec: JobSpec | None = None
 
     @classmethod
@@ -184,7 +200,7 @@ class ActiveAllocation(Allocation):
         return super().from_json(
             {
                 **members,
-                "instances": tuple(members.get("instances", ())),
+                "members": tuple(map(Member.from_json, members.get("members", ()))),
                 "spec": JobSpec.from_json(spec) if spec else None,
             }
         )
@@ -201,9 +217,26 @@ class ActiveAllocation(Allocation):
         fits = declared is not None and is_valid_replicas(declared.bounds, self.replicas)
         return replace(self, spec=declared if fits else before)
 
-    def admits(self, rank: int, instance: str) -> bool:
-        """Whether the agent `instance` of `rank` may enter: it was present when this became active."""
-        return rank < self.replicas and (not self.instances or self.instances[rank] == instance)
+    @property
+    def indices(self) -> frozenset[int]:
+        """The indices of the replicas that take part."""
+        return frozenset(member.replica for member in self.members)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a member held the state of training when this became active."""
+        return any(member.holds for member in self.members)
+
+    def rank_of(self, replica: int, instance: str) -> int | None:
+        """Return the rank of a replica's trainer; None if it does not take part."""
+        for rank, member in enumerate(self.members):
+            if member.replica == replica:
+                return rank if member.instance == instance else None
+        return None
+
+    def admits(self, replica: int, instance: str) -> bool:
+        """Whether the trainer `instance` of `replica` takes part."""
+        return self.rank_of(replica, instance) is not None
 
 
 @dataclass(frozen=True)
@@ -214,11 +247,8 @@ class AllocationView(Message):
         version: changes whenever another field does. A client waits for a version other than its own.
         desired: the newest allocation; None before the first.
         active: the allocation that trainers run in or move to; None before the first.
-        broken: whether the active generation has lost a replica, and so has ended.
+        broken: whether the active generation has lost a member, and so has ended.
         complete: whether the program has finished.
-        used_port: the registered port of rank 0 if it was assigned to a generation already, else 0. If rank
-            0 is idle and there is no generation to enter, it has missed that generation and needs another
-            port.
     """
 
     version: int
@@ -226,23 +256,21 @@ class AllocationView(Message):
     active: ActiveAllocation | None
     broken: bool
     complete: bool
-    used_port: int = 0
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """Return the view of a JSON object's members."""
         desired, active = members.get("desired"), members.get("active")
-        return cls(
-            version=members["version"],
-            desired=Allocation.from_json(desired) if desired else None,
-            active=ActiveAllocation.from_json(active) if active else None,
-            broken=members["broken"],
-            complete=members["complete"],
-            used_port=members.get("used_port", 0),
+        return super().from_json(
+            {
+                **members,
+                "desired": Allocation.from_json(desired) if desired else None,
+                "active": ActiveAllocation.from_json(active) if active else None,
+            }
         )
 
     def has_ended(self, generation: int) -> bool:
-        """Whether trainers must leave `generation`: it is broken, or a newer generation is active."""
+        """Whether `generation` has ended: it is broken, or a newer generation is active."""
         if self.active is None or self.active.generation < generation:
             return False
         return self.broken or self.active.generation > generation
@@ -254,23 +282,38 @@ class AllocationView(Message):
         return self.active
 
 
+@dataclass(frozen=True)
+class MemberView(AllocationView):
+    """The answer to a registration.
+
+    Args:
+        key: the secret by which the members of the job authenticate each other.
+        left_out: whether the trainer was a member and is not any more: it can take part in no generation.
+    """
+
+    key: str = ""
+    left_out: bool = False
+
+
 class ReplicaState(StrEnum):
     """The state of a replica, as its agent registers it."""
 
     WAITING = "waiting"
-    """Ready for its first generation."""
+    """Its trainer is ready for its first generation."""
     RUNNING = "running"
     """Its trainer runs in the registered generation."""
+    HOLDING = "holding"
+    """The registered generation has ended for its trainer, by the loss of a member. It waits for the next."""
     REENTERING = "reentering"
-    """Its trainer has saved its state and left the generation. Ready for the next one."""
+    """Its trainer was released from the generation and has exited. The agent starts another trainer."""
     LOST = "lost"
-    """Its trainer was killed, or has lost a peer. Ready for the next generation."""
+    """Its trainer was killed. The agent starts another trainer."""
     FAILED = "failed"
     """The user's program has failed. The agent exits."""
     TERMINATED = "terminated"
-    """The agent was asked to exit, and its trainer has saved its state if it reached a step in time."""
+    """The agent was asked to exit, and its trainer has left the generation."""
     FINISHED = "finished"
-    """The user's program has finished. The agent exits."""
+    """The user's program has finished. The agent exits when rank 0 has finished too."""
 
 
 @dataclass(frozen=True)
@@ -278,19 +321,26 @@ class Registration(Message):
     """The state and address of a replica.
 
     Args:
-        rank: index of the replica, from 0.
-        instance: random text that distinguishes the agent from other agents of the same rank.
+        replica: index of the replica, from 0.
+        instance: distinguishes the trainer process from any other: `<agent>.<number>`, where <agent> is random
+            text, and <number> counts the trainers of that agent.
         state: the state of the replica.
-        generation: the last generation that its trainer has run in, or runs in; 0 if none.
-        address: host name or IP address at which the other replicas reach it.
-        port: port of the listening socket for the next generation.
+        generation: the last generation that its trainer was in, or has held for; 0 if none.
+        address: host name or IP address at which the other replicas reach its trainer.
+        port: port on which its trainer listens for the other members; 0 before it listens.
         exit_code: exit code of the trainer, -n for signal n; None if it has not ended.
         log: the last lines of the trainer's output; None if it has not failed.
-        prepared: while the trainer runs, the newest generation for which the next trainer is ready; None if
-            the agent prepares none.
+        assigned: the newest generation that its trainer was assigned to; 0 if none.
+        step: while it holds: the step of the state in its trainer's memory; None if it has no state.
+        lost: while it holds: the indices of the replicas whose loss its trainer has noticed.
+        stepped: the newest generation in which its trainer has finished a step; 0 if none.
+        rank, replicas: its rank in the generation, and the size of the generation; None before the first.
+        version: the version of the package.
+        node: the node that it runs on; empty if unknown.
+        key: a random secret. The first one that the service gets becomes the job's.
     """
 
-    rank: int
+    replica: int
     instance: str
     state: ReplicaState
     generation: int
@@ -298,7 +348,15 @@ class Registration(Message):
     port: int
     exit_code: int | None = None
     log: str | None = None
-    prepared: int | None = None
+    assigned: int = 0
+    step: int | None = None
+    lost: tuple[int, ...] = ()
+    stepped: int = 0
+    rank: int | None = None
+    replicas: int | None = None
+    version: str = ""
+    node: str = ""
+    key: str = ""
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
@@ -307,4 +365,24 @@ class Registration(Message):
         Raises:
             ValueError: the state is not a `ReplicaState`.
         """
-        return super().from_json({**members, "state": ReplicaState(members["state"])})
+        return super().from_json(
+            {**members, "state": ReplicaState(members["state"]), "lost": tuple(members.get("lost", ()))}
+        )
+
+    @property
+    def agent(self) -> str:
+        """The agent of its trainer."""
+        return self.instance.rpartition(".")[0] or self.instance
+
+    @property
+    def trainer(self) -> int:
+        """The number of its trainer among those of its agent."""
+        number = self.instance.rpartition(".")[2]
+        return int(number) if number.isdecimal() and number.isascii() else 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether its trainer has the state of training."""
+        return self.state is ReplicaState.RUNNING or (
+            self.state is ReplicaState.HOLDING and self.step is not None
+        )

@@ -18,58 +18,94 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_core.messages import Allocation, AllocationView, JobSpec, Registration, ReplicaState
+from adascale_core.batch import is_valid_replicas
+from adascale_core.instruction import Instruction, instruction
+from adascale_core.messages import (
+    ActiveAllocation,
+    Allocation,
+    AllocationView,
+    JobSpec,
+    Registration,
+    ReplicaState,
+)
 from adascale_core.rendezvous import (
+    DEPARTED_STATES,
     EXITED_STATES,
-    IDLE_STATES,
-    NO_PORT,
     Rendezvous,
     StaleAllocationError,
+    VersionMismatchError,
     allocate,
     expire,
     register,
 )
 
-WAITING, RUNNING, REENTERING, LOST = (
+WAITING, RUNNING, HOLDING, REENTERING, LOST = (
     ReplicaState.WAITING,
     ReplicaState.RUNNING,
+    ReplicaState.HOLDING,
     ReplicaState.REENTERING,
     ReplicaState.LOST,
 )
 FAILED, TERMINATED, FINISHED = ReplicaState.FAILED, ReplicaState.TERMINATED, ReplicaState.FINISHED
+ELASTIC = JobSpec(8, 64, (1, 8), max_replicas=8)
+"""All replica counts up to 8 are valid."""
 
 
 def registration(
-    rank: int, replica_state: ReplicaState, generation: int, *, port: int = 0, agent: str = ""
+    replica: int,
+    replica_state: ReplicaState,
+    generation: int = 0,
+    *,
+    trainer: str = "",
+    lost: tuple[int, ...] = (),
+    rank: int | None = None,
+    replicas: int | None = None,
+    stepped: int = 0,
 ) -> Registration:
-    """The registration of an agent; by default, each rank has one agent and each generation one port."""
-    agent = agent or f"agent-{rank}"
-    return Registration(rank, agent, replica_state, generation, f"host-{rank}", port or 1000 + generation)
-
-
-def after(state: Rendezvous, *events: Registration | Allocation) -> Rendezvous:
-    """Return the state after registrations and allocations, in order."""
-    for event in events:
-        state = allocate(state, event) if isinstance(event, Allocation) else register(state, event)
-    return state
-
-
-def running(generation: int, replicas: int) -> Rendezvous:
-    """Return the state of a job whose trainers run in `generation`, its first."""
-    ranks = range(replicas)
-    return after(
-        Rendezvous(),
-        *(registration(rank, WAITING, 0) for rank in ranks),
-        Allocation(generation, replicas),
-        *(registration(rank, RUNNING, generation) for rank in ranks),
+    """The registration of an agent; by default, each replica has one trainer."""
+    trainer = trainer or f"trainer-{replica}"
+    return Registration(
+        *(replica, trainer, replica_state, generation, f"host-{replica}", 1000 + replica),
+        step=7 if replica_state is HOLDING else None,
+        lost=lost,
+        rank=replica if rank is None and generation else rank,
+        replicas=replicas,
+        stepped=stepped,
     )
 
 
-def active(state: Rendezvous) -> tuple[int, int] | None:
-    """Generation and replicas of the active allocation; None if it is broken."""
+def holding(replica: int, generation: int, *lost: int) -> Registration:
+    """The registration of a replica that has lost peers and holds its state."""
+    return registration(replica, HOLDING, generation, lost=lost)
+
+
+def after(
+    state: Rendezvous, *events: Registration | Allocation, spec: JobSpec | None = ELASTIC
+) -> Rendezvous:
+    """Return the state after registrations and allocations, in order."""
+    for event in events:
+        rule = allocate if isinstance(event, Allocation) else register
+        state = rule(state, event, spec)  # type: ignore[arg-type]
+    return state
+
+
+def running(generation: int, replicas: int, *, spec: JobSpec | None = ELASTIC) -> Rendezvous:
+    """Return the state of a job whose trainers run in `generation`, its first."""
+    indices = range(replicas)
+    return after(
+        Rendezvous(),
+        *(registration(index, WAITING) for index in indices),
+        Allocation(generation, replicas),
+        *(registration(index, RUNNING, generation) for index in indices),
+        spec=spec,
+    )
+
+
+def active(state: Rendezvous) -> tuple[int, list[int]] | None:
+    """Generation and members of the active allocation, by rank; None if it is broken."""
     if state.active is None or state.broken:
         return None
-    return state.active.generation, state.active.replicas
+    return state.active.generation, [member.replica for member in state.active.members]
 
 
 def desired(state: Rendezvous) -> tuple[int, int] | None:
@@ -87,121 +123,112 @@ def test_a_generation_has_the_spec_that_was_declared_when_it_became_active() -> 
         assert state.active is not None
         return state.active.spec
 
-    state = register(allocate(Rendezvous(), Allocation(1, 1), first), registration(0, WAITING, 0), first)
+    state = register(allocate(Rendezvous(), Allocation(1, 1), first), registration(0, WAITING), first)
     assert active_spec(state) == first
     state = register(state, registration(0, RUNNING, 1), second)
     assert active_spec(state) == first, "a changed spec is for the next generation"
     state = allocate(state, Allocation(2, 2), second)
     assert active_spec(state) == first, "generation 2 is not active yet"
-    state = register(state, registration(1, WAITING, 0), second)
-    assert (active(state), active_spec(state)) == ((2, 2), second)
+    state = register(state, registration(1, WAITING), second)
+    assert (active(state), active_spec(state)) == ((2, [0, 1]), second)
 
 
 def test_a_generation_whose_count_the_new_spec_does_not_allow_keeps_the_previous_spec() -> None:
     first, at_most_one = JobSpec(8, 64, max_replicas=4), JobSpec(8, 8, (8, 8))
-    state = register(allocate(Rendezvous(), Allocation(1, 1), first), registration(0, WAITING, 0), first)
+    state = register(allocate(Rendezvous(), Allocation(1, 1), first), registration(0, WAITING), first)
     state = allocate(register(state, registration(0, RUNNING, 1), first), Allocation(2, 2), at_most_one)
-    state = register(state, registration(1, WAITING, 0), at_most_one)
+    state = register(state, registration(1, WAITING), at_most_one)
     assert state.active is not None
-    assert (active(state), state.active.spec) == ((2, 2), first)
-
-
-def test_a_generation_that_begins_after_a_loss_has_the_new_spec() -> None:
-    first, second = JobSpec(8), JobSpec(8, 64)
-    state = register(allocate(Rendezvous(), Allocation(1, 1), first), registration(0, WAITING, 0), first)
-    state = expire(register(state, registration(0, RUNNING, 1), first), [0], second)
-    state = register(state, registration(0, WAITING, 0, agent="next"), second)
-    assert state.active is not None
-    assert (active(state), state.active.spec) == ((2, 1), second)
-
-
-def test_a_generation_begins_only_when_running_replicas_have_prepared_the_next_trainer() -> None:
-    def ready_for(rank: int, generation: int) -> Registration:
-        return replace(registration(rank, RUNNING, 1), prepared=generation)
-
-    state = after(running(1, 3), ready_for(0, 1), ready_for(1, 1), ready_for(2, 1), Allocation(2, 2))
-    assert active(state) == (1, 3)
-    state = register(state, ready_for(0, 2))
-    assert active(state) == (1, 3)
-    state = register(state, ready_for(1, 2))
-    assert active(state) == (2, 2), "the surplus replica 2 prepares no trainer"
-
-
-def test_a_lost_replica_needs_no_prepared_trainer() -> None:
-    state = after(
-        running(1, 2),
-        replace(registration(0, RUNNING, 1), prepared=1),
-        registration(1, LOST, 1),
-        registration(0, LOST, 1),
-    )
-    assert active(state) == (2, 2)
+    assert (active(state), state.active.spec) == ((2, [0, 1]), first)
 
 
 def test_nothing_is_active_before_the_first_allocation() -> None:
-    assert active(after(Rendezvous(), registration(0, WAITING, 0))) is None
+    assert active(after(Rendezvous(), registration(0, WAITING))) is None
 
 
-def test_an_allocation_becomes_active_with_the_last_of_its_replicas() -> None:
-    state = after(Rendezvous(), Allocation(1, 2), registration(1, WAITING, 0))
+def test_the_first_generation_begins_with_the_last_of_its_replicas() -> None:
+    state = after(Rendezvous(), Allocation(1, 2), registration(1, WAITING))
     assert active(state) is None
-    state = register(state, registration(0, WAITING, 0, port=4711))
-    assert active(state) == (1, 2)
+    state = after(state, registration(0, WAITING))
+    assert active(state) == (1, [0, 1])
     assert state.active is not None
-    assert (state.active.master_addr, state.active.master_port) == ("host-0", 4711)
-    assert state.active.instances == ("agent-0", "agent-1")
+    assert not state.active.has_state
+    member = state.active.members[1]
+    assert (member.instance, member.address, member.port) == ("trainer-1", "host-1", 1001)
 
 
-@pytest.mark.parametrize("replica_state", [WAITING, REENTERING, LOST, RUNNING])
-def test_a_replica_that_is_idle_or_runs_an_unbroken_generation_is_present(
-    replica_state: ReplicaState,
-) -> None:
-    state = after(running(1, 1), registration(1, replica_state, 0), Allocation(2, 2))
-    assert active(state) == ((2, 2) if replica_state in IDLE_STATES else (1, 1))
-    state = after(running(1, 2), Allocation(2, 1))
-    assert active(state) == (2, 1)
-
-
-@pytest.mark.parametrize("replica_state", sorted(EXITED_STATES))
-def test_a_replica_that_has_exited_is_absent(replica_state: ReplicaState) -> None:
-    state = after(running(1, 1), registration(1, replica_state, 0), Allocation(2, 2))
-    assert active(state) == (1, 1)
-    assert active(after(state, registration(1, WAITING, 0, agent="next"))) == (2, 2)
-
-
-def test_missing_replicas_do_not_interrupt_training() -> None:
-    state = after(running(1, 1), Allocation(2, 4), registration(1, WAITING, 0), registration(3, WAITING, 0))
-    assert active(state) == (1, 1)
+def test_training_continues_until_all_joiners_are_ready() -> None:
+    state = after(running(1, 1), Allocation(2, 4), registration(1, WAITING), registration(3, WAITING))
+    assert active(state) == (1, [0])
     assert not state.view(1).has_ended(1)
-    assert active(after(state, registration(2, WAITING, 0))) == (2, 4)
+    assert active(after(state, registration(2, WAITING))) == (2, [0, 1, 2, 3])
 
 
-def test_surplus_replicas_leave_and_are_not_admitted_to_the_next_generation() -> None:
+def test_members_that_stay_hold_the_state_and_come_first() -> None:
+    state = after(running(1, 2), Allocation(2, 3), registration(2, WAITING))
+    assert state.active is not None
+    assert [member.holds for member in state.active.members] == [True, True, False]
+    assert state.active.rank_of(2, "trainer-2") == 2
+    assert state.active.rank_of(2, "other") is None
+    assert state.active.rank_of(5, "trainer-5") is None
+
+
+def test_the_next_generation_waits_until_all_members_run_in_the_present_one() -> None:
+    state = after(running(1, 2), Allocation(2, 3), registration(2, WAITING), Allocation(3, 1))
+    state = after(state, registration(0, RUNNING, 2), registration(1, RUNNING, 2))
+    assert active(state) == (2, [0, 1, 2])
+    assert active(after(state, registration(2, RUNNING, 2))) == (3, [0])
+
+
+def test_surplus_replicas_are_not_admitted_to_the_next_generation() -> None:
     view = after(running(1, 2), Allocation(2, 1)).view(1)
     following = view.next_allocation(1)
     assert view.has_ended(1)
     assert following is not None
-    assert following.admits(0, "agent-0")
-    assert not following.admits(1, "agent-1")
+    assert following.admits(0, "trainer-0")
+    assert not following.admits(1, "trainer-1")
+    assert not following.admits(0, "next")
+
+
+def test_an_allocation_of_the_same_count_begins_a_generation_with_the_same_members() -> None:
+    assert active(after(running(1, 2), Allocation(2, 2))) == (2, [0, 1])
 
 
 def test_an_allocation_of_zero_replicas_is_active_at_once() -> None:
     state = after(running(1, 2), Allocation(2, 0))
-    assert active(state) == (2, 0)
+    assert active(state) == (2, [])
     assert state.view(1).has_ended(1)
     state = after(state, registration(0, REENTERING, 1), registration(1, REENTERING, 1), Allocation(3, 2))
-    assert active(state) == (3, 2)
+    assert active(state) == (2, [])
+    state = after(state, registration(0, WAITING, trainer="a"), registration(1, WAITING, trainer="b"))
+    assert active(state) == (3, [0, 1])
+    assert active(after(Rendezvous(), Allocation(1, 0))) == (1, [])
 
 
-def test_zero_replicas_are_active_without_registrations() -> None:
-    assert active(after(Rendezvous(), Allocation(1, 0))) == (1, 0)
+@pytest.mark.parametrize("replica_state", sorted((EXITED_STATES | DEPARTED_STATES)))
+def test_a_replica_whose_trainer_has_ended_is_absent(replica_state: ReplicaState) -> None:
+    state = after(running(1, 1), registration(1, replica_state), Allocation(2, 2))
+    assert active(state) == (1, [0])
+    assert active(after(state, registration(1, WAITING, trainer="next"))) == (2, [0, 1])
 
 
-def test_the_next_generation_waits_until_all_replicas_have_entered_the_previous_generation() -> None:
-    state = after(running(1, 2), Allocation(2, 1), Allocation(3, 2))
-    assert active(state) == (2, 1)
-    state = after(state, registration(0, REENTERING, 1, port=1001), registration(1, REENTERING, 1))
-    assert active(state) == (2, 1), "the port is assigned to generation 2"
-    assert active(register(state, registration(0, RUNNING, 2))) == (3, 2)
+def test_state_moves_to_a_joiner_before_the_last_replica_with_state_goes() -> None:
+    """Replica 0 was lost, so that only replicas 1 and 2 have state; then one replica is desired."""
+    state = after(
+        running(1, 3),
+        holding(1, 1, 0),
+        holding(2, 1, 0),
+        registration(1, RUNNING, 2),
+        registration(2, RUNNING, 2),
+    )
+    assert active(state) == (2, [1, 2])
+    state = after(state, Allocation(4, 1))
+    assert active(state) == (2, [1, 2]), "replica 0 is not there"
+    state = after(state, registration(0, WAITING, trainer="next"))
+    assert active(state) == (4, [1, 0])
+    state = after(state, registration(1, RUNNING, 4), registration(0, RUNNING, 4, trainer="next"))
+    assert active(state) == (5, [0])
+    assert desired(state) == (5, 1)
 
 
 # -- the desired allocation -----------------------------------------------------------------------------
@@ -218,74 +245,128 @@ def test_a_stale_allocation_is_rejected_with_advice(stale: Allocation) -> None:
         allocate(running(3, 2), stale)
 
 
-# -- broken generations ---------------------------------------------------------------------------------
+# -- losses ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replica_state", [REENTERING, LOST, FAILED, TERMINATED])
-def test_a_replica_that_leaves_breaks_its_generation_and_the_same_count_is_desired_again(
-    replica_state: ReplicaState,
-) -> None:
-    state = register(running(3, 2), registration(1, replica_state, 3))
+@pytest.mark.parametrize("replica_state", sorted(DEPARTED_STATES))
+def test_the_others_continue_without_a_replica_that_leaves(replica_state: ReplicaState) -> None:
+    state = after(running(3, 3), registration(1, replica_state, 3))
     assert active(state) is None
-    assert desired(state) == (4, 2)
+    assert desired(state) == (4, 3), "the count stays desired"
     assert state.view(1).has_ended(3)
+    state = after(state, holding(2, 3))
+    assert active(state) is None, "replica 0 is not accounted for"
+    state = after(state, holding(0, 3))
+    assert active(state) == (4, [0, 2])
+    assert desired(state) == (5, 3)
+    assert state.active is not None
+    assert state.active.has_state
 
 
-def test_a_generation_breaks_once() -> None:
-    state = after(running(1, 3), registration(1, LOST, 1), registration(2, LOST, 1))
-    assert desired(state) == (2, 3)
-    assert (state.failures, state.disruptions) == (0, 1)
+def test_a_replacement_joins_after_a_loss_by_a_planned_change() -> None:
+    state = after(running(1, 3), registration(0, LOST, 1), holding(1, 1), holding(2, 1))
+    state = after(state, registration(0, WAITING, trainer="next"))
+    assert active(state) == (2, [1, 2])
+    state = after(state, registration(1, RUNNING, 2), registration(2, RUNNING, 2))
+    assert active(state) == (3, [1, 2, 0])
+    assert desired(state) == (3, 3)
 
 
-def test_after_a_break_all_replicas_enter_the_next_generation() -> None:
-    state = after(running(1, 2), registration(1, LOST, 1, port=7))
-    assert active(state) is None, "rank 0 has not left yet"
-    assert active(register(state, registration(0, LOST, 1))) == (2, 2)
+def test_a_member_that_another_reports_as_lost_is_left_out_at_once_and_for_ever() -> None:
+    state = after(running(1, 3), holding(0, 1, 2), holding(1, 1))
+    assert active(state) == (2, [0, 1])
+    state = after(state, registration(0, RUNNING, 2), registration(1, RUNNING, 2), holding(2, 1, 0, 1))
+    assert active(state) == (2, [0, 1]), "it was only frozen; its generation has ended"
+    assert state.view(1).has_ended(1)
+    state = after(state, registration(2, REENTERING, 1), registration(2, WAITING, trainer="next"))
+    assert active(state) == (3, [0, 1, 2])
 
 
-def test_after_a_break_the_smaller_count_is_desired() -> None:
-    grows = after(running(1, 2), Allocation(2, 4), registration(1, LOST, 1))
-    shrinks = after(running(1, 3), registration(0, TERMINATED, 1), Allocation(3, 2), registration(1, LOST, 1))
-    assert desired(grows) == (3, 2)
-    assert desired(shrinks) == (3, 2)
+def test_members_that_report_each_other_as_lost_both_stay() -> None:
+    state = after(running(1, 2), registration(0, RUNNING, 1), holding(0, 1))
+    state = after(state, holding(1, 1, 0))
+    assert active(state) == (2, [0, 1])
+
+
+def test_a_joiner_that_another_reports_as_lost_takes_part_in_no_later_generation() -> None:
+    state = after(running(1, 1), Allocation(2, 2), registration(1, WAITING), holding(0, 2, 1))
+    assert active(state) == (3, [0])
+    state = after(state, registration(0, RUNNING, 3), registration(1, WAITING))
+    assert active(state) == (3, [0])
+    assert state.member_view(1, "trainer-1").left_out
+    assert not state.member_view(1, "trainer-0").left_out
+    assert active(after(state, registration(1, WAITING, trainer="next"))) == (4, [0, 1])
+
+
+def test_a_member_that_holds_while_it_moves_is_accounted_for() -> None:
+    state = after(running(1, 2), Allocation(2, 3), registration(2, WAITING))
+    assert active(state) == (2, [0, 1, 2])
+    state = after(state, holding(0, 1, 1))
+    assert active(state) == (2, [0, 1, 2]), "it has not noticed generation 2"
+    state = after(state, registration(1, LOST, 1), holding(0, 2, 1))
+    assert active(state) is None, "replica 2 may have got the state"
+    state = after(state, replace(holding(2, 2), step=None))
+    assert active(state) == (3, [0, 2])
+    assert state.active is not None
+    assert [member.holds for member in state.active.members] == [True, False]
+
+
+def test_a_fixed_size_waits_for_the_replacement_with_its_state() -> None:
+    fixed = JobSpec(8, min_replicas=2, max_replicas=2)
+    state = after(running(1, 2, spec=fixed), holding(1, 1, 0), spec=fixed)
+    assert active(state) is None
+    state = after(state, registration(0, LOST, 1), registration(0, WAITING, trainer="next"), spec=fixed)
+    assert active(state) == (2, [1, 0])
+    assert desired(state) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "replicas", "there", "size"),
+    [
+        (JobSpec(8, max_replicas=8), 8, 7, 4),  # the divisors of 8
+        (JobSpec(8, 64, (8, 8), max_replicas=8), 4, 3, 3),
+        (JobSpec(8, 64, (1, 8), min_replicas=3, max_replicas=8), 4, 3, 3),
+        (JobSpec(8, 64, (1, 8), min_replicas=3, max_replicas=8), 3, 2, 0),
+        (None, 3, 2, 0),  # nothing is known about valid counts
+    ],
+)
+def test_the_count_after_a_loss_is_the_largest_valid_one(
+    spec: JobSpec | None, replicas: int, there: int, size: int
+) -> None:
+    lost = range(there, replicas)
+    state = after(running(1, replicas, spec=spec), *(holding(i, 1, *lost) for i in range(there)), spec=spec)
+    assert active(state) == ((2, list(range(size))) if size else None)
+
+
+def test_waiting_replicas_fill_the_places_of_the_lost() -> None:
+    state = after(running(1, 2), Allocation(2, 4), registration(3, WAITING), holding(0, 1, 1))
+    assert active(state) == (2, [0, 3])
+    assert desired(state) == (3, 4)
+
+
+def test_after_the_loss_of_all_state_as_many_replicas_begin_from_the_checkpoint() -> None:
+    state = after(running(1, 2), Allocation(2, 4), registration(0, LOST, 1), registration(1, LOST, 1))
+    state = after(state, registration(1, WAITING, trainer="a"))
+    assert active(state) is None
+    state = after(state, registration(0, WAITING, trainer="b"))
+    assert active(state) == (2, [0, 1])
+    assert state.active is not None
+    assert not state.active.has_state
+    assert desired(state) == (3, 4)
 
 
 @pytest.mark.parametrize("replica_state", [WAITING, RUNNING, LOST])
-def test_an_agent_that_replaces_another_breaks_its_generation(replica_state: ReplicaState) -> None:
-    state = register(running(1, 2), registration(1, replica_state, 0, agent="next"))
+def test_a_trainer_that_replaces_another_breaks_its_generation(replica_state: ReplicaState) -> None:
+    state = after(running(1, 2), registration(1, replica_state, trainer="next"))
     assert active(state) is None
     assert desired(state) == (2, 2)
 
 
-@pytest.mark.parametrize("replica_state", [LOST, FAILED, REENTERING, TERMINATED])
+@pytest.mark.parametrize("replica_state", sorted(DEPARTED_STATES))
 def test_surplus_replicas_break_nothing_and_their_failures_do_not_count(replica_state: ReplicaState) -> None:
     state = after(running(1, 2), Allocation(2, 1), registration(1, replica_state, 1))
-    assert active(state) == (2, 1)
+    assert active(state) == (2, [0])
     assert (state.failures, state.disruptions) == (0, 0)
-
-
-@pytest.mark.parametrize(("replica_state", "counted"), [(FAILED, (1, 0)), (TERMINATED, (0, 1))])
-def test_a_replica_that_exits_while_it_moves_breaks_the_next_generation(
-    replica_state: ReplicaState, counted: tuple[int, int]
-) -> None:
-    state = after(
-        running(1, 2), registration(2, WAITING, 0), Allocation(2, 3), registration(1, replica_state, 1)
-    )
-    assert active(state) is None
-    assert desired(state) == (3, 3)
-    assert (state.failures, state.disruptions) == counted
-
-
-@pytest.mark.parametrize("replica_state", [REENTERING, LOST])
-def test_replicas_that_move_break_nothing(replica_state: ReplicaState) -> None:
-    state = after(
-        running(1, 2),
-        registration(2, WAITING, 0),
-        Allocation(2, 3),
-        registration(1, replica_state, 1),
-        registration(0, replica_state, 1),
-    )
-    assert active(state) == (2, 3)
 
 
 # -- counting -------------------------------------------------------------------------------------------
@@ -296,69 +377,104 @@ def test_replicas_that_move_break_nothing(replica_state: ReplicaState) -> None:
     [
         ([FAILED], 1, 0),
         ([FAILED, FAILED], 1, 0),  # the same defect on all replicas
-        ([FAILED, LOST], 1, 0),
-        ([LOST, FAILED], 1, 0),  # the peer of the failed replica registers first
-        ([LOST, FAILED, FAILED], 1, 0),
+        ([FAILED, HOLDING], 1, 0),
+        ([HOLDING, FAILED], 1, 0),  # the peer of the failed replica registers first
+        ([HOLDING, FAILED, FAILED], 1, 0),
         ([LOST, LOST], 0, 1),
-        ([TERMINATED, REENTERING, REENTERING], 0, 1),
+        ([TERMINATED, HOLDING, HOLDING], 0, 1),
     ],
 )
 def test_a_generation_counts_once_and_as_a_failure_if_the_program_failed(
     ends: list[ReplicaState], failures: int, disruptions: int
 ) -> None:
     state = after(
-        running(1, 3), *(registration(rank, replica_state, 1) for rank, replica_state in enumerate(ends))
+        running(1, 3), *(registration(index, replica_state, 1) for index, replica_state in enumerate(ends))
     )
     assert (state.failures, state.disruptions) == (failures, disruptions)
 
 
-def test_failures_of_successive_generations_add_up() -> None:
-    state = Rendezvous(desired=Allocation(1, 2))
-    for generation in range(1, 5):
-        agents = [f"{generation}-{rank}" for rank in range(2)]
+def test_a_failure_counts_also_if_the_others_have_left_the_replica_out_before() -> None:
+    state = after(running(1, 2), holding(0, 1, 1))
+    assert (active(state), state.disruptions) == ((2, [0]), 1)
+    state = after(state, registration(1, FAILED, 1))
+    assert (active(state), state.failures, state.disruptions) == ((2, [0]), 1, 0)
+
+
+def test_restarts_without_progress_are_counted_until_the_next_step() -> None:
+    state = running(1, 1)
+    for generation in range(2, 5):
+        name = f"{generation}"
         state = after(
             state,
-            *(registration(rank, WAITING, 0, agent=agents[rank]) for rank in range(2)),
-            *(registration(rank, RUNNING, generation, agent=agents[rank]) for rank in range(2)),
-            registration(0, LOST, generation, agent=agents[0]),
-            registration(1, FAILED, generation, agent=agents[1]),
+            registration(
+                0, LOST, generation - 1, trainer="trainer-0" if generation == 2 else f"{generation - 1}"
+            ),
+            registration(0, WAITING, trainer=name),
+            registration(0, RUNNING, generation, trainer=name),
         )
-    assert (state.failures, state.disruptions) == (4, 0)
+        assert state.restarts_without_progress == generation - 1
+    state = after(state, registration(0, RUNNING, 4, trainer="4", stepped=4))
+    assert state.restarts_without_progress == 0
+    state = after(state, registration(0, LOST, 4, trainer="4", stepped=4))
+    assert state.restarts_without_progress == 0, "generation 4 has made a step"
+
+
+def test_trainers_that_are_killed_before_any_generation_are_counted() -> None:
+    state = after(Rendezvous(), Allocation(1, 2), *(registration(0, LOST, trainer=f"{i}") for i in range(3)))
+    assert state.restarts_without_progress == 3
+    state = after(state, registration(0, LOST, trainer="2"))
+    assert state.restarts_without_progress == 3, "the same trainer"
+
+
+def test_a_replica_that_cannot_join_does_not_count_while_the_others_make_steps() -> None:
+    state = after(running(1, 1), registration(0, RUNNING, 1, stepped=1), Allocation(2, 2))
+    state = after(state, *(registration(1, LOST, trainer=f"{i}") for i in range(9)))
+    assert state.restarts_without_progress == 0
+    assert after(state, registration(0, LOST, 1, stepped=1)).restarts_without_progress == 0
+
+
+# -- versions and the secret ----------------------------------------------------------------------------
+
+
+def test_another_version_is_refused_while_members_train_and_both_are_named() -> None:
+    state = after(running(1, 1), replace(registration(0, RUNNING, 1), version="1.0"), Allocation(2, 2))
+    with pytest.raises(VersionMismatchError, match=r"replica 1 has adascale 2.0.*replica 0.*has 1.0"):
+        after(state, replace(registration(1, WAITING), version="2.0"))
+    assert active(after(state, replace(registration(1, WAITING), version="1.0"))) == (2, [0, 1])
+    gone = after(state, replace(registration(0, LOST, 1), version="1.0"))
+    after(gone, replace(registration(1, WAITING), version="2.0"))
+
+
+def test_the_first_secret_becomes_the_jobs_and_only_agents_get_it() -> None:
+    state = after(Rendezvous(), replace(registration(0, WAITING), key="first"))
+    state = after(state, replace(registration(1, WAITING), key="second"))
+    assert state.member_view(1, "").key == "first"
+    assert "first" not in json.dumps(state.view(1).to_json())
+    assert all(not replica.key for replica in state.replicas.values())
 
 
 # -- expiry ---------------------------------------------------------------------------------------------
 
 
-def test_an_expired_replica_breaks_its_generation() -> None:
-    state = expire(running(1, 2), [1])
-    assert desired(state) == (2, 2)
-    assert state.disruptions == 1
+def test_the_expiry_of_an_agent_does_not_interrupt_training() -> None:
+    state = expire(running(1, 2), [1], ELASTIC)
+    assert active(state) == (1, [0, 1])
     assert 1 not in state.replicas
+    assert expire(state, [1]) == state
+    assert after(state, registration(1, RUNNING, 1)) == running(1, 2)
+
+
+def test_an_expired_member_is_accounted_for_after_a_loss() -> None:
+    state = after(running(1, 3), registration(1, LOST, 1), holding(0, 1))
+    assert active(state) is None
+    assert active(expire(state, [2], ELASTIC)) == (2, [0])
 
 
 def test_an_expired_replica_is_absent_until_it_registers_again() -> None:
-    state = expire(after(running(1, 1), registration(1, WAITING, 0)), [1])
-    state = allocate(state, Allocation(2, 2))
-    assert active(state) == (1, 1)
-    assert active(register(state, registration(1, WAITING, 0))) == (2, 2)
-
-
-def test_the_expiry_of_surplus_or_unknown_replicas_breaks_nothing() -> None:
-    state = after(running(1, 1), registration(1, WAITING, 0))
-    assert active(expire(state, [1, 5])) == (1, 1)
-    assert expire(state, [5]) == state
-
-
-def test_a_replica_expires_once() -> None:
-    state = expire(running(1, 2), [1])
-    assert expire(state, [1]) == state
-
-
-def test_an_expired_replica_that_registers_again_enters_the_next_generation() -> None:
-    state = expire(running(1, 2), [1])
-    state = after(state, registration(0, LOST, 1), registration(1, RUNNING, 1))
-    assert active(state) is None
-    assert active(register(state, registration(1, LOST, 1))) == (2, 2)
+    state = expire(after(running(1, 1), registration(1, WAITING)), [1])
+    state = after(state, Allocation(2, 2))
+    assert active(state) == (1, [0])
+    assert active(after(state, registration(1, WAITING))) == (2, [0, 1])
 
 
 # -- late registrations ---------------------------------------------------------------------------------
@@ -367,165 +483,115 @@ def test_an_expired_replica_that_registers_again_enters_the_next_generation() ->
 @pytest.mark.parametrize(
     ("newer", "late"),
     [
-        (registration(1, RUNNING, 1), registration(1, WAITING, 0)),
+        (registration(1, RUNNING, 1), registration(1, WAITING)),
+        (registration(1, HOLDING, 1), registration(1, RUNNING, 1)),
         (registration(1, LOST, 1), registration(1, RUNNING, 1)),
+        (registration(1, LOST, 1), registration(1, HOLDING, 1)),
         (registration(1, REENTERING, 1), registration(1, RUNNING, 1)),
         (registration(1, FAILED, 1), registration(1, LOST, 1)),
         (registration(1, TERMINATED, 1), registration(1, REENTERING, 1)),
         (registration(1, FINISHED, 1), registration(1, RUNNING, 1)),
         (registration(0, FINISHED, 1), registration(0, RUNNING, 1)),
+        (registration(1, HOLDING, 1, lost=(0, 2)), registration(1, HOLDING, 1, lost=(0,))),
+        (registration(1, RUNNING, 1, stepped=1), registration(1, RUNNING, 1)),
     ],
 )
 def test_a_delayed_registration_changes_nothing(newer: Registration, late: Registration) -> None:
-    state = register(running(1, 2), newer)
-    assert register(state, late) == state
-    assert register(state, newer) == state
+    state = after(running(1, 3), newer)
+    assert after(state, late) == state
+    assert after(state, newer) == state
 
 
-def test_registrations_of_a_replaced_agent_are_ignored() -> None:
-    state = after(running(1, 2), registration(1, WAITING, 0, agent="next"), registration(0, LOST, 1))
-    assert active(state) == (2, 2)
+def test_registrations_of_a_replaced_trainer_are_ignored() -> None:
+    state = after(running(1, 2), registration(1, WAITING, trainer="next"), holding(0, 1))
+    assert active(state) == (2, [0, 1])
     for replica_state in ReplicaState:
-        assert register(state, registration(1, replica_state, 1)) == state
-
-
-def test_registrations_of_a_replaced_agent_count_if_its_successor_has_expired() -> None:
-    state = after(running(1, 1), registration(0, WAITING, 0, agent="next"))
-    state = expire(state, [0])
-    state = register(state, registration(0, LOST, 1, port=7))
-    assert active(state) == (3, 1)
-    assert state.replaced_agents == ("next",)
-    assert register(state, registration(0, WAITING, 0, agent="next")) == state
-
-
-def test_only_agents_that_were_present_are_admitted() -> None:
-    following = running(1, 2).view(1).next_allocation(0)
-    assert following is not None
-    assert following.admits(1, "agent-1")
-    assert not following.admits(1, "next")
-    assert replace(following, instances=()).admits(1, "next"), (
-        "an allocation without a list of instances admits any agent"
-    )
-
-
-# -- the port of rank 0 ---------------------------------------------------------------------------------
-
-
-def test_a_port_is_assigned_to_one_generation_only() -> None:
-    state = after(Rendezvous(), Allocation(1, 1), registration(0, WAITING, 0, port=7), Allocation(2, 1))
-    assert active(state) == (1, 1)
-    state = after(state, registration(0, WAITING, 0, port=7))
-    assert active(state) == (1, 1)
-    assert active(register(state, registration(0, RUNNING, 1, port=8))) == (2, 1)
-
-
-def test_a_port_assigned_to_a_missed_generation_is_reported_as_used() -> None:
-    state = after(
-        Rendezvous(), Allocation(1, 2), registration(0, WAITING, 0, port=7), registration(1, WAITING, 0)
-    )
-    assert state.view(1).used_port == 7
-    assert state.view(1).next_allocation(0), "generation 1 uses the port"
-    state = register(state, registration(1, LOST, 1))
-    assert active(state) is None, "rank 0 has missed generation 1, and port 7 is assigned to it"
-    assert state.view(1).used_port == 7
-    assert not state.view(1).next_allocation(0)
-    state = register(state, registration(0, WAITING, 0, port=8))
-    assert active(state) == (2, 2)
-    state = after(state, registration(1, TERMINATED, 2), registration(1, WAITING, 0, agent="next"))
-    assert active(register(state, registration(0, WAITING, 0, port=7))) is None, "port 7 is used"
-
-
-def test_a_port_stays_assigned_if_its_agent_expires_for_a_while() -> None:
-    state = after(Rendezvous(), Allocation(1, 1), registration(0, WAITING, 0, port=7))
-    state = register(expire(state, [0]), registration(0, WAITING, 0, port=7))
-    assert active(state) is None
-    assert active(register(state, registration(0, WAITING, 0, port=8))) == (2, 1)
-
-
-def test_another_agent_may_have_a_port_of_the_same_number() -> None:
-    state = after(Rendezvous(), Allocation(1, 1), registration(0, WAITING, 0, port=7))
-    assert active(register(state, registration(0, WAITING, 0, port=7, agent="next"))) == (2, 1)
+        assert after(state, registration(1, replica_state, 1)) == state
 
 
 # -- completion -----------------------------------------------------------------------------------------
 
 
 def test_a_job_is_complete_when_rank_0_has_finished_and_remains_complete() -> None:
-    done = register(running(1, 2), registration(0, FINISHED, 1))
+    done = after(running(1, 2), registration(0, FINISHED, 1))
     assert done.complete
     for state in (
-        register(done, registration(0, WAITING, 0, agent="next")),
-        register(done, registration(0, FAILED, 1)),
-        register(done, registration(1, FAILED, 1)),
-        register(done, registration(1, LOST, 1)),
-        register(done, registration(1, WAITING, 0, agent="next")),
+        after(done, registration(0, WAITING, trainer="next")),
+        after(done, registration(0, FAILED, 1)),
+        after(done, registration(1, FAILED, 1)),
+        after(done, registration(1, LOST, 1)),
+        after(done, registration(1, WAITING, trainer="next")),
         expire(done, [0, 1]),
-        allocate(done, Allocation(2, 2)),
+        after(done, Allocation(2, 2)),
     ):
         assert state.complete
-        assert active(state) == (1, 2)
+        assert active(state) == (1, [0, 1])
         assert (state.failures, state.disruptions) == (0, 0)
 
 
+def test_rank_0_need_not_be_the_replica_with_index_0() -> None:
+    state = after(running(1, 3), registration(0, LOST, 1), holding(1, 1), holding(2, 1))
+    assert active(state) == (2, [1, 2])
+    assert not after(state, registration(2, FINISHED, 2, rank=1)).complete
+    assert after(state, registration(1, FINISHED, 2, rank=0)).complete
+
+
 def test_a_rank_other_than_0_that_finishes_neither_completes_the_job_nor_breaks_the_generation() -> None:
-    state = register(running(1, 2), registration(1, FINISHED, 1))
+    state = after(running(1, 2), registration(1, FINISHED, 1))
     assert not state.complete
-    assert active(state) == (1, 2)
+    assert active(state) == (1, [0, 1])
 
 
-# -- after a loss of the state --------------------------------------------------------------------------
+def test_a_program_that_finishes_before_it_enters_a_generation_breaks_that_generation() -> None:
+    state = after(running(1, 1), Allocation(2, 2), registration(1, WAITING))
+    assert active(state) == (2, [0, 1])
+    state = after(state, registration(0, FINISHED, 1))
+    assert state.complete
+    assert state.view(1).has_ended(2)
 
 
-def test_after_a_loss_of_state_the_running_generation_becomes_active() -> None:
-    state = after(Rendezvous(), Allocation(5, 2), registration(0, RUNNING, 5), registration(1, RUNNING, 5))
-    assert active(state) == (5, 2)
-    assert state.active is not None
-    assert state.active.master_port == NO_PORT, "the registered port of rank 0 is for the next generation"
-    assert not state.view(1).has_ended(5)
-    assert active(allocate(state, Allocation(6, 1))) == (6, 1)
+def test_a_trainer_that_was_left_out_cannot_complete_the_job() -> None:
+    state = after(running(1, 2), holding(1, 1, 0))
+    assert active(state) == (2, [1])
+    assert not after(state, registration(0, FINISHED, 1)).complete
 
 
-def test_after_a_loss_of_state_running_replicas_move_to_a_newer_allocation() -> None:
-    state = after(Rendezvous(), Allocation(6, 2), registration(0, RUNNING, 5), registration(1, WAITING, 0))
-    assert active(state) == (6, 2)
-    assert state.view(1).has_ended(5)
+# -- after a loss of the service's data -----------------------------------------------------------------
 
 
-def test_after_a_loss_of_state_a_newer_running_generation_becomes_active() -> None:
-    state = after(Rendezvous(), Allocation(4, 2), registration(0, RUNNING, 5), registration(1, RUNNING, 5))
-    assert active(state) == desired(state) == (5, 2)
+def in_generation(replica: int, generation: int, replicas: int, rank: int | None = None) -> Registration:
+    return registration(replica, RUNNING, generation, replicas=replicas, rank=rank)
 
 
-@pytest.mark.parametrize("replica_state", [LOST, REENTERING])
-def test_no_replica_enters_a_generation_that_it_has_left(replica_state: ReplicaState) -> None:
-    state = after(
-        Rendezvous(), Allocation(5, 2), registration(0, replica_state, 5), registration(1, WAITING, 0)
-    )
-    assert active(state) == desired(state) == (6, 2)
-
-
-def test_a_generation_with_more_trainers_than_allocated_breaks() -> None:
-    state = after(Rendezvous(), Allocation(4, 1), registration(0, RUNNING, 5))
-    assert active(state) == (5, 1)
-    state = register(state, registration(1, RUNNING, 5))
+def test_after_a_loss_of_data_the_running_generation_becomes_active() -> None:
+    state = after(Rendezvous(), Allocation(5, 2), in_generation(1, 5, 2, rank=0))
     assert active(state) is None
-    assert desired(state) == (6, 1)
+    state = after(state, in_generation(0, 5, 2, rank=1))
+    assert active(state) == (5, [1, 0])
+    assert not state.view(1).has_ended(5)
+    assert active(after(state, Allocation(6, 1))) == (6, [0])
 
 
-def test_a_trainer_of_an_unknown_generation_exits_for_a_newer_generation() -> None:
-    state = after(
-        Rendezvous(), registration(0, WAITING, 0), registration(0, WAITING, 0, agent="next"), Allocation(1, 1)
-    )
-    state = register(state, registration(0, RUNNING, 5))
-    assert desired(state) == (6, 1)
-    state = register(state, registration(0, WAITING, 0, agent="next", port=7))
-    assert active(state) == (6, 1)
-    assert state.view(1).has_ended(5)
+def test_after_a_loss_of_data_running_replicas_move_to_a_newer_allocation() -> None:
+    state = after(Rendezvous(), Allocation(6, 2), in_generation(0, 5, 1), registration(1, WAITING))
+    assert active(state) == (6, [0, 1])
+    assert state.active is not None
+    assert state.active.has_state
 
 
-def test_a_replica_ahead_of_the_active_generation_starts_a_newer_generation() -> None:
-    state = after(Rendezvous(), Allocation(1, 1), registration(0, WAITING, 0), registration(0, RUNNING, 5))
-    assert active(state) == desired(state) == (6, 1)
+def test_after_a_loss_of_data_members_that_hold_continue() -> None:
+    held = replace(holding(1, 5, 0), replicas=2, rank=1)
+    state = after(Rendezvous(), Allocation(1, 2), held)
+    assert active(state) == (6, [1])
+    assert desired(state) == (7, 2)
+
+
+def test_trainers_with_newer_state_take_the_place_of_a_generation_begun_without_them() -> None:
+    state = after(Rendezvous(), registration(0, WAITING), Allocation(1, 1))
+    assert active(state) == (1, [0])
+    state = after(state, in_generation(1, 5, 1, rank=0))
+    assert active(state) == (6, [1, 0]), "replica 1 gives its state to replica 0, which stays"
+    assert state.view(1).has_ended(1)
 
 
 # -- JSON -----------------------------------------------------------------------------------------------
@@ -534,83 +600,106 @@ def test_a_replica_ahead_of_the_active_generation_starts_a_newer_generation() ->
 def test_the_state_is_equal_after_a_round_trip_through_json() -> None:
     state = after(
         running(1, 3),
-        registration(2, WAITING, 0, agent="next"),
+        registration(2, WAITING, trainer="next"),
         registration(0, FAILED, 1),
-        registration(1, LOST, 1),
+        replace(holding(1, 1, 0), key="secret"),
+        registration(4, LOST),
     )
     state = expire(state, [1])
-    assert state.replaced_agents
-    assert state.assigned_ports
+    assert state.replaced
+    assert state.left_out
     assert state.expired
+    assert state.deaths
     assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
 # -- a job under random faults --------------------------------------------------------------------------
 
 T = TypeVar("T")
-RANKS = 4
+REPLICAS = 4
+SPECS = (None, ELASTIC, JobSpec(4, max_replicas=4), JobSpec(8, 64, (1, 8), min_replicas=2, max_replicas=8))
 _unique = count(1)
 
 
 @dataclass(eq=False)
-class Agent:
-    """A simulated agent: it receives views, runs trainers and sends registrations."""
+class Trainer:
+    """A simulated trainer process."""
 
-    rank: int
-    instance: str = field(default_factory=lambda: f"agent-{next(_unique)}")
+    replica: int
+    agent: str
+    instance: str = ""
     state: ReplicaState = WAITING
     generation: int = 0
-    port: int = field(default_factory=lambda: next(_unique))
+    """As it reports."""
+    assignment: ActiveAllocation | None = None
+    step: int | None = None
+    """Of its state; None if it has none."""
+    lost: frozenset[int] = frozenset()
+    stepped: int = 0
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        self.instance = f"{self.agent}.{next(_unique)}"
+
+    @property
+    def assigned(self) -> int:
+        """The newest generation that it knows."""
+        return max(self.assignment.generation if self.assignment else 0, self.generation)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it trains in its newest generation."""
+        return self.state is RUNNING and self.generation == self.assigned
+
+    def hold(self, generation: int, lost: frozenset[int] = frozenset()) -> None:
+        """Hold, unless it does already, and report the loss of peers."""
+        if not self.frozen:
+            before = self.lost if (self.state, self.generation) == (HOLDING, generation) else frozenset()
+            self.state, self.generation, self.lost = HOLDING, generation, before | lost
+
+
+@dataclass(eq=False)
+class Agent:
+    """A simulated agent: it receives views, starts trainers and sends registrations."""
+
+    replica: int
+    trainer: Trainer
     view: AllocationView | None = None
-    entered: tuple[int, str, int] | None = None
-    """Generation, address and port of its running trainer."""
-    prepared: int = 0
+    alive: bool = True
 
     @property
     def registration(self) -> Registration:
-        prepared = self.prepared if self.entered is not None else None
+        trainer = self.trainer
         return Registration(
-            *(self.rank, self.instance, self.state, self.generation, self.instance, self.port),
-            prepared=prepared,
+            *(self.replica, trainer.instance, trainer.state, trainer.generation, "host", 1),
+            assigned=trainer.assigned,
+            step=trainer.step if trainer.state is HOLDING else None,
+            lost=tuple(sorted(trainer.lost)) if trainer.state is HOLDING else (),
+            stepped=trainer.stepped,
+            rank=trainer.assignment.rank_of(self.replica, trainer.instance) if trainer.assignment else None,
+            replicas=trainer.assignment.replicas if trainer.assignment else None,
         )
 
     @property
-    def generation_has_ended(self) -> bool:
-        return self.entered is not None and self.view is not None and self.view.has_ended(self.generation)
+    def has_trainer(self) -> bool:
+        return self.alive and self.trainer.state not in DEPARTED_STATES | EXITED_STATES
 
-    def receive(self, view: AllocationView) -> bool:
-        """Act on a view, and return whether the registration has changed."""
+    def receive(self, view: AllocationView) -> None:
+        """Act on a view, as a real agent does."""
         if self.view is not None and view.version < self.view.version:
-            return False
+            return
         self.view = view
-        if self.entered is not None:
-            desired = view.desired
-            prepares = (
-                desired is not None and self.rank < desired.replicas and desired.generation > self.prepared
-            )
-            if prepares and desired is not None:
-                self.prepared = desired.generation
-            return prepares
-        following = view.next_allocation(self.generation)
-        if following is None or not following.admits(self.rank, self.instance):
-            missed = self.rank == 0 and view.used_port == self.port
-            if missed:
-                self.port = next(_unique)
-            return missed
-        self.generation = following.generation
-        if self.rank == 0 and following.master_port != self.port:
-            self.port = next(_unique)
-            self.state = LOST
-            return True
-        self.entered = (following.generation, following.master_addr, following.master_port)
-        self.state = RUNNING
-        if self.rank == 0:
-            self.port = next(_unique)
-        return True
-
-    def end_trainer(self, replica_state: ReplicaState) -> None:
-        self.entered = None
-        self.state = replica_state
+        trainer, following = self.trainer, view.active
+        if not self.has_trainer or following is None or trainer.frozen:
+            return
+        holds = trainer.state is HOLDING and trainer.generation == trainer.assigned
+        match instruction(view, self.replica, trainer.instance, trainer.assigned, holds=holds):
+            case Instruction.RELEASE:
+                trainer.state = REENTERING
+            case Instruction.HOLD:
+                trainer.hold(following.generation)
+            case Instruction.ASSIGN:
+                trainer.assignment = following
 
 
 class SimulatedJob(RuleBasedStateMachine):
@@ -619,15 +708,16 @@ class SimulatedJob(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.state = Rendezvous()
+        self.spec: JobSpec | None = None
         self.version = 1
         self.agents: list[Agent] = []
         self.latest: dict[int, Agent] = {}
         self.in_flight: list[Registration] = []
         self.published: Allocation | None = None
-        self.assigned_ports: set[tuple[str, int]] = set()
         self.failed_generations: set[int] = set()
-        self.unknown_to_service: set[Agent] = set()
-        """Agents whose trainers the service does not know, because it has lost its data."""
+        self.data_was_lost = False
+        self.finished_by_all = 0
+        """The newest step that all members of a generation have finished."""
 
     # -- the service
 
@@ -641,14 +731,35 @@ class SimulatedJob(RuleBasedStateMachine):
             return
         assert state.desired.generation >= before.desired.generation
         assert not before.complete or state.complete
-        if state.active is None or state.active == before.active:
+        following = state.active
+        if following is None or following == before.active:
             return
-        assert before.active is None or state.active.generation > before.active.generation
-        assert state.active.generation <= state.desired.generation
-        if state.active.master_port != NO_PORT:
-            assigned = (state.active.master_addr, state.active.master_port)
-            assert assigned not in self.assigned_ports, "a port is assigned twice"
-            self.assigned_ports.add(assigned)
+        if before.active is not None:
+            assert following.generation > before.active.generation
+        assert following.generation <= state.desired.generation
+        assert len(following.indices) == following.replicas == len(following.members)
+        if not self.data_was_lost:
+            assert following.replicas == 0 or self.is_valid(following.replicas)
+            self.check_that_state_is_kept(before, following)
+
+    def is_valid(self, replicas: int) -> bool:
+        return self.spec is None or is_valid_replicas(self.spec.bounds, replicas)
+
+    def check_that_state_is_kept(self, before: Rendezvous, following: ActiveAllocation) -> None:
+        """If a member of the previous generation has state and is there, the next one has state."""
+        previous = before.active
+        if previous is None or following.replicas == 0:
+            return
+        there = [
+            agent.trainer
+            for agent in self.agents
+            if agent.has_trainer
+            and agent.trainer.step is not None
+            and previous.admits(agent.replica, agent.trainer.instance)
+            and agent.replica in self.state.replicas
+            and self.state.replicas[agent.replica].instance == agent.trainer.instance
+        ]
+        assert not there or following.has_state
 
     @property
     def view(self) -> AllocationView:
@@ -656,22 +767,25 @@ class SimulatedJob(RuleBasedStateMachine):
 
     # -- without faults
 
-    @initialize(replicas=st.integers(1, RANKS))
-    def submit(self, replicas: int) -> None:
-        for rank in range(replicas):
-            self.send(self.start_agent(rank))
+    @initialize(replicas=st.integers(1, REPLICAS), spec=st.sampled_from(SPECS))
+    def submit(self, replicas: int, spec: JobSpec | None) -> None:
+        self.spec = spec
+        for index in range(replicas):
+            self.send(self.start_agent(index))
         self.allocate(replicas)
 
-    @rule(replicas=st.integers(0, RANKS))
+    @rule(replicas=st.integers(0, REPLICAS))
     def allocate(self, replicas: int) -> None:
+        if replicas and not self.is_valid(replicas):
+            return
         newest = self.state.desired or self.published
         self.published = Allocation(newest.generation + 1 if newest else 1, replicas)
         self.publish()
 
-    @rule(rank=st.integers(0, RANKS - 1))
-    def start(self, rank: int) -> None:
-        """Start an agent, which may be the second of its rank."""
-        self.send(self.start_agent(rank))
+    @rule(index=st.integers(0, REPLICAS - 1))
+    def start(self, index: int) -> None:
+        """Start an agent, which may be the second of its replica."""
+        self.send(self.start_agent(index))
 
     @precondition(lambda self: self.agents)
     @rule(data=st.data())
@@ -685,14 +799,33 @@ class SimulatedJob(RuleBasedStateMachine):
 
     @rule()
     def synchronize_all(self) -> None:
-        """Deliver all registrations and views; trainers of ended generations exit."""
+        """Deliver all registrations and views; replace trainers and agents that have ended."""
         self.synchronize()
 
-    @precondition(lambda self: any(agent.generation_has_ended for agent in self.agents))
-    @rule(data=st.data(), replica_state=st.sampled_from([REENTERING, LOST]))
-    def leave(self, data: st.DataObject, replica_state: ReplicaState) -> None:
-        agent = self.choose(data, [agent for agent in self.agents if agent.generation_has_ended])
-        agent.end_trainer(replica_state)
+    @precondition(lambda self: any(not agent.has_trainer for agent in self.agents))
+    @rule(data=st.data())
+    def start_trainer(self, data: st.DataObject) -> None:
+        self.restart(self.choose(data, [agent for agent in self.agents if not agent.has_trainer]))
+
+    @rule(data=st.data())
+    def form(self, data: st.DataObject) -> None:
+        """Some of the members of a generation get the state and run."""
+        for members in self.complete_generations():
+            self.enter(members, data.draw(st.integers(1, len(members))))
+
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        """Some of the members finish a step, or the others do, which have not."""
+        for members in self.complete_generations():
+            if all(trainer.runs for trainer in members):
+                self.finish_step(members, data.draw(st.integers(1, len(members))))
+
+    @precondition(lambda self: any(self.lost_peers(agent) is not None for agent in self.agents))
+    @rule(data=st.data())
+    def notice(self, data: st.DataObject) -> None:
+        """A trainer notices that peers are lost or hold."""
+        agent = self.choose(data, [agent for agent in self.agents if self.lost_peers(agent) is not None])
+        self.notice_loss(agent)
         self.send(agent)
 
     @precondition(lambda self: self.in_flight)
@@ -701,7 +834,7 @@ class SimulatedJob(RuleBasedStateMachine):
         registration = self.choose(data, self.in_flight)
         if not again:
             self.in_flight.remove(registration)
-        self.change(register(self.state, registration))
+        self.change(register(self.state, registration, self.spec))
 
     # -- faults
 
@@ -710,39 +843,55 @@ class SimulatedJob(RuleBasedStateMachine):
     def lose_a_message(self, data: st.DataObject) -> None:
         self.in_flight.remove(self.choose(data, self.in_flight))
 
-    @precondition(lambda self: any(agent.entered for agent in self.agents))
-    @rule(data=st.data(), replica_state=st.sampled_from([REENTERING, LOST, FAILED, TERMINATED, FINISHED]))
+    @precondition(lambda self: any(agent.has_trainer for agent in self.agents))
+    @rule(data=st.data(), replica_state=st.sampled_from([LOST, LOST, FAILED, TERMINATED, FINISHED]))
     def end_a_trainer(self, data: st.DataObject, replica_state: ReplicaState) -> None:
-        agent = self.choose(data, [agent for agent in self.agents if agent.entered])
-        agent.end_trainer(replica_state)
+        agent = self.choose(data, [agent for agent in self.agents if agent.has_trainer])
+        if replica_state is FINISHED and not agent.trainer.runs:
+            return
+        agent.trainer.state = replica_state
         if replica_state is FAILED:
-            self.failed_generations.add(agent.generation)
+            self.failed_generations.add(agent.trainer.generation)
         self.send(agent)
         if replica_state in EXITED_STATES:
-            self.agents.remove(agent)
+            self.remove(agent)
 
     @precondition(lambda self: self.agents)
     @rule(data=st.data())
     def kill_an_agent(self, data: st.DataObject) -> None:
-        self.agents.remove(self.choose(data, self.agents))
+        self.remove(self.choose(data, self.agents))
 
-    @rule(rank=st.integers(0, RANKS - 1))
-    def expire_replica(self, rank: int) -> None:
-        self.change(expire(self.state, [rank]))
+    @precondition(lambda self: any(agent.trainer.frozen != agent.has_trainer for agent in self.agents))
+    @rule(data=st.data())
+    def freeze_or_thaw(self, data: st.DataObject) -> None:
+        agent = self.choose(data, self.agents)
+        agent.trainer.frozen = not agent.trainer.frozen
+
+    @precondition(lambda self: any(agent.trainer.assigned for agent in self.agents))
+    @rule(data=st.data(), index=st.integers(0, REPLICAS - 1))
+    def suspect(self, data: st.DataObject, index: int) -> None:
+        """A trainer takes a peer for lost that is not."""
+        agent = self.choose(data, [agent for agent in self.agents if agent.trainer.assigned])
+        if agent.has_trainer and index != agent.replica:
+            agent.trainer.hold(agent.trainer.assigned, frozenset({index}))
+            self.send(agent)
+
+    @rule(index=st.integers(0, REPLICAS - 1))
+    def expire_replica(self, index: int) -> None:
+        self.change(expire(self.state, [index], self.spec))
 
     @rule(republish=st.booleans())
     def lose_the_data(self, republish: bool) -> None:
         self.version += 1
         self.state = Rendezvous()
-        self.assigned_ports = set()
-        self.unknown_to_service = set(self.agents)
+        self.data_was_lost = True
         if republish:
             self.publish()
 
     @rule()
     def publish(self) -> None:
         try:
-            self.change(allocate(self.state, self.published or Allocation(1, 1)))
+            self.change(allocate(self.state, self.published or Allocation(1, 1), self.spec))
         except StaleAllocationError:
             self.published = self.state.desired
 
@@ -755,21 +904,15 @@ class SimulatedJob(RuleBasedStateMachine):
             assert self.state.active.generation <= self.state.desired.generation
 
     @invariant()
-    def no_two_trainers_have_the_same_rank_in_a_generation(self) -> None:
-        entered = [(agent.rank, agent.entered) for agent in self.agents if agent.entered]
-        assert len(set(entered)) == len(entered)
-
-    @invariant()
-    def at_most_one_generation_continues(self) -> None:
-        """Of the generations whose data the service has not lost."""
-        continuing = {
-            agent.entered
-            for agent in self.agents
-            if agent.entered
-            and agent not in self.unknown_to_service
-            and not self.view.has_ended(agent.generation)
-        }
-        assert len(continuing) <= 1
+    def at_most_one_generation_trains(self) -> None:
+        if not self.data_was_lost:
+            training = [
+                members[0].generation
+                for members in self.complete_generations()
+                if all(trainer.runs for trainer in members)
+                and all(trainer.replica in self.state.replicas for trainer in members)
+            ]
+            assert len(set(training)) <= 1
 
     @invariant()
     def only_failed_generations_count_as_failures(self) -> None:
@@ -779,68 +922,168 @@ class SimulatedJob(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Without further faults, the desired allocation becomes active and remains active."""
         for registration in self.in_flight:
-            self.change(register(self.state, registration))
+            self.change(register(self.state, registration, self.spec))
         self.in_flight.clear()
-        for _ in range(12):
+        for _ in range(20):
             self.synchronize()
         stable = self.state
         for _ in range(3):
             self.synchronize()
-        assert self.state == stable, "the state does not become stable"
+        assert replace(self.state, stepped=0) == replace(
+            stable,
+            stepped=0,
+            replicas=self.state.replicas,
+            stalled=self.state.stalled,
+            deaths=self.state.deaths,
+        ), "the state does not become stable"
         if stable.complete:
             return
         assert stable.desired is not None
-        assert active(stable) == desired(stable), "deadlock"
+        assert active(stable) is not None, "deadlock"
         assert stable.active is not None
-        members = [agent for agent in self.agents if agent.entered and not agent.generation_has_ended]
-        assert sorted(agent.rank for agent in members) == list(range(stable.active.replicas))
-        assert {agent.generation for agent in members} <= {stable.active.generation}
+        assert stable.active.generation == stable.desired.generation
+        assert stable.active.indices == set(range(stable.desired.replicas))
+        members = [agent.trainer for agent in self.agents if agent.has_trainer and agent.trainer.runs]
+        assert {trainer.instance for trainer in members} == {
+            member.instance for member in stable.active.members
+        }
 
     def synchronize(self) -> None:
         """Replace agents that have exited, then deliver the registration and the view of every agent."""
         self.publish()
         assert self.state.desired is not None
-        for rank in range(self.state.desired.replicas):
-            if self.latest.get(rank) not in self.agents:
-                self.start_agent(rank)
-        instances = {agent.instance for agent in self.agents}
+        for agent in self.agents:
+            agent.trainer.frozen = False
+            if not agent.has_trainer:
+                self.restart(agent)
+        for index in range(self.state.desired.replicas):
+            if self.latest.get(index) not in self.agents:
+                self.start_agent(index)
+        instances = {agent.trainer.instance for agent in self.agents}
         self.change(
             expire(
                 self.state,
                 [
-                    replica.rank
+                    replica.replica
                     for replica in self.state.replicas.values()
                     if replica.instance not in instances and replica.state not in EXITED_STATES
                 ],
+                self.spec,
             )
         )
         for agent in self.agents:
-            self.change(register(self.state, agent.registration))
+            self.change(register(self.state, agent.registration, self.spec))
         for agent in self.agents:
             self.poll_view(agent, delivered=True)
-            if agent.generation_has_ended:
-                agent.end_trainer(REENTERING)
+        for agent in self.agents:
+            self.notice_loss(agent)
+        for members in self.complete_generations():
+            self.enter(members, len(members))
+            self.finish_step(members, len(members))
+
+    # -- the trainers
+
+    def trainer_of(self, instance: str) -> Trainer | None:
+        """The trainer process of this instance, if it has not ended."""
+        for agent in self.agents:
+            if agent.has_trainer and agent.trainer.instance == instance:
+                return agent.trainer
+        return None
+
+    def complete_generations(self) -> list[list[Trainer]]:
+        """For each generation whose members are all there and connected: its trainers, by rank."""
+        found = []
+        allocations = {
+            agent.trainer.assignment.generation: agent.trainer.assignment
+            for agent in self.agents
+            if agent.has_trainer and agent.trainer.assignment is not None
+        }
+        for generation, allocation in allocations.items():
+            trainers = [self.trainer_of(member.instance) for member in allocation.members]
+            members = [
+                trainer
+                for trainer in trainers
+                if trainer is not None
+                and not trainer.frozen
+                and trainer.assignment == allocation
+                and (trainer.state, trainer.generation) != (HOLDING, generation)
+                and trainer.assigned == generation
+            ]
+            if members and len(members) == allocation.replicas:
+                found.append(members)
+        return found
+
+    def enter(self, members: list[Trainer], size: int) -> None:
+        assignment = members[0].assignment
+        assert assignment is not None
+        steps = [trainer.step for trainer in members if trainer.step is not None]
+        newest = max(steps, default=0)
+        if not self.data_was_lost and assignment.has_state:
+            assert newest >= self.finished_by_all, "a step is lost that all members had finished"
+        self.finished_by_all = newest if not assignment.has_state else self.finished_by_all
+        for trainer in [each for each in members if not each.runs][:size]:
+            trainer.state, trainer.generation, trainer.step = RUNNING, assignment.generation, newest
+            trainer.lost = frozenset()
+
+    def finish_step(self, members: list[Trainer], size: int) -> None:
+        steps = [trainer.step or 0 for trainer in members]
+        behind = [trainer for trainer in members if trainer.step == min(steps)]
+        for trainer in behind[:size]:
+            trainer.step = min(steps) + 1
+            trainer.stepped = trainer.generation
+        if not self.data_was_lost:
+            self.finished_by_all = max(self.finished_by_all, min(each.step or 0 for each in members))
+
+    def lost_peers(self, agent: Agent) -> frozenset[int] | None:
+        """The peers that are lost for the agent's trainer; None if it need not hold."""
+        trainer, allocation = agent.trainer, agent.trainer.assignment
+        if not agent.has_trainer or trainer.frozen or allocation is None:
+            return None
+        generation = allocation.generation
+        if trainer.assigned != generation or (trainer.state, trainer.generation) == (HOLDING, generation):
+            return None
+        lost, held = set(), False
+        for member in allocation.members:
+            peer = self.trainer_of(member.instance)
+            if peer is None or peer.frozen:
+                lost.add(member.replica)
+            elif (peer.state, peer.generation) == (HOLDING, generation) or peer.assigned > generation:
+                held = True
+        return frozenset(lost) if lost or held else None
+
+    def notice_loss(self, agent: Agent) -> None:
+        lost = self.lost_peers(agent)
+        if lost is not None:
+            agent.trainer.hold(agent.trainer.assigned, lost)
 
     # -- helpers
 
     def choose(self, data: st.DataObject, options: Iterable[T]) -> T:
         return data.draw(st.sampled_from(list(options)))
 
-    def start_agent(self, rank: int) -> Agent:
-        agent = self.latest[rank] = Agent(rank)
+    def start_agent(self, index: int) -> Agent:
+        agent = self.latest[index] = Agent(index, Trainer(index, f"agent-{next(_unique)}"))
         self.agents.append(agent)
         return agent
+
+    def restart(self, agent: Agent) -> None:
+        agent.trainer = Trainer(agent.replica, agent.trainer.agent)
+
+    def remove(self, agent: Agent) -> None:
+        agent.alive = False
+        self.agents.remove(agent)
 
     def send(self, agent: Agent) -> None:
         self.in_flight.append(agent.registration)
 
     def poll_view(self, agent: Agent, *, delivered: bool = False) -> None:
-        before = agent.entered
-        if agent.receive(self.view):
-            if agent.entered != before:
-                self.unknown_to_service.discard(agent)
+        before = agent.registration
+        agent.receive(self.view)
+        if agent.trainer.state is WAITING and agent.trainer.instance in self.state.left_out:
+            self.restart(agent)
+        if agent.registration != before:
             if delivered:
-                self.change(register(self.state, agent.registration))
+                self.change(register(self.state, agent.registration, self.spec))
             else:
                 self.send(agent)
 
@@ -849,13 +1092,3 @@ def test_the_invariants_hold_under_random_faults() -> None:
     run_state_machine_as_test(
         SimulatedJob, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
     )
-
-
-def test_a_program_that_finishes_before_it_enters_a_generation_breaks_that_generation() -> None:
-    """Rank 1 is in generation 2, which rank 0 does not enter any more."""
-    state = allocate(running(1, 1), Allocation(2, 2))
-    state = register(state, registration(1, WAITING, 0))
-    assert active(state) == (2, 2)
-    state = register(register(state, registration(1, RUNNING, 2)), registration(0, FINISHED, 1))
-    assert state.complete
-    assert state.view(1).has_ended(2)
