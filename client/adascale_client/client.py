@@ -9,7 +9,14 @@ from urllib.parse import quote
 
 from adascale_client.errors import ServiceUnreachableError
 from adascale_client.transport import Transport
-from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration
+from adascale_core.messages import (
+    Allocation,
+    AllocationView,
+    GainReport,
+    JobSpec,
+    MemberView,
+    Registration,
+)
 from adascale_core.views import GainView, HistoryView, JobList, JobView, StoredReports
 
 T = TypeVar("T")
@@ -79,11 +86,14 @@ class MetricsServiceClient:
         answer = self._transport.request("GET", f"{_path(job_id)}/allocation{query}", wait=wait)
         return self._parse(AllocationView.from_json, answer)
 
-    def register(self, job_id: str, registration: Registration) -> AllocationView:
-        """Record the state of a replica, which is also its heartbeat. Returns the job's generations."""
-        path = f"{_path(job_id)}/replicas/{registration.rank}"
+    def register(self, job_id: str, registration: Registration) -> MemberView:
+        """Record the state of a replica, which is also its heartbeat. Returns the job's generations.
+
+        Status 409 if members with state have another version of the package.
+        """
+        path = f"{_path(job_id)}/replicas/{registration.replica}"
         answer = self._transport.request("PUT", path, registration.to_json())
-        return self._parse(AllocationView.from_json, answer)
+        return self._parse(MemberView.from_json, answer)
 
     # -- gain -----------------------------------------------------------------------------------------------
 
@@ -138,7 +148,7 @@ class JobClient:
         """Store reports, and return the job's generations."""
         return self._client.post_gain(self._job_id, reports).allocation
 
-    def register(self, registration: Registration) -> AllocationView:
+    def register(self, registration: Registration) -> MemberView:
         """As `MetricsServiceClient.register`."""
         return self._client.register(self._job_id, registration)
 

@@ -6,6 +6,9 @@ Exit codes are in `exit_codes`, job ids in `job_id`, file names of checkpoints i
 
 from __future__ import annotations
 
+DISTRIBUTION = "adascale-operator"
+"""Name of the Python package."""
+
 # -- the custom resource --------------------------------------------------------------------------------
 
 API_GROUP = "adascale.dev"
@@ -55,6 +58,8 @@ ENV_REPLICA = "ADASCALE_REPLICA"
 """Index of the replica, from 0."""
 ENV_ADDRESS = "ADASCALE_ADDRESS"
 """Host name or IP address at which other replicas reach this replica."""
+ENV_NODE_NAME = "ADASCALE_NODE_NAME"
+"""Name of the node that a replica runs on. The host name if it is not set."""
 ENV_SERVICE_TIMEOUT = "ADASCALE_SERVICE_TIMEOUT"
 """Seconds within which the metrics service must answer an agent for the first time."""
 ENV_INCARNATION = "ADASCALE_INCARNATION"
@@ -64,10 +69,8 @@ ENV_TERMINATION_LOG = "ADASCALE_TERMINATION_LOG"
 ENV_TERMINATION_GRACE = "ADASCALE_TERMINATION_GRACE"
 """Seconds that a trainer has to save its state after its agent gets SIGTERM."""
 ENV_GENERATION = "ADASCALE_GENERATION"
-ENV_LISTEN_FD = "ADASCALE_LISTEN_FD"
-"""On rank 0: descriptor of the listening socket that serves the generation's rendezvous."""
 ENV_AGENT_FD = "ADASCALE_AGENT_FD"
-"""Descriptor over which a standby trainer reports that it is ready, and gets its rank assignment."""
+"""Descriptor over which a trainer reports what it does, and is assigned to generations."""
 ENV_BATCH_SIZE = "ADASCALE_BATCH_SIZE"
 ENV_MAX_BATCH_SIZE = "ADASCALE_MAX_BATCH_SIZE"
 ENV_LOCAL_BSZ_BOUNDS = "ADASCALE_LOCAL_BSZ_BOUNDS"
@@ -87,6 +90,8 @@ ENV_STEP_TIMEOUT = "ADASCALE_STEP_TIMEOUT"
 
 DEFAULT_EFFICIENCY_TARGET = 0.5
 DEFAULT_BACKOFF_LIMIT = 3
+DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS = 10
+"""Restarts after losses, since the last step, after which a job fails."""
 DEFAULT_CHECKPOINT_INTERVAL = 30.0
 """Seconds."""
 DEFAULT_API_PORT = 8265
@@ -113,4 +118,4 @@ HEARTBEAT_INTERVAL = 3.0
 HEARTBEAT_TIMEOUT = 20.0
 """Without a registration, after which a replica is lost."""
 LEAVE_GRACE = 10.0
-"""For a trainer to leave a broken generation, before its agent kills it. Below HEARTBEAT_TIMEOUT."""
+"""For a trainer to hold after its generation is broken, before its agent kills it. Below HEARTBEAT_TIMEOUT."""

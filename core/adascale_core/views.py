@@ -176,7 +176,8 @@ class JobView(Message):
         version, desired, active, broken, complete: as in `AllocationView`.
         failures: the number of generations in which the user's program failed.
         disruptions: the number of generations that were lost for another reason.
-        replicas: the last registration of each replica, by rank.
+        restarts_without_progress: the number of restarts after losses since the last step.
+        replicas: the last registration of each replica, by index.
         latest: the latest report; None if there is none.
         step_times: the median step time of each batch plan, over its latest reports.
         created_at: when the service created the job, in seconds since 1970.
@@ -191,6 +192,7 @@ class JobView(Message):
     complete: bool
     failures: int
     disruptions: int
+    restarts_without_progress: int
     replicas: Sequence[ReplicaView]
     latest: GainReport | None
     step_times: Sequence[StepTime]
@@ -209,6 +211,7 @@ class JobView(Message):
             complete=False,
             failures=0,
             disruptions=0,
+            restarts_without_progress=0,
             replicas=(),
             latest=None,
             step_times=(),
@@ -237,9 +240,9 @@ class JobView(Message):
         """The number of the desired allocation; 0 if there is none."""
         return self.desired.generation if self.desired else 0
 
-    def replica(self, rank: int) -> ReplicaView | None:
-        """The last registration of a rank; None if there is none."""
-        return next((replica for replica in self.replicas if replica.rank == rank), None)
+    def replica(self, index: int) -> ReplicaView | None:
+        """The last registration of a replica; None if there is none."""
+        return next((replica for replica in self.replicas if replica.replica == index), None)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 from adascale_client import JobClient, ServiceUnreachableError
@@ -19,22 +20,29 @@ from adascale_core.exit_codes import (
     classify_exit,
     describe_exit,
 )
-from adascale_core.messages import ActiveAllocation, Registration, ReplicaState
-from adascale_core.names import ENV_API_URL, ENV_GENERATION
+from adascale_core.instruction import Instruction, instruction
+from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
+from adascale_core.names import (
+    DISTRIBUTION,
+    ENV_ADDRESS,
+    ENV_API_URL,
+    ENV_GENERATION,
+    HEARTBEAT_TIMEOUT,
+    LEAVE_GRACE,
+)
 from adascale_core.termination_message import TerminationMessage
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
-from adascale_worker.agent.kill_deadline import KILL_INTERVAL, KillDeadline, leave_grace
-from adascale_worker.agent.rendezvous_socket import RendezvousSocket
-from adascale_worker.agent.standby import StandbyTrainer
+from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline
+from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.errors import WorkerError
 
-COMPLETION_TIMEOUT = 60.0
-"""Seconds that a finished replica waits until rank 0 has finished too."""
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""
+REFUSAL_PATIENCE = HEARTBEAT_TIMEOUT + 10.0
+"""Seconds after which an agent exits that the service refuses. Until then the other members may go."""
 
 
 class Agent:
@@ -44,8 +52,9 @@ class Agent:
         client: client of the metrics service, for this job.
         command: the user's program and its arguments.
         environ: the environment of the trainers, without their rank assignment.
-        rank: index of the replica.
+        replica: index of the replica.
         address: host name or IP address at which other replicas reach it.
+        node: the node that it runs on.
         service_timeout: seconds within which the service must answer for the first time.
         termination_grace: seconds that a trainer has to save its state after SIGTERM.
         termination_log: where to write why the program has failed.
@@ -57,8 +66,9 @@ class Agent:
         command: Sequence[str],
         environ: Mapping[str, str],
         *,
-        rank: int,
+        replica: int,
         address: str,
+        node: str,
         service_timeout: float,
         termination_grace: float,
         termination_log: TerminationLog,
@@ -68,18 +78,26 @@ class Agent:
         self._termination_log = termination_log
         self._command = list(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
-        self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ}
-        self._rank = rank
+        self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
+        self._replica = replica
         self._address = address
-        self._instance = secrets.token_hex(8)
+        self._node = node
+        self._agent = secrets.token_hex(8)
+        self._key = secrets.token_hex(16)
         self._events = Events()
         self._heartbeat = Heartbeat(client, self._events.notify)
-        self._socket = RendezvousSocket(address)
-        self._standby = StandbyTrainer(self._start_trainer)
-        self._generation = 0
-        """The last generation that was entered."""
-        self._prepared_generation = 0
-        """The newest generation for which the next trainer is reported as ready."""
+        self._backoff = RestartBackoff()
+        self._restart_at = 0.0
+        self._trainers = 0
+        """The number of trainers that were started."""
+        self._assignment: ActiveAllocation | None = None
+        """The newest generation that the trainer was assigned to; None before the first."""
+        self._held = 0
+        """The newest generation that the trainer was told to hold for."""
+        self._released = False
+        self._deadline = KillDeadline()
+        self._sigterm_sent = False
+        self._registered: Registration | None = None
 
     def run(self) -> int:
         """Run until the program has finished or failed, or the agent gets SIGTERM or SIGINT.
@@ -89,29 +107,21 @@ class Agent:
 
         Raises:
             ServiceUnreachableError: the metrics service does not answer.
-            WorkerError: the program cannot be started, or makes no trainer.
+            WorkerError: the program cannot be started, or makes no trainer, or the service refuses the
+                replica.
         """
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, self._terminate)
         self._heartbeat.start()
         self._wait_for_service()
-        state, code = ReplicaState.WAITING, None
         while True:
-            trainer = self._wait_for_assignment(state, code)
+            trainer = self._wait_for_start()
             if trainer is None:
-                if self._job_is_complete:
-                    return self._exit(ReplicaState.FINISHED, EXIT_FINISHED)
-                return self._exit(ReplicaState.TERMINATED, EXIT_REENTRY)
+                return self._exit_without_trainer()
             code = self._wait_for_trainer(trainer)
-            state = self._state_after_exit(code)
-            if state is ReplicaState.FINISHED:
-                if self._has_finished_on_rank_0():
-                    return self._exit(state, code)
-                state = ReplicaState.LOST
-            if state is ReplicaState.FAILED:
-                return self._fail(agent_exit_code(code), trainer.log)
-            if self._events.terminating:
-                return self._exit(ReplicaState.TERMINATED, EXIT_REENTRY)
+            exit_code = self._handle_exit(trainer, code)
+            if exit_code is not None:
+                return exit_code
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         self._events.terminate()
@@ -130,198 +140,278 @@ class Agent:
             self._events.wait()
 
     @property
-    def _job_is_complete(self) -> bool:
-        return self._heartbeat.view is not None and self._heartbeat.view.complete
+    def _view(self) -> AllocationView:
+        return self._heartbeat.view or AllocationView(0, None, None, broken=False, complete=False)
+
+    @property
+    def _instance(self) -> str:
+        """The present trainer, or the last one."""
+        return f"{self._agent}.{self._trainers}"
+
+    @property
+    def _assigned(self) -> int:
+        """The newest generation that the trainer knows."""
+        return max(self._assignment.generation if self._assignment is not None else 0, self._held)
+
+    @property
+    def _rank(self) -> int | None:
+        return self._assignment.rank_of(self._replica, self._instance) if self._assignment else None
 
     def _registration(
-        self, state: ReplicaState, code: int | None = None, log: str | None = None
+        self,
+        trainer: TrainerProcess | None,
+        state: ReplicaState,
+        code: int | None = None,
+        log: str | None = None,
     ) -> Registration:
+        status = trainer.status if trainer is not None else None
         return Registration(
-            rank=self._rank,
+            replica=self._replica,
             instance=self._instance,
             state=state,
-            generation=self._generation,
+            generation=status.generation if status else 0,
             address=self._address,
-            port=self._socket.port,
+            port=(status.port if status else None) or 0,
             exit_code=code,
             log=log,
-            prepared=self._prepared_generation if state is ReplicaState.RUNNING else None,
+            assigned=self._assigned,
+            step=status.step if status else None,
+            lost=status.lost if status else (),
+            stepped=status.stepped if status else 0,
+            rank=self._rank,
+            replicas=self._assignment.replicas if self._assignment else None,
+            version=_package_version(),
+            node=self._node,
+            key=self._heartbeat.key or self._key,
         )
 
-    # -- idle ----------------------------------------------------------------------------------------------
+    def _register(self, registration: Registration) -> None:
+        """Register if anything has changed."""
+        if registration != self._registered:
+            self._registered = registration
+            self._heartbeat.register(registration)
 
-    def _wait_for_assignment(self, state: ReplicaState, code: int | None) -> TrainerProcess | None:
-        """Wait for the next generation of this replica, and return its trainer.
+    # -- without a trainer ---------------------------------------------------------------------------------
 
-        Args:
-            state: the state to register meanwhile.
-            code: exit code of the last trainer, to register with it; None if there was none.
-
-        Returns:
-            the trainer; None if the agent must exit, or the job is complete.
-        """
-        # A new replica registers when its first trainer is ready, any other replica at once.
-        registered = state is not ReplicaState.WAITING
-        if registered:
-            self._heartbeat.register(self._registration(state, code))
-        while not self._events.terminating and not self._job_is_complete:
-            view = self._heartbeat.view
-            allocation = view.next_allocation(self._generation) if view is not None else None
-            if allocation is not None and allocation.admits(self._rank, self._instance):
-                trainer = self._enter(allocation)
-                if trainer is not None:
-                    return trainer
-                state, code = ReplicaState.LOST, None
-                continue
-            if registered and view is not None and view.used_port == self._socket.port:
-                # The port was assigned to a generation that this replica has missed.
-                self._renew_port()
-                self._heartbeat.register(self._registration(state, code))
-            exited = self._standby.update(view.desired if view else None, self._rank, self._generation)
-            if exited is not None:
-                raise self._preparation_failure(exited)
-            if not registered and self._standby.is_prepared:
-                registered = True
-                self._heartbeat.register(self._registration(state))
+    def _wait_for_start(self) -> TrainerProcess | None:
+        """Start a trainer when this replica is desired; None if the agent must exit."""
+        while not self._events.terminating and not self._view.complete:
+            desired = self._view.desired
+            if (
+                desired is not None
+                and self._replica < desired.replicas
+                and time.monotonic() >= self._restart_at
+            ):
+                return self._start_trainer(desired.replicas)
+            self._raise_refusal()
             self._events.wait()
-        self._standby.stop()
         return None
 
-    def _enter(self, allocation: ActiveAllocation) -> TrainerProcess | None:
-        """Enter a generation, and return its trainer.
+    def _exit_without_trainer(self) -> int:
+        if self._view.complete:
+            return self._exit(None, ReplicaState.FINISHED, EXIT_FINISHED)
+        return self._exit(None, ReplicaState.TERMINATED, EXIT_REENTRY)
 
-        Returns:
-            the trainer; None if rank 0 no longer has the generation's port, so that another one is needed.
-        """
-        self._generation = allocation.generation
-        if self._rank == 0 and allocation.master_port != self._socket.port:
-            self._renew_port()
-            self._heartbeat.register(self._registration(ReplicaState.LOST))
-            return None
-        trainer = self._standby.take(allocation.generation)
-        trainer.assign(
-            {
-                "RANK": str(self._rank),
-                "WORLD_SIZE": str(allocation.replicas),
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": allocation.master_addr,
-                "MASTER_PORT": str(allocation.master_port),
-                ENV_GENERATION: str(allocation.generation),
-                # The bounds of the job may have changed since this agent was started.
-                **(allocation.spec.environment() if allocation.spec is not None else {}),
-            }
-        )
-        self._prepared_generation = allocation.generation
-        if self._rank == 0:
-            self._renew_port()
-        self._heartbeat.register(self._registration(ReplicaState.RUNNING))
-        return trainer
-
-    def _renew_port(self) -> None:
-        """Listen on another port. On rank 0, replace the standby trainer, which has the old socket."""
-        if self._rank == 0:
-            self._standby.restart_after(self._generation)
-        self._socket.renew()
-
-    # -- running -------------------------------------------------------------------------------------------
-
-    def _wait_for_trainer(self, trainer: TrainerProcess) -> int:
-        """Return the exit code of the trainer. Kill it if it does not leave an ended generation in time."""
-        deadline = KillDeadline()
-        sigterm_sent = False
-        while True:
-            self._events.wait()
-            code = trainer.exit_code
-            if code is not None:
-                return code
-            now = time.monotonic()
-            if not self._events.terminating:
-                self._prepare_next_trainer()
-                grace = leave_grace(self._heartbeat.view, self._generation)
-                if grace is not None:
-                    deadline.advance(now + grace)
-            elif not sigterm_sent:
-                sigterm_sent = True
-                trainer.send_signal(signal.SIGTERM)
-                deadline.set(now + self._termination_grace)
-            if deadline.is_exceeded(now):
-                reason = f"it did not leave generation {self._generation} in time"
-                print(f"adascale-agent: killed the trainer: {reason}", flush=True)
-                trainer.send_signal(signal.SIGKILL)
-                deadline.set(now + KILL_INTERVAL)
-
-    def _prepare_next_trainer(self) -> None:
-        """Prepare the trainer of the desired generation, and register when it is ready."""
-        view = self._heartbeat.view
-        desired = view.desired if view is not None else None
-        # A standby trainer that fails has no effect on the present one.
-        self._standby.update(desired, self._rank, self._generation)
-        if desired is None or self._rank >= desired.replicas:
-            return
-        if desired.generation > self._prepared_generation and self._standby.is_prepared:
-            self._prepared_generation = desired.generation
-            self._heartbeat.register(self._registration(ReplicaState.RUNNING))
-
-    def _state_after_exit(self, code: int) -> ReplicaState:
-        """Return the state of the replica after its trainer has exited."""
-        view = self._heartbeat.view
-        has_ended = view is not None and view.has_ended(self._generation)
-        match classify_exit(code):
-            case ExitClass.FINISHED:
-                return ReplicaState.FINISHED
-            case ExitClass.REENTRY:
-                return ReplicaState.REENTERING
-            case ExitClass.PEER_LOST | ExitClass.KILLED:
-                return ReplicaState.LOST
-            case _ if has_ended or self._events.terminating:
-                return ReplicaState.LOST
-            case _:
-                return ReplicaState.FAILED
-
-    def _has_finished_on_rank_0(self) -> bool:
-        """Wait until the program has finished on rank 0, and return False if its generation breaks before."""
-        give_up = time.monotonic() + COMPLETION_TIMEOUT
-        while self._rank > 0 and not self._events.terminating and time.monotonic() < give_up:
-            if self._job_is_complete:
-                return True
-            if self._heartbeat.view is not None and self._heartbeat.view.has_ended(self._generation):
-                return False
-            self._events.wait()
-        return True
-
-    # -- starting and exiting ------------------------------------------------------------------------------
-
-    def _start_trainer(self) -> TrainerProcess:
-        listen_fd = self._socket.fileno() if self._rank == 0 else None
+    def _start_trainer(self, replicas: int) -> TrainerProcess:
+        self._trainers += 1
+        self._assignment, self._held, self._released = None, 0, False
+        self._deadline, self._sigterm_sent = KillDeadline(), False
+        environ = {
+            **self._environ,
+            "RANK": str(self._replica),
+            "WORLD_SIZE": str(replicas),
+            "LOCAL_RANK": "0",
+            ENV_GENERATION: "0",
+        }
         try:
-            return TrainerProcess(self._command, self._environ, listen_fd, on_change=self._events.notify)
+            return TrainerProcess(self._command, environ, on_change=self._events.notify)
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
-            self._fail(EXIT_COMMAND_NOT_FOUND, reason)
+            self._fail(None, EXIT_COMMAND_NOT_FOUND, reason)
             failure = WorkerError(f"{reason}. Check the command of the job")
             failure.exit_code = EXIT_COMMAND_NOT_FOUND
             raise failure from error
 
-    def _preparation_failure(self, trainer: TrainerProcess) -> WorkerError:
-        """Return the error for a trainer that has exited before it got a rank assignment."""
-        code = trainer.exit_code or 0
+    # -- with a trainer ------------------------------------------------------------------------------------
+
+    def _wait_for_trainer(self, trainer: TrainerProcess) -> int:
+        """Pass the service's decisions to the trainer and its reports to the service; return its exit code."""
+        while True:
+            code = trainer.exit_code
+            if code is not None:
+                return code
+            now = time.monotonic()
+            status = trainer.status
+            if not self._events.terminating:
+                self._raise_refusal(trainer)
+            elif not self._sigterm_sent:
+                self._sigterm_sent = True
+                if status.generation == 0:
+                    # It has no state.
+                    trainer.send_signal(signal.SIGKILL)
+                else:
+                    trainer.send_signal(signal.SIGTERM)
+                self._deadline.set(now + self._termination_grace)
+            self._instruct(trainer, now)
+            if status.port is not None:
+                self._register(self._registration(trainer, status.state))
+            if self._deadline.is_exceeded(now):
+                reason = f"it did not leave generation {status.generation} in time"
+                print(f"adascale-agent: killed the trainer: {reason}", flush=True)
+                trainer.send_signal(signal.SIGKILL)
+                self._deadline.set(now + KILL_INTERVAL)
+            self._events.wait()
+
+    def _instruct(self, trainer: TrainerProcess, now: float) -> None:
+        """Send the trainer what the generations of the job mean for it."""
+        view, status = self._view, trainer.status
+        active = view.active
+        if status.port is None or status.finished:
+            return
+        if view.complete:
+            if active is None or status.state is not ReplicaState.RUNNING or view.has_ended(status.generation):
+                # It is about to enter a generation that never begins, and has no state to save.
+                trainer.send_signal(signal.SIGKILL)
+            return
+        if status.state is ReplicaState.WAITING and self._heartbeat.left_out == self._instance:
+            trainer.send_signal(signal.SIGKILL)
+            return
+        is_current = status.generation >= self._assigned
+        holds = status.state is ReplicaState.HOLDING and is_current
+        must_hold = self._held > 0 and self._held == self._assigned
+        if is_current and (holds or not must_hold) and not (self._released or self._events.terminating):
+            # It has done what it was told.
+            self._deadline.clear()
+        if active is None or self._released:
+            return
+        match instruction(view, self._replica, self._instance, self._assigned, holds=holds):
+            case Instruction.ASSIGN:
+                self._assign(trainer, active)
+                self._deadline.advance(now + RESCALE_GRACE)
+            case Instruction.HOLD if self._held < active.generation:
+                self._held = active.generation
+                trainer.send("hold", generation=active.generation)
+                self._deadline.advance(now + LEAVE_GRACE)
+            case Instruction.RELEASE:
+                self._released = True
+                trainer.send("release", generation=active.generation)
+                was_lost = view.desired is not None and self._replica < view.desired.replicas
+                self._deadline.advance(now + (LEAVE_GRACE if was_lost else RESCALE_GRACE))
+
+    def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
+        self._assignment = allocation
+        trainer.send(
+            "assign",
+            generation=allocation.generation,
+            rank=self._rank,
+            members=[member.to_json() for member in allocation.members],
+            state=allocation.has_state,
+            secret=self._heartbeat.key,
+            env={
+                "RANK": str(self._rank),
+                "WORLD_SIZE": str(allocation.replicas),
+                "LOCAL_RANK": "0",
+                ENV_GENERATION: str(allocation.generation),
+                # The bounds of the job may have changed since this agent was started.
+                **(allocation.spec.environment() if allocation.spec is not None else {}),
+            },
+        )
+
+    # -- after a trainer -----------------------------------------------------------------------------------
+
+    def _handle_exit(self, trainer: TrainerProcess, code: int) -> int | None:
+        """Return the exit code of the agent; None if it starts another trainer."""
+        status = trainer.status
+        state = self._state_after_exit(trainer, code)
+        if state is ReplicaState.FINISHED:
+            if self._has_finished_on_rank_0(trainer):
+                return self._exit(trainer, state, EXIT_FINISHED)
+            state = ReplicaState.LOST
+        if state is ReplicaState.FAILED:
+            if status.port is None:
+                raise self._preparation_failure(trainer, code)
+            return self._fail(trainer, agent_exit_code(code), trainer.log)
+        if self._view.complete and not self._events.terminating:
+            return self._exit(trainer, ReplicaState.FINISHED, EXIT_FINISHED)
+        if self._events.terminating:
+            return self._exit(trainer, ReplicaState.TERMINATED, EXIT_REENTRY)
+        if state is ReplicaState.LOST and code == EXIT_FINISHED and not status.finished:
+            print("adascale-agent: the program has ended before training was finished", flush=True)
+        self._register(self._registration(trainer, state, code))
+        was_wanted = self._released or state is ReplicaState.REENTERING
+        delay = 0.0 if was_wanted else self._backoff.delay_after(made_step=status.stepped > 0)
+        self._restart_at = time.monotonic() + delay
+        return None
+
+    def _state_after_exit(self, trainer: TrainerProcess, code: int) -> ReplicaState:
+        """Return the state of the replica after its trainer has exited."""
+        status = trainer.status
+        match classify_exit(code):
+            case ExitClass.FINISHED if status.finished:
+                return ReplicaState.FINISHED
+            case ExitClass.FINISHED if status.generation > 0:
+                return ReplicaState.LOST
+            case ExitClass.REENTRY:
+                return ReplicaState.REENTERING
+            case ExitClass.PEER_LOST | ExitClass.KILLED:
+                return ReplicaState.LOST
+            case _ if status.terminated or self._events.terminating:
+                return ReplicaState.LOST
+            case _:
+                return ReplicaState.FAILED
+
+    def _has_finished_on_rank_0(self, trainer: TrainerProcess) -> bool:
+        """Wait until the program has finished on rank 0, and return False if its generation breaks before."""
+        if self._rank == 0:
+            return True
+        self._register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))
+        while not self._events.terminating:
+            if self._view.complete:
+                return True
+            if self._view.has_ended(trainer.status.generation):
+                return False
+            self._events.wait()
+        return True
+
+    def _preparation_failure(self, trainer: TrainerProcess, code: int) -> WorkerError:
+        """Return the error for a trainer that has exited before it was ready for a generation."""
         command = " ".join(self._command)
         error = WorkerError(
-            f"{command} ended before it made an ElasticTrainer ({describe_exit(code)})"
+            f"{command} ended before it called program_reentry ({describe_exit(code)})"
             if code
-            else f"{command} finished without making an ElasticTrainer"
+            else f"{command} finished without calling program_reentry of an ElasticTrainer"
         )
         error.exit_code = agent_exit_code(code) if code else EXIT_INVALID_PROGRAM
-        self._fail(error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
+        self._fail(trainer, error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
         return error
 
-    def _fail(self, code: int, log: str) -> int:
-        # Before the registration, after which the operator may delete this pod at once.
-        self._termination_log.write(TerminationMessage(self._generation, code, log))
-        return self._exit(ReplicaState.FAILED, code, log)
+    # -- exiting -------------------------------------------------------------------------------------------
 
-    def _exit(self, state: ReplicaState, code: int, log: str | None = None) -> int:
+    def _raise_refusal(self, trainer: TrainerProcess | None = None) -> None:
+        refusal = self._heartbeat.refusal(REFUSAL_PATIENCE)
+        if refusal is not None:
+            if trainer is not None:
+                trainer.kill()
+            raise WorkerError(refusal)
+
+    def _fail(self, trainer: TrainerProcess | None, code: int, log: str) -> int:
+        generation = trainer.status.generation if trainer is not None else 0
+        # Before the registration, after which the operator may delete this pod at once.
+        self._termination_log.write(TerminationMessage(generation, code, log))
+        return self._exit(trainer, ReplicaState.FAILED, code, log)
+
+    def _exit(
+        self, trainer: TrainerProcess | None, state: ReplicaState, code: int, log: str | None = None
+    ) -> int:
         """Register for the last time, and return the exit code of the agent."""
-        if not self._heartbeat.register(self._registration(state, code, log), timeout=EXIT_REPORT_TIMEOUT):
+        registration = self._registration(trainer, state, code, log)
+        if not self._heartbeat.register(registration, timeout=EXIT_REPORT_TIMEOUT):
             print("adascale-agent: exiting; the metrics service has not answered", flush=True)
         return code
+
+
+def _package_version() -> str:
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from types import FrameType
 from typing import NoReturn
@@ -18,8 +19,8 @@ from adascale_worker.errors import exit_code
 _DESCRIPTION = f"""\
 Run a training program as one replica of an elastic job.
 
-The agent is the entry point of a worker. It registers with the metrics service, starts PROGRAM in each
-generation that includes this replica, and starts it again after a change of replicas. Its exit code is 0
+The agent is the entry point of a worker. It registers with the metrics service, starts PROGRAM, and assigns
+it to the generations that include this replica. If PROGRAM is killed, it starts it again. Its exit code is 0
 when the program has finished, {EXIT_REENTRY} after SIGTERM, when the program has saved its state, and that
 of the program when the program has failed.
 
@@ -28,6 +29,7 @@ environment:
   {names.ENV_JOB_ID}    the job, <namespace>.<name>
   {names.ENV_REPLICA}   index of this replica, from 0
   {names.ENV_ADDRESS}   address at which other replicas reach it (default: 127.0.0.1)
+  {names.ENV_NODE_NAME}   name of the node (default: the host name)
   {names.ENV_SERVICE_TIMEOUT}   seconds to wait for the first answer of the service
   {names.ENV_TERMINATION_GRACE}   seconds that a trainer has to save its state after SIGTERM
   {names.ENV_TERMINATION_LOG}   file for the termination message
@@ -78,8 +80,9 @@ def _run(command: list[str]) -> int:
             MetricsServiceClient(service.url, service.token, service.token_file).for_job(service.job_id),
             command,
             environ,
-            rank=environment.read_replica(environ),
+            replica=environment.read_replica(environ),
             address=environ.get(names.ENV_ADDRESS, "127.0.0.1"),
+            node=environ.get(names.ENV_NODE_NAME) or socket.gethostname(),
             service_timeout=environment.read_service_timeout(environ),
             termination_grace=environment.read_termination_grace(environ),
             termination_log=termination_log,

@@ -7,22 +7,22 @@ continues meanwhile.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
 
-from adascale_client import JobClient, ServiceError
-from adascale_core.messages import AllocationView, Registration
+from adascale_client import JobClient, ServiceError, ServiceRefusedError
+from adascale_core.messages import AllocationView, MemberView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 
 CHANGE_TIMEOUT = 20.0
 """Seconds for which a request waits for a change of the generations."""
 MIN_BACKOFF = 0.1
-"""Seconds after the first failed registration until the next attempt."""
-MAX_BACKOFF = 2.0
-"""Seconds between two attempts to register while the service does not answer."""
-READ_RETRY_INTERVAL = 0.2
-"""Seconds between two attempts to read the generations while the service does not answer."""
+"""Seconds after the first failed request until the next attempt."""
+MAX_BACKOFF = 5.0
+"""Seconds between two attempts while the service does not answer, at most. Each wait is shortened by up to
+half at random, so that the agents of a service that restarts do not all ask at once."""
 
 
 class Heartbeat:
@@ -41,6 +41,12 @@ class Heartbeat:
         self._acknowledged: Registration | None = None
         self._view: AllocationView | None = None
         self._error: str | None = None
+        self._refusal: str | None = None
+        self._refused_at: float | None = None
+        self.key = ""
+        """The secret of the job's members; empty before the first answer to a registration."""
+        self.left_out: str | None = None
+        """The registered trainer, if it can take part in no generation any more."""
 
     @property
     def view(self) -> AllocationView | None:
@@ -51,6 +57,12 @@ class Heartbeat:
     def error(self) -> str | None:
         """Why the last request failed; None if it succeeded."""
         return self._error
+
+    def refusal(self, patience: float) -> str | None:
+        """Return why the service refuses the registration, if it has done so for `patience` seconds."""
+        if self._refused_at is None or time.monotonic() - self._refused_at < patience:
+            return None
+        return self._refusal
 
     def start(self) -> None:
         """Start the threads. The first registration is sent once `register` has been called."""
@@ -86,12 +98,15 @@ class Heartbeat:
                     self._changed.wait()
                 registration, before = self._registration, self._view
             try:
-                self._update_view(self._client.register(registration), before)
+                answer = self._client.register(registration)
+                self._record_answer(answer, registration)
+                self._update_view(answer, before)
             except ServiceError as error:
+                self._record_refusal(error)
                 self._record_error(error)
                 with self._changed:
                     if self._registration == registration:
-                        self._changed.wait(backoff)
+                        self._changed.wait(_shortened(backoff))
                 backoff = min(2 * backoff, MAX_BACKOFF)
                 continue
             backoff = MIN_BACKOFF
@@ -102,6 +117,7 @@ class Heartbeat:
                     self._changed.wait(HEARTBEAT_INTERVAL)
 
     def _read_generations(self) -> None:
+        backoff = MIN_BACKOFF
         while True:
             before = self._view
             try:
@@ -109,9 +125,25 @@ class Heartbeat:
                     self._update_view(self._client.get_allocation(), before)
                 else:
                     self._update_view(self._client.get_allocation(before.version, CHANGE_TIMEOUT), before)
+                backoff = MIN_BACKOFF
             except ServiceError as error:
                 self._record_error(error)
-                time.sleep(READ_RETRY_INTERVAL)
+                time.sleep(_shortened(backoff))
+                backoff = min(2 * backoff, MAX_BACKOFF)
+
+    def _record_answer(self, answer: MemberView, registration: Registration) -> None:
+        self._refused_at = None
+        self.key = answer.key
+        if answer.left_out and self.left_out != registration.instance:
+            self.left_out = registration.instance
+            self._on_change()
+
+    def _record_refusal(self, error: ServiceError) -> None:
+        """Record that the service refuses the replica, for example because of its version."""
+        if isinstance(error, ServiceRefusedError) and error.status == 409:
+            self._refusal = str(error)
+            self._refused_at = self._refused_at or time.monotonic()
+            self._on_change()
 
     def _update_view(self, view: AllocationView, before: AllocationView | None) -> None:
         """Store the view of an answer.
@@ -129,10 +161,14 @@ class Heartbeat:
             is_old = latest is not None and latest is not before and view.version <= latest.version
             if is_old or view == latest:
                 return
-            self._view = view
+            self._view = AllocationView(view.version, view.desired, view.active, view.broken, view.complete)
         self._on_change()
 
     def _record_error(self, error: ServiceError) -> None:
         if self._error is None:
             print(f"adascale-agent: {error}; retrying", flush=True)
         self._error = str(error)
+
+
+def _shortened(seconds: float) -> float:
+    return seconds * random.uniform(0.5, 1.0)

@@ -1,7 +1,7 @@
 """A trainer as a child process of its agent.
 
-It dies with its agent, which forwards its output and keeps the last lines. It is started before its
-generation is active (see `standby`): it reports that it is ready, and then waits for its rank assignment.
+It dies with its agent, which forwards its output and keeps the last lines. Over a connection that lasts for
+its whole life, as lines of JSON, the agent assigns it to generations, and it reports what it does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -17,8 +18,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from adascale_core.names import ENV_AGENT_FD, ENV_LISTEN_FD
+from adascale_core.names import ENV_AGENT_FD
+from adascale_worker.agent.trainer_status import TrainerStatus
 
 LOG_LINES = 40
 """Last lines of output that are kept for the report of a failure."""
@@ -33,13 +36,12 @@ _unreaped: set[int] = set()
 
 
 class TrainerProcess:
-    """A trainer that waits for its rank assignment, or runs.
+    """A trainer process.
 
     Args:
         command: the user's program and its arguments.
         environ: its environment.
-        listen_fd: descriptor of the listening socket for the rendezvous on rank 0, else None.
-        on_change: called in another thread when it is ready, and when it has exited.
+        on_change: called in another thread when its status changes, and when it has exited.
 
     Raises:
         OSError: the program cannot be started.
@@ -49,17 +51,12 @@ class TrainerProcess:
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
-        listen_fd: int | None,
         on_change: Callable[[], None],
     ) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._on_change = on_change
         self._channel, trainer_end = socket.socketpair()
-        inherited = [trainer_end.fileno()]
         additions = {"PYTHONUNBUFFERED": "1", ENV_AGENT_FD: str(trainer_end.fileno())}
-        if listen_fd is not None:
-            inherited.append(listen_fd)
-            additions[ENV_LISTEN_FD] = str(listen_fd)
         try:
             with trainer_end:
                 self._process = subprocess.Popen(
@@ -68,7 +65,7 @@ class TrainerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=inherited,
+                    pass_fds=[trainer_end.fileno()],
                     # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
                     process_group=0,
                     preexec_fn=_die_with_parent(os.getpid()),
@@ -79,13 +76,23 @@ class TrainerProcess:
             self._channel.close()
             raise
         _unreaped.add(self._process.pid)
-        self.ready = False
-        """Whether it waits for its rank assignment."""
+        self.status = TrainerStatus()
+        """What it has reported."""
+        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
         output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
         output.start()
-        threading.Thread(target=self._wait_until_ready, name="adascale-ready", daemon=True).start()
-        threading.Thread(target=self._wait_for_exit, args=[output], name="adascale-exit", daemon=True).start()
+        reports = threading.Thread(target=self._receive, name="adascale-reports", daemon=True)
+        reports.start()
+        threading.Thread(target=self._send, name="adascale-assignments", daemon=True).start()
+        threading.Thread(
+            target=self._wait_for_exit, args=[output, reports], name="adascale-exit", daemon=True
+        ).start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
@@ -97,25 +104,21 @@ class TrainerProcess:
         """The last lines of its output."""
         return "\n".join(self._lines)
 
-    def assign(self, environ: Mapping[str, str | None]) -> None:
-        """Send it the environment variables of its rank assignment (None: to be unset). Then it continues."""
-        try:
-            self._channel.sendall(json.dumps(dict(environ)).encode() + b"\n")
-        except OSError:
-            # It has exited; `exit_code` shows it.
-            return
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send it a message. Does not wait until it is received."""
+        self._outgoing.put(json.dumps({"type": kind, **fields}).encode() + b"\n")
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has exited."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, and wait for its exit. Before it has a rank assignment it has no state to save."""
+        """Kill it, and wait for its exit."""
         if self._process.poll() is None:
             self._kill_group()
         self._process.wait()
 
-    def _wait_for_exit(self, output: threading.Thread) -> None:
+    def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
         """Wait for its exit, and kill what is left of its process group.
 
         Processes of data loaders would keep its connections and its output open.
@@ -128,6 +131,10 @@ class TrainerProcess:
         _unreaped.discard(self._process.pid)
         # A process that has moved to another group is not killed, and may keep the output open.
         output.join(OUTPUT_TIMEOUT)
+        reports.join(OUTPUT_TIMEOUT)
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._outgoing.put(b"")
         self._channel.close()
         self._exited = True
         self._on_change()
@@ -136,11 +143,21 @@ class TrainerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _wait_until_ready(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._channel.recv(1):
-                self.ready = True
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError), self._channel.makefile("r", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    message = json.loads(line)
+                    self.status = self.status.after(message)
+                except (TypeError, ValueError):
+                    print(f"adascale-agent: the trainer sent {line[:100]!r}, which is ignored", flush=True)
+                    continue
                 self._on_change()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            while line := self._outgoing.get():
+                self._channel.sendall(line)
 
     def _forward_output(self) -> None:
         assert self._process.stdout is not None

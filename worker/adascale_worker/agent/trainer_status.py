@@ -1,0 +1,60 @@
+"""What a trainer has reported to its agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adascale_core.messages import ReplicaState
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """The state of a trainer, from its messages.
+
+    Args:
+        port: where it listens for other members; None before it is ready for a generation.
+        state: WAITING before its first generation, RUNNING or HOLDING.
+        generation: the generation that it runs in or has held for; 0 before the first.
+        step: while it holds, the step of its state; None if it has no state.
+        lost: while it holds, the indices of the replicas whose loss it has noticed.
+        stepped: the newest generation in which it has finished a step; 0 if none.
+        finished: whether training is finished, so that the program ends by itself.
+        terminated: whether it has got SIGTERM.
+    """
+
+    port: int | None = None
+    state: ReplicaState = ReplicaState.WAITING
+    generation: int = 0
+    step: int | None = None
+    lost: tuple[int, ...] = ()
+    stepped: int = 0
+    finished: bool = False
+    terminated: bool = False
+
+    def after(self, message: Mapping[str, Any]) -> TrainerStatus:
+        """Return the status after a message. Messages of unknown types are ignored."""
+        match message:
+            case {"type": "ready", "port": int(port)}:
+                return replace(self, port=port)
+            case {"type": "running", "generation": int(generation)}:
+                return replace(
+                    self, state=ReplicaState.RUNNING, generation=generation, step=None, lost=()
+                )
+            case {"type": "holding", "generation": int(generation), "step": step, "lost": [*lost]}:
+                return replace(
+                    self,
+                    state=ReplicaState.HOLDING,
+                    generation=generation,
+                    step=None if step is None else int(step),
+                    lost=tuple(sorted(set(map(int, lost)))),
+                )
+            case {"type": "stepped", "generation": int(generation)}:
+                return replace(self, stepped=max(self.stepped, generation))
+            case {"type": "finished"}:
+                return replace(self, finished=True)
+            case {"type": "terminated"}:
+                return replace(self, terminated=True)
+            case _:
+                return self
