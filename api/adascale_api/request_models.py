@@ -18,6 +18,7 @@ from adascale_api.field_types import (
     Steps,
 )
 from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.names import MAX_REPLICAS
 
 MAX_REPORTS = 1000
 """Reports in one request."""
@@ -133,30 +134,54 @@ class RegistrationBody(RequestBody):
 
     model_config = ConfigDict(
         json_schema_extra=_example(
-            rank=0, instance="6f1c", state="running", generation=2, address="127.0.0.1", port=40123,
-            exit_code=None, log=None, prepared=2,
+            replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
+            exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
+            version="0.1.0", node="node-a", key="",
         )
     )  # fmt: skip
 
-    rank: Rank = Field(description="The rank, as in the path.")
+    replica: Rank = Field(description="The index of the replica, as in the path.")
     instance: str = Field(
-        min_length=1, max_length=128, description="A random identifier of the agent process."
+        min_length=1,
+        max_length=128,
+        description="Identifies the trainer process: a random identifier of the agent, a dot, a number.",
     )
     state: ReplicaState = Field(description="The state of the replica.")
-    generation: Count = Field(description="The last generation in which its trainer ran; 0 if none.")
+    generation: Count = Field(
+        description="The last generation in which its trainer ran, or for which it has held; 0 if none."
+    )
     address: str = Field(
         min_length=1, max_length=253, description="Host name or IP address at which other replicas reach it."
     )
-    port: Port = Field(description="Port of the listening socket for the next generation.")
+    port: Port = Field(description="Port on which its trainer listens for other members; 0 if none.")
     exit_code: ExitCode | None = Field(
         default=None, description="Exit code of the trainer if it has exited; negative for a signal."
     )
     log: Annotated[str, Field(max_length=65536)] | None = Field(
         default=None, description="The last lines of the trainer's output if it failed."
     )
-    prepared: Count | None = Field(
-        default=None,
-        description="The newest generation for which the agent has a standby trainer; null if it keeps none.",
+    assigned: Count = Field(
+        default=0, description="The newest generation to which its trainer was assigned; 0 if none."
+    )
+    step: Step | None = Field(
+        default=None, description="While it holds: the step of its state; null if it has no state."
+    )
+    lost: Annotated[tuple[Rank, ...], Field(max_length=MAX_REPLICAS)] = Field(
+        default=(), description="While it holds: the replicas whose loss its trainer has noticed."
+    )
+    stepped: Count = Field(
+        default=0, description="The newest generation in which its trainer has finished a step; 0 if none."
+    )
+    rank: Rank | None = Field(default=None, description="Its rank in the generation; null if none.")
+    replicas: Replicas | None = Field(
+        default=None, description="The number of members of the generation; null if none."
+    )
+    version: str = Field(default="", max_length=128, description="The version of the package.")
+    node: str = Field(default="", max_length=253, description="The node that it runs on.")
+    key: str = Field(
+        default="",
+        max_length=128,
+        description="A random secret; the first becomes that of the job's members.",
     )
 
     def to_registration(self) -> Registration:

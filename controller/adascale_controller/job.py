@@ -55,6 +55,7 @@ class Job:
         replicas: the most replicas at once, as `kubectl scale` sets it; None if not capped.
         suspend: whether the job must not run.
         backoff_limit: how many failures of the program are retried.
+        max_restarts_without_progress: how many restarts after losses, without a step in between, are made.
         active_deadline_seconds: seconds that the job may run for; None if unbounded.
         step_timeout_seconds: seconds without a step until the replica behind restarts; None for never.
         ttl_seconds_after_finished: seconds until a cluster deletes a finished job; None for never.
@@ -70,6 +71,7 @@ class Job:
     replicas: int | None = None
     suspend: bool = False
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
+    max_restarts_without_progress: int = names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS
     active_deadline_seconds: int | None = None
     step_timeout_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
@@ -112,6 +114,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
         replicas=spec.replicas,
         suspend=spec.suspend,
         backoff_limit=spec.backoff_limit,
+        max_restarts_without_progress=spec.max_restarts_without_progress,
         active_deadline_seconds=spec.active_deadline_seconds,
         step_timeout_seconds=spec.step_timeout_seconds,
         ttl_seconds_after_finished=spec.ttl_seconds_after_finished,

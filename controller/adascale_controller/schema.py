@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
     DEFAULT_BACKOFF_LIMIT,
+    DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
     DEFAULT_CHECKPOINT_INTERVAL,
     DEFAULT_EFFICIENCY_TARGET,
     DEFAULT_NAMESPACE,
@@ -315,6 +316,11 @@ class AdaScaleJobSpec(_ClosedModel):
         default=DEFAULT_BACKOFF_LIMIT,
         description="The number of failures of the program that are retried before the job fails. "
         "Disruptions, such as the loss of a node, and changes of the replica count are not failures.",
+    )
+    max_restarts_without_progress: Int32 = Field(
+        default=DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
+        description="The number of restarts after losses, such as by a memory limit, that are made without "
+        "a training step in between before the job fails.",
     )
     active_deadline_seconds: int | None = Field(
         default=None,

@@ -490,15 +490,15 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
     }
     holding: list[Registration] = []
     for member in active.members:
-        registration = state.replicas.get(member.replica)
-        if registration is None or registration.instance != member.instance:
+        latest = state.replicas.get(member.replica)
+        if latest is None or latest.instance != member.instance:
             continue
-        if registration.state in DEPARTED_STATES or registration.state in EXITED_STATES:
+        if latest.state in DEPARTED_STATES or latest.state in EXITED_STATES:
             continue
-        if registration.state is ReplicaState.HOLDING and registration.generation == active.generation:
-            if registration.holds:
-                holding.append(registration)
-        elif member.replica not in reported and registration.assigned <= active.generation:
+        if latest.state is ReplicaState.HOLDING and latest.generation == active.generation:
+            if latest.holds:
+                holding.append(latest)
+        elif member.replica not in reported and latest.assigned <= active.generation:
             # It may have got the state in this generation, or have finished steps, since it registered.
             return []
     joining = [

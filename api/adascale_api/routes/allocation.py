@@ -7,12 +7,12 @@ from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import TypeAdapter
 
 from adascale_api.error_handlers import error_response
-from adascale_api.errors import ConflictBody, FieldError, InvalidInputError
+from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import AllocationBody, RegistrationBody
 from adascale_api.routes.common import CONTROLLER, WORKER, JobId, MayReadAll, ServiceOf, answer, errors
 from adascale_api.store import jobs
-from adascale_core.messages import AllocationView
+from adascale_core.messages import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous import StaleAllocationError
 
@@ -84,23 +84,26 @@ async def get_allocation(
 
 
 @router.put(
-    "/replicas/{rank}",
+    "/replicas/{replica}",
     summary="Register the state of a replica",
     dependencies=WORKER,
-    responses=errors(401, 403, 413, 415, 422, 500, 503),
+    responses={
+        **errors(401, 403, 413, 415, 422, 500, 503),
+        409: {"model": ErrorBody, "description": "Members with state have another version of the package."},
+    },
     openapi_extra=registration_body.openapi,
 )
 async def put_replica(
     service: ServiceOf,
     job: JobId,
-    rank: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
+    replica: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
     body: Annotated[RegistrationBody, Depends(registration_body)],
-) -> AllocationView:
-    """Agents repeat it every few seconds as a heartbeat; a replica whose heartbeat expires counts as lost.
-    Answers with the job's generations."""
-    if body.rank != rank:
-        raise InvalidInputError(
-            [FieldError(field="rank", got=str(body.rank), expected=f"{rank}, the rank in the path")]
-        )
+) -> MemberView:
+    """Agents repeat it every few seconds as a heartbeat. A replica whose heartbeat has expired is absent.
+    Answers with the job's generations, and with the secret of its members."""
+    if body.replica != replica:
+        expected = f"{replica}, the index in the path"
+        raise InvalidInputError([FieldError(field="replica", got=str(body.replica), expected=expected)])
     registration = body.to_registration()
-    return (await service.register(job, registration)).view
+    transition = await service.register(job, registration)
+    return transition.rendezvous.member_view(transition.version, registration.instance)

@@ -137,6 +137,7 @@ def _view(
         complete=state.complete,
         failures=state.failures,
         disruptions=state.disruptions,
+        restarts_without_progress=state.restarts_without_progress,
         replicas=[
             _replica_view(registration, logs.get(rank), ages.get(rank))
             for rank, registration in sorted(state.replicas.items())

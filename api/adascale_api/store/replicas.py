@@ -23,11 +23,12 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
     job = lock_or_create(transaction, job_id, now)
     without_log = replace(registration, log=None)
     transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
-    if registration.log and transition.rendezvous.replicas.get(registration.rank) == without_log:
+    stored = transition.rendezvous.replicas.get(registration.replica)
+    if registration.log and stored == replace(without_log, key=""):
         transaction.execute(
             _UPSERT_LOG,
             key=job.key,
-            replica=registration.rank,
+            replica=registration.replica,
             instance=registration.instance,
             log=registration.log,
             now=now,
@@ -40,11 +41,11 @@ def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], 
     """Remove the replicas of these agents, whose heartbeats have expired."""
     job = lock_or_create(transaction, job_id, now)
     overdue = [
-        rank
-        for rank, instance in instances.items()
-        if rank in job.rendezvous.replicas and job.rendezvous.replicas[rank].instance == instance
+        index
+        for index, instance in instances.items()
+        if index in job.rendezvous.replicas and job.rendezvous.replicas[index].instance == instance
     ]
-    return apply(transaction, job, partial(rendezvous.expire, ranks=overdue))
+    return apply(transaction, job, partial(rendezvous.expire, indices=overdue))
 
 
 @dataclass(frozen=True)

@@ -46,19 +46,21 @@ class EventMessages:
         # The other replicas are often the first to report the loss; the exit code of the lost replica
         # follows.
         exit_codes = {
-            replica.rank: replica.exit_code
+            replica.replica: replica.exit_code
             for replica in view.replicas
             if replica.state is ReplicaState.LOST and replica.exit_code is not None
         }
-        rank = next((rank for rank, code in exit_codes.items() if code != EXIT_PEER_LOST), None)
-        if rank is not None:
-            lost = f"The trainer of replica {rank} was lost ({describe_exit(exit_codes[rank])})"
+        index = next((index for index, code in exit_codes.items() if code != EXIT_PEER_LOST), None)
+        if index is not None:
+            lost = f"The trainer of replica {index} was lost ({describe_exit(exit_codes[index])})"
         elif now - self._disrupted_at > LOSS_TIMEOUT:
             lost = "A replica was lost"
         else:
             return
         self._disrupted_at = None
-        self._display.message(f"{lost}; all replicas restart from the last checkpoint", "yellow")
+        others = any(replica.holds for replica in view.replicas)
+        effect = "the others keep their state" if others else "training restarts from the last checkpoint"
+        self._display.message(f"{lost}; {effect}", "yellow")
 
     def report_generation(self, first: GainReport, downtime: float | None) -> None:
         """Report a new generation.
@@ -88,10 +90,12 @@ class EventMessages:
     def _position(self, view: JobView) -> str:
         """Return where the replica that is behind is, as its trainer reports it; or else the last output."""
         agents = self._replicas.agents
-        for replica in range(view.desired.replicas if view.desired is not None else 0):
+        members = view.active.members if view.active is not None else ()
+        for replica in [member.replica for member in members]:
             for line in reversed(agents.log_tail(replica, STALL_LINES).splitlines()):
                 found = re.match(r"adascale: no step for \d+ s: rank \d+ (is at .*)\. Its stack:", line)
                 if found:
                     return f": replica {replica} {found[1]}; its stack is in replica-{replica}.log"
-        line = agents.log_tail(0, 1)
-        return f"; the last output of replica 0 is: {line}" if line else ""
+        first = members[0].replica if members else 0
+        line = agents.log_tail(first, 1)
+        return f"; the last output of replica {first} is: {line}" if line else ""

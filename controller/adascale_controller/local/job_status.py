@@ -150,7 +150,7 @@ def render_status(status: JobStatus, now: float) -> str:
     text = columns([(name, value) for name, value in facts if value])
     if status.view is None or not status.view.replicas:
         return text
-    replicas = [(str(item.rank), item.state.value, str(item.generation)) for item in status.view.replicas]
+    replicas = [(str(item.replica), item.state.value, str(item.generation)) for item in status.view.replicas]
     return f"{text}\n\n{columns([('REPLICA', 'STATE', 'GENERATION'), *replicas])}"
 
 
@@ -172,7 +172,7 @@ def _training_ranks(view: JobView | None) -> list[int]:
     if view is None or view.active is None:
         return []
     return [
-        replica.rank
+        replica.replica
         for replica in view.replicas
         if replica.state is ReplicaState.RUNNING and replica.generation == view.active.generation
     ]

@@ -22,6 +22,7 @@ RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""
 MAX_BACKOFF = 30.0
 """Seconds before the program is restarted after a failure, at most."""
+_IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
 
 
 def backoff(failures: int) -> float:
@@ -31,7 +32,7 @@ def backoff(failures: int) -> float:
 
 @dataclass(frozen=True)
 class JobFailure:
-    """More failures of the program than the job's backoffLimit, or one that a restart would repeat.
+    """Why a job is not continued: failures of its program, or restarts without progress.
 
     Args:
         message: describes the last failure, for the user.
@@ -63,26 +64,30 @@ class Replicas:
     Args:
         agents: their processes.
         backoff_limit: the failures of the program that are retried.
+        max_restarts_without_progress: the restarts after losses without a step in between.
         display: shows messages to the user.
     """
 
-    def __init__(self, agents: Agents, backoff_limit: int, display: Display) -> None:
+    def __init__(
+        self, agents: Agents, backoff_limit: int, max_restarts_without_progress: int, display: Display
+    ) -> None:
         self.agents = agents
         self.failing_counts = FailingCounts()
         """The replica counts on which the program fails at once."""
         self._backoff_limit = backoff_limit
+        self._max_restarts_without_progress = max_restarts_without_progress
         self._failures = FailureCount()
         self._false_starts: dict[int, int] = {}
         self._early_failure: _EarlyFailure | None = None
         self._display = display
         self._exits: list[AgentExit] = []
-        self._finished: dict[int, int] = {}
+        self._finished = False
         self._restart_at: dict[int, float] = {}
 
     @property
     def finished(self) -> bool:
-        """Whether the program has finished on rank 0."""
-        return 0 in self._finished
+        """Whether the program has finished: an agent exits with 0 only then."""
+        return self._finished
 
     @property
     def all_exited(self) -> bool:
@@ -112,8 +117,7 @@ class Replicas:
         for agent_exit in exits:
             exit_class = classify_exit(agent_exit.code)
             if exit_class is ExitClass.FINISHED:
-                registration = view.replica(agent_exit.rank)
-                self._finished[agent_exit.rank] = registration.generation if registration else view.generation
+                self._finished = self._finished or view.complete or not agent_exit.requested
             elif agent_exit.requested:
                 continue
             elif view.complete or self.finished:
@@ -128,7 +132,7 @@ class Replicas:
                     return failure
             else:
                 self._schedule_restart(agent_exit, exit_class, now)
-        return None
+        return self._lack_of_progress(view)
 
     def start_and_stop(self, view: JobView, now: float) -> None:
         """Start the agents that are missing, and stop those that the allocation does not need.
@@ -139,24 +143,36 @@ class Replicas:
         """
         if view.desired is None:
             return
-        if view.complete:
+        if view.complete or self._finished:
             self._stop_idle(view, from_rank=0)
             return
         for rank in range(view.desired.replicas):
-            finished = self._finished.get(rank, -1) >= view.generation
-            if finished or rank in self.agents.ranks or now < self._restart_at.get(rank, 0.0):
-                continue
-            self._finished.pop(rank, None)
-            self.agents.start(rank)
+            if rank not in self.agents.ranks and now >= self._restart_at.get(rank, 0.0):
+                self.agents.start(rank)
         if view.active is not None and view.active.generation == view.generation:
             self._stop_idle(view, from_rank=view.desired.replicas)
 
     def _stop_idle(self, view: JobView, from_rank: int) -> None:
-        """Stop agents without a running trainer; no later generation has a place for them."""
+        """Stop agents whose trainer is in no generation; no later generation has a place for them."""
         for rank in self.agents.ranks:
             replica = view.replica(rank)
-            if rank >= from_rank and (replica is None or replica.state is not ReplicaState.RUNNING):
+            in_generation = replica is not None and replica.state in _IN_GENERATION
+            if rank >= from_rank and not in_generation:
                 self.agents.request_stop(rank)
+
+    def _lack_of_progress(self, view: JobView) -> JobFailure | None:
+        """Return the failure of a job whose trainers are lost again and again before any step."""
+        restarts, limit = view.restarts_without_progress, self._max_restarts_without_progress
+        if restarts <= limit or view.complete or self._finished:
+            return None
+        lost = [replica for replica in view.replicas if replica.exit_code is not None]
+        ends = sorted({describe_exit(replica.exit_code) for replica in lost if replica.exit_code is not None})
+        how = f" ({', '.join(ends)})" if ends else ""
+        return JobFailure(
+            f"The trainers were lost {plural(restarts, 'time')} without a step in between{how}: "
+            f"maxRestartsWithoutProgress ({limit}) exceeded",
+            self.agents.log_tail(lost[0].replica if lost else 0),
+        )
 
     def _schedule_restart(self, agent_exit: AgentExit, exit_class: ExitClass, now: float) -> None:
         match exit_class:

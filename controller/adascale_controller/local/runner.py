@@ -166,7 +166,7 @@ class _Run:
             job,
             ServiceSupervisor(service, client, job.id, display, signals),
             client,
-            Replicas(agents, job.backoff_limit, display),
+            Replicas(agents, job.backoff_limit, job.max_restarts_without_progress, display),
             limit,
             self._options.until,
             display,

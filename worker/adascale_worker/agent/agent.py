@@ -235,7 +235,7 @@ class Agent:
     # -- with a trainer ------------------------------------------------------------------------------------
 
     def _wait_for_trainer(self, trainer: TrainerProcess) -> int:
-        """Pass the service's decisions to the trainer and its reports to the service; return its exit code."""
+        """Pass decisions to the trainer and its reports to the service, and return its exit code."""
         while True:
             code = trainer.exit_code
             if code is not None:
@@ -269,7 +269,11 @@ class Agent:
         if status.port is None or status.finished:
             return
         if view.complete:
-            if active is None or status.state is not ReplicaState.RUNNING or view.has_ended(status.generation):
+            if (
+                active is None
+                or status.state is not ReplicaState.RUNNING
+                or view.has_ended(status.generation)
+            ):
                 # It is about to enter a generation that never begins, and has no state to save.
                 trainer.send_signal(signal.SIGKILL)
             return
@@ -294,7 +298,8 @@ class Agent:
                 self._deadline.advance(now + LEAVE_GRACE)
             case Instruction.RELEASE:
                 self._released = True
-                trainer.send("release", generation=active.generation)
+                # With no members, nobody else keeps the state.
+                trainer.send("release", generation=active.generation, last=not active.members)
                 was_lost = view.desired is not None and self._replica < view.desired.replicas
                 self._deadline.advance(now + (LEAVE_GRACE if was_lost else RESCALE_GRACE))
 

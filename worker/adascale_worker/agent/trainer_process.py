@@ -144,7 +144,10 @@ class TrainerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _receive(self) -> None:
-        with contextlib.suppress(OSError), self._channel.makefile("r", encoding="utf-8", errors="replace") as lines:
+        with (
+            contextlib.suppress(OSError),
+            self._channel.makefile("r", encoding="utf-8", errors="replace") as lines,
+        ):
             for line in lines:
                 try:
                     message = json.loads(line)

@@ -39,9 +39,7 @@ class TrainerStatus:
             case {"type": "ready", "port": int(port)}:
                 return replace(self, port=port)
             case {"type": "running", "generation": int(generation)}:
-                return replace(
-                    self, state=ReplicaState.RUNNING, generation=generation, step=None, lost=()
-                )
+                return replace(self, state=ReplicaState.RUNNING, generation=generation, step=None, lost=())
             case {"type": "holding", "generation": int(generation), "step": step, "lost": [*lost]}:
                 return replace(
                     self,

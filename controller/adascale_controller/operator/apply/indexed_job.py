@@ -57,8 +57,8 @@ def indexed_job_manifest(workload: Workload, replicas: int, *, suspend: bool, si
         },
         # The only value allowed with a failure policy; an index never has two pods.
         "podReplacementPolicy": "Failed",
-        # All ranks finish together; the others may still be ending when rank 0 has succeeded.
-        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        # An agent succeeds only when the program has finished on rank 0, which any index can be.
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
         "template": template.manifest,
     }
     if workload.job.active_deadline_seconds is not None:

@@ -205,6 +205,10 @@ def _set_environment(worker: Manifest, workload: Workload, spec: Manifest, warni
             "name": names.ENV_ADDRESS,
             "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},
         },
+        {
+            "name": names.ENV_NODE_NAME,
+            "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}},
+        },
     ]
     reserved = {variable["name"] for variable in ours}
     theirs: list[Manifest] = worker.get("env") or []

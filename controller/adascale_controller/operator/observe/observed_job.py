@@ -11,7 +11,7 @@ from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import Workload
 from adascale_core import names
-from adascale_core.messages import Allocation, ReplicaState
+from adascale_core.messages import Allocation
 from adascale_core.views import JobView
 
 
@@ -165,7 +165,7 @@ class ObservedJob:
 
     @property
     def program_finished(self) -> bool:
-        """Whether the program has finished on rank 0. Other replicas that fail afterwards do not count."""
+        """Whether the program has finished, on rank 0 of its generation. Other replicas that fail afterwards do not count."""
         indexed_job, service = self.own_indexed_job, self.service
         return (indexed_job is not None and indexed_job.complete) or (
             service is not None and service.complete
@@ -191,17 +191,16 @@ class ObservedJob:
 
     @property
     def required_pods(self) -> int:
-        """How many pods, counted from rank 0, must stay because a trainer runs or saves there."""
+        """How many pods, counted from index 0, must stay because a trainer with state is there."""
         view = self.service
         if view is None:
             indexed_job = self.own_indexed_job
             return indexed_job.parallelism if indexed_job and not indexed_job.suspended else 0
-        if view.broken:
-            # The job re-enters from the last checkpoint: nothing is saved any more.
-            return 0
-        running = [replica.rank for replica in view.replicas if replica.state is ReplicaState.RUNNING]
-        # A member of the active generation that has not reported RUNNING yet is about to run.
-        return max(self.training_replicas, max(running, default=-1) + 1)
+        required = {replica.replica for replica in view.replicas if replica.holds}
+        if view.active is not None and not view.broken:
+            # A member of the active generation that has not reported RUNNING yet is about to run.
+            required |= view.active.indices
+        return max(required, default=-1) + 1
 
     def placement_problem(self, ranks: range) -> PodProblem | None:
         """Return why one of these ranks can't start, the lowest first. None if all can."""

@@ -93,6 +93,13 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
             Reason.BACKOFF_LIMIT_EXCEEDED,
             f"{message}. {last_failure(observed)}".rstrip(),
         )
+    restarts = observed.service.restarts_without_progress if observed.service is not None else 0
+    if job.job is not None and restarts > job.job.max_restarts_without_progress:
+        message = (
+            f"The trainers were lost {plural(restarts, 'time')} without a step in between, "
+            f"maxRestartsWithoutProgress ({job.job.max_restarts_without_progress}) exceeded"
+        )
+        return JobPhase.FAILED, Reason.NO_PROGRESS, f"{message}{_last_losses(observed)}"
     if has_permanent_failure(observed):
         message = "The program is not restarted, because it would fail again"
         return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
@@ -125,6 +132,15 @@ def last_failure(observed: ObservedJob) -> str:
     log = pod.exit.termination.log if pod.exit.termination is not None else pod.exit.message
     lines = log.rstrip().splitlines()[-LOG_LINES:]
     return f"{text}:\n" + "\n".join(lines) if lines else text
+
+
+def _last_losses(observed: ObservedJob) -> str:
+    """Return how trainers have ended, in brackets; empty if no replica has registered it."""
+    replicas = observed.service.replicas if observed.service is not None else ()
+    codes = {replica.exit_code for replica in replicas if replica.exit_code is not None}
+    memory = any(pod.exit is not None and pod.exit.reason == "OOMKilled" for pod in observed.own_pods)
+    ends = [*(["OOMKilled"] if memory else []), *map(describe_exit, sorted(codes))]
+    return f" ({', '.join(ends)})" if ends else ""
 
 
 def _blocked(observed: ObservedJob) -> _Finding | None:

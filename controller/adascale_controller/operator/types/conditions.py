@@ -51,6 +51,7 @@ class Reason(StrEnum):
     FINISHED = "Finished"
     FAILED = "Failed"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    NO_PROGRESS = "NoProgress"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     INVALID_SPEC = "InvalidSpec"
 
