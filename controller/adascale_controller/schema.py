@@ -18,9 +18,9 @@ from pydantic_core import PydanticCustomError
 from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
     DEFAULT_BACKOFF_LIMIT,
-    DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
     DEFAULT_CHECKPOINT_INTERVAL,
     DEFAULT_EFFICIENCY_TARGET,
+    DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
     DEFAULT_NAMESPACE,
     MAX_BATCH_SIZE,
     MAX_NAME_LENGTH,

@@ -322,8 +322,8 @@ class Registration(Message):
 
     Args:
         replica: index of the replica, from 0.
-        instance: distinguishes the trainer process from any other: `<agent>.<number>`, where <agent> is random
-            text, and <number> counts the trainers of that agent.
+        instance: distinguishes the trainer process from any other: `<agent>.<number>`, where <agent> is
+            random text, and <number> counts the trainers of that agent.
         state: the state of the replica.
         generation: the last generation that its trainer was in, or has held for; 0 if none.
         address: host name or IP address at which the other replicas reach its trainer.

@@ -118,4 +118,6 @@ HEARTBEAT_INTERVAL = 3.0
 HEARTBEAT_TIMEOUT = 20.0
 """Without a registration, after which a replica is lost."""
 LEAVE_GRACE = 10.0
-"""For a trainer to hold after its generation is broken, before its agent kills it. Below HEARTBEAT_TIMEOUT."""
+"""For a trainer to hold after its generation is broken, before its agent kills it.
+
+Below HEARTBEAT_TIMEOUT."""

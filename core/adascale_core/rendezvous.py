@@ -235,7 +235,8 @@ def register(state: Rendezvous, registration: Registration, declared: JobSpec | 
 def expire(state: Rendezvous, indices: Iterable[int], declared: JobSpec | None = None) -> Rendezvous:
     """Return the state after the heartbeats of agents have expired.
 
-    A trainer whose agent does not answer may still train. The loss of a member is noticed by the others.
+    A trainer whose agent does not answer may still train, and its loss is noticed by the other members. The
+    generation is broken when no member is left that could notice it.
 
     Args:
         state: the state before.
@@ -255,6 +256,10 @@ def expire(state: Rendezvous, indices: Iterable[int], declared: JobSpec | None =
             ]
         ),
     )
+    if state.active is not None and state.active.members and not state.broken:
+        present = [after.replicas.get(member.replica) for member in state.active.members]
+        if not any(registration is not None and registration.holds for registration in present):
+            after = _break_generation(after, disrupted=True)
     return _activate_if_ready(after, declared)
 
 
@@ -334,8 +339,8 @@ def _count_steps(state: Rendezvous, registration: Registration) -> Rendezvous:
 
 def _count_death(state: Rendezvous, registration: Registration, before: Registration | None) -> Rendezvous:
     """Count a trainer of a replica that was killed before it had finished a step."""
+    died: Registration | None = before
     if before is not None and before.instance != registration.instance:
-        died = before
         if before.state in DEPARTED_STATES or before.state in EXITED_STATES:
             died = registration if registration.state is ReplicaState.LOST else None
     else:

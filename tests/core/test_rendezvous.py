@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
 
@@ -205,7 +205,7 @@ def test_an_allocation_of_zero_replicas_is_active_at_once() -> None:
     assert active(after(Rendezvous(), Allocation(1, 0))) == (1, [])
 
 
-@pytest.mark.parametrize("replica_state", sorted((EXITED_STATES | DEPARTED_STATES)))
+@pytest.mark.parametrize("replica_state", sorted(EXITED_STATES | DEPARTED_STATES))
 def test_a_replica_whose_trainer_has_ended_is_absent(replica_state: ReplicaState) -> None:
     state = after(running(1, 1), registration(1, replica_state), Allocation(2, 2))
     assert active(state) == (1, [0])
@@ -462,6 +462,13 @@ def test_the_expiry_of_an_agent_does_not_interrupt_training() -> None:
     assert 1 not in state.replicas
     assert expire(state, [1]) == state
     assert after(state, registration(1, RUNNING, 1)) == running(1, 2)
+
+
+def test_the_expiry_of_all_members_breaks_the_generation() -> None:
+    state = expire(expire(running(1, 2), [1], ELASTIC), [0], ELASTIC)
+    assert active(state) is None
+    assert state.disruptions == 1
+    assert active(after(state, holding(0, 1))) == (2, [0]), "it was only slow"
 
 
 def test_an_expired_member_is_accounted_for_after_a_loss() -> None:

@@ -165,7 +165,7 @@ class ObservedJob:
 
     @property
     def program_finished(self) -> bool:
-        """Whether the program has finished, on rank 0 of its generation. Other replicas that fail afterwards do not count."""
+        """Whether the program has finished on rank 0. Other replicas that fail afterwards do not count."""
         indexed_job, service = self.own_indexed_job, self.service
         return (indexed_job is not None and indexed_job.complete) or (
             service is not None and service.complete
