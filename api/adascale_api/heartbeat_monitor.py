@@ -75,7 +75,7 @@ class HeartbeatMonitor:
 
     def receive(self, job_id: str, registration: Registration) -> None:
         """Record the heartbeat of an agent that is registered already."""
-        heartbeat = self._jobs.get(job_id, {}).get(registration.rank)
+        heartbeat = self._jobs.get(job_id, {}).get(registration.replica)
         # A replaced agent may still send heartbeats; they do not keep its successor alive.
         if heartbeat is not None and heartbeat.instance == registration.instance:
             heartbeat.received_at = self._clock()
@@ -84,7 +84,7 @@ class HeartbeatMonitor:
 
     def changes_nothing(self, job: Job, registration: Registration, log: str | None) -> bool:
         """Whether this registration, without its log, was received before at this version of the job."""
-        heartbeat = self._jobs.get(job.id, {}).get(registration.rank)
+        heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
         return (
             heartbeat is not None
             and heartbeat.version == job.version
@@ -94,7 +94,7 @@ class HeartbeatMonitor:
 
     def settle(self, job: Job, registration: Registration, log: str | None) -> None:
         """Record that a registration changes nothing at this version of the job."""
-        heartbeat = self._jobs.get(job.id, {}).get(registration.rank)
+        heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
         if heartbeat is not None and heartbeat.instance == registration.instance:
             heartbeat.registration, heartbeat.log, heartbeat.version = registration, hash(log), job.version
 

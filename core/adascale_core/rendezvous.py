@@ -598,13 +598,13 @@ def _member(registration: Registration) -> Member:
 
 
 def _trainers(state: Rendezvous) -> list[Registration]:
-    """Return the replicas of the newest generation that trainers are in."""
+    """Return the replicas of the newest generation that a trainer has state of."""
     trainers = [
         registration
         for registration in state.replicas.values()
         if registration.state in {ReplicaState.RUNNING, ReplicaState.HOLDING} and registration.generation > 0
     ]
-    newest = max((registration.generation for registration in trainers), default=0)
+    newest = max((registration.generation for registration in trainers if registration.holds), default=0)
     return [registration for registration in trainers if registration.generation == newest]
 
 

@@ -105,5 +105,5 @@ async def put_replica(
         expected = f"{replica}, the index in the path"
         raise InvalidInputError([FieldError(field="replica", got=str(body.replica), expected=expected)])
     registration = body.to_registration()
-    transition = await service.register(job, registration)
-    return transition.rendezvous.member_view(transition.version, registration.instance)
+    stored = await service.register(job, registration)
+    return stored.rendezvous.member_view(stored.version, registration.instance)
