@@ -27,7 +27,7 @@ def test_an_allocation_becomes_active_once_its_replicas_are_ready(client: Client
     active = AllocationView.from_json(client.register(job, a_registration(0))).active
     assert active is not None
     assert (active.generation, active.replicas) == (1, 2)
-    assert (active.master_addr, active.master_port) == ("127.0.0.1", 40000)
+    assert [(member.replica, member.port) for member in active.members] == [(0, 40000), (1, 40001)]
 
 
 def test_a_stale_allocation_is_refused_with_the_current_generations(client: Client, job: str) -> None:

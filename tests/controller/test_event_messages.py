@@ -35,7 +35,7 @@ class Recorded:
     def __post_init__(self) -> None:
         display = PlainDisplay(Console(file=self.output, width=200))
         agents = Agents(LocalCommand((), {}, self.folder.path), {}, [], self.folder, lock=-1)
-        self.events = EventMessages(Replicas(agents, 0, display), display, now=0.0)
+        self.events = EventMessages(Replicas(agents, 0, 10, display), display, now=0.0)
 
     @property
     def messages(self) -> list[str]:

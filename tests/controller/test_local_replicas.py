@@ -43,7 +43,7 @@ class Run:
             LocalCommand((sys.executable, "-c", "pass"), {}, path), environ, [], folder, self._lock.descriptor
         )
         self._output = io.StringIO()
-        self._replicas = Replicas(self._agents, 0, PlainDisplay(Console(file=self._output, width=200)))
+        self._replicas = Replicas(self._agents, 0, 10, PlainDisplay(Console(file=self._output, width=200)))
 
     def start_and_wait_for_exit(self) -> JobFailure | None:
         """Start the replica, wait for its exit and return the failure of the job, if it failed."""

@@ -22,7 +22,7 @@ def view(generation: int, latest: GainReport | None, desired: int | None = None)
     return replace(
         JobView.empty(JOB.id),
         desired=Allocation(desired or generation, 1),
-        active=ActiveAllocation(generation, 1, "127.0.0.1", 1),
+        active=ActiveAllocation(generation, 1),
         latest=latest,
         step_times=(StepTime(1, 4, 1, 0.01), StepTime(2, 8, 1, 0.02)),
     )

@@ -15,6 +15,8 @@ from adascale_core.messages import (
     AllocationView,
     GainReport,
     JobSpec,
+    Member,
+    MemberView,
     Message,
     Registration,
     ReplicaState,
@@ -36,13 +38,20 @@ specs = st.builds(
     scale_invariant_steps=st.none() | sizes,
     efficiency_target=numbers,
 )
+members = st.builds(
+    Member,
+    replica=sizes,
+    instance=words,
+    address=words,
+    port=st.integers(0, 65535),
+    holds=st.booleans(),
+    node=words,
+)
 active_allocations = st.builds(
     ActiveAllocation,
     generation=sizes,
     replicas=sizes,
-    master_addr=words,
-    master_port=st.integers(0, 65535),
-    instances=st.lists(words, max_size=3).map(tuple),
+    members=st.lists(members, max_size=3).map(tuple),
     spec=st.none() | specs,
 )
 views = st.builds(
@@ -52,7 +61,6 @@ views = st.builds(
     active=st.none() | active_allocations,
     broken=st.booleans(),
     complete=st.booleans(),
-    used_port=st.integers(0, 65535),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
@@ -81,8 +89,18 @@ messages: st.SearchStrategy[Message] = st.one_of(
     active_allocations,
     views,
     st.builds(
+        MemberView,
+        version=sizes,
+        desired=st.none() | allocations,
+        active=st.none() | active_allocations,
+        broken=st.booleans(),
+        complete=st.booleans(),
+        key=words,
+        left_out=st.booleans(),
+    ),
+    st.builds(
         Registration,
-        rank=sizes,
+        replica=sizes,
         instance=words,
         state=st.sampled_from(ReplicaState),
         generation=sizes,
@@ -90,6 +108,15 @@ messages: st.SearchStrategy[Message] = st.one_of(
         port=st.integers(0, 65535),
         exit_code=st.none() | st.integers(-64, 255),
         log=st.none() | words,
+        assigned=sizes,
+        step=st.none() | sizes,
+        lost=st.lists(sizes, max_size=3).map(tuple),
+        stepped=sizes,
+        rank=st.none() | sizes,
+        replicas=st.none() | sizes,
+        version=words,
+        node=words,
+        key=words,
     ),
 )
 
@@ -181,12 +208,12 @@ WIDE, NARROW = JobSpec(8, 64, (4, 16)), JobSpec(8, 8, (4, 8))
 def test_an_allocation_gets_the_declared_spec_if_its_count_is_valid(
     declared: JobSpec | None, before: JobSpec | None, replicas: int, chosen: JobSpec | None
 ) -> None:
-    active = ActiveAllocation(3, replicas, "host", 1234, ("a", "b"))
+    active = ActiveAllocation(3, replicas, (Member(0, "a.1", "host", 1234, holds=True),))
     assert active.with_spec(declared, before) == replace(active, spec=chosen)
 
 
 def view_of(active: int | None, *, broken: bool = False) -> AllocationView:
-    allocation = None if active is None else ActiveAllocation(active, 2, "host", 1234)
+    allocation = None if active is None else ActiveAllocation(active, 2)
     return AllocationView(1, None, allocation, broken=broken, complete=False)
 
 
@@ -210,3 +237,11 @@ def test_a_view_shows_which_generations_have_ended_and_which_is_next(
     assert view.has_ended(generation) is ended
     following: Any = view.next_allocation(generation)
     assert following == (view.active if enters else None)
+
+
+@pytest.mark.parametrize(
+    ("instance", "agent", "number"), [("6f1c.12", "6f1c", 12), ("6f1c", "6f1c", 0), ("a.b", "a", 0)]
+)
+def test_an_instance_names_the_agent_and_numbers_its_trainers(instance: str, agent: str, number: int) -> None:
+    registration = Registration(0, instance, ReplicaState.WAITING, 0, "127.0.0.1", 1)
+    assert (registration.agent, registration.trainer) == (agent, number)

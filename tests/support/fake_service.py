@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adascale_client import ServiceRefusedError
+from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.rendezvous import IDLE_STATES, Rendezvous, StaleAllocationError, allocate, expire, register
+from adascale_core.rendezvous import Rendezvous, StaleAllocationError, allocate, expire, register
 from adascale_core.views import JobView, ReplicaView
 
 JOB_ID = "team.digits"
@@ -15,31 +16,44 @@ JOB_ID = "team.digits"
 
 @dataclass
 class FakeAgent:
-    """The agent in a pod, as it registered last."""
+    """The agent in a pod, and its trainer."""
 
     rank: int
-    instance: str
+    name: str
     state: ReplicaState = ReplicaState.WAITING
     generation: int = 0
-    port: int = 1
+    number: int = 1
+    """The number of its trainer."""
+
+    @property
+    def instance(self) -> str:
+        """Its trainer."""
+        return f"{self.name}.{self.number}"
 
     def registration(self) -> Registration:
         """Return its registration."""
         return Registration(
-            self.rank, self.instance, self.state, self.generation, f"host-{self.instance}", self.port
+            *(self.rank, self.instance, self.state, self.generation, f"host-{self.name}", 1),
+            assigned=self.generation,
+            step=1 if self.state is ReplicaState.HOLDING else None,
+            rank=self.rank,
+            stepped=self.generation if self.state is ReplicaState.RUNNING else 0,
         )
 
     def follow(self, view: AllocationView) -> None:
         """Enter or leave a generation, as the job's allocation requires."""
-        if self.state is ReplicaState.RUNNING and view.has_ended(self.generation):
+        if self.state is ReplicaState.REENTERING:
+            self.state, self.generation, self.number = ReplicaState.WAITING, 0, self.number + 1
+        if self.state not in {ReplicaState.WAITING, ReplicaState.RUNNING, ReplicaState.HOLDING}:
+            return
+        holds = self.state is ReplicaState.HOLDING
+        what = instruction(view, self.rank, self.instance, self.generation, holds=holds)
+        if what is Instruction.RELEASE:
             self.state = ReplicaState.REENTERING
-        elif self.state in IDLE_STATES:
-            following = view.next_allocation(self.generation)
-            if following is not None and following.admits(self.rank, self.instance):
-                self.state, self.generation = ReplicaState.RUNNING, following.generation
-                self.port += 1
-            elif self.rank == 0 and view.used_port == self.port:
-                self.port += 1
+        elif what is not None and view.active is not None:
+            self.generation = view.active.generation
+            is_assigned = what is Instruction.ASSIGN
+            self.state = ReplicaState.RUNNING if is_assigned else ReplicaState.HOLDING
 
 
 class FakeService:
@@ -74,6 +88,7 @@ class FakeService:
                 complete=view.complete,
                 failures=state.failures,
                 disruptions=state.disruptions,
+                restarts_without_progress=state.restarts_without_progress,
                 replicas=tuple(ReplicaView.of(replica, 0.0) for replica in state.replicas.values()),
                 latest=self.latest,
                 step_times=(),
@@ -95,7 +110,7 @@ class FakeService:
         """As `AllocationService.allocate`."""
         self._before_write(f"allocate {allocation.generation}: {allocation.replicas}")
         try:
-            self.state = allocate(self.state, allocation)
+            self.state = allocate(self.state, allocation, self.spec)
         except StaleAllocationError as error:
             raise ServiceRefusedError(str(error), 409) from error
         return self.state.view(1)
@@ -108,10 +123,10 @@ class FakeService:
 
     def register(self, agent: FakeAgent) -> None:
         """Store the registration of an agent."""
-        self.state = register(self.state, agent.registration())
+        self.state = register(self.state, agent.registration(), self.spec)
 
     def expire_missing(self, instances: set[str]) -> None:
         """Expire the replicas whose agents no longer exist."""
         replicas = self.state.replicas
         missing = [rank for rank, replica in replicas.items() if replica.instance not in instances]
-        self.state = expire(self.state, missing)
+        self.state = expire(self.state, missing, self.spec)

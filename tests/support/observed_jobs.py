@@ -21,6 +21,7 @@ from adascale_core.messages import (
     Allocation,
     GainReport,
     JobSpec,
+    Member,
     Registration,
     ReplicaState,
 )
@@ -85,7 +86,7 @@ def pending_pod(rank: int, reason: Reason = Reason.UNSCHEDULABLE) -> Pod:
 
 
 def registration(rank: int, state: ReplicaState = ReplicaState.RUNNING, generation: int = 1) -> Registration:
-    """Return the registration of a rank's agent."""
+    """Return the registration of a replica's agent."""
     return Registration(rank, f"agent-{rank}", state, generation, f"host-{rank}", 1000 + generation)
 
 
@@ -114,10 +115,20 @@ def view(
         spec=SPEC,
         version=1,
         desired=Allocation(*desired) if desired else None,
-        active=ActiveAllocation(*active, "host-0", 1000) if active else None,
+        active=_active(*active) if active else None,
         replicas=tuple(replica(rank, generation=generation) for rank in ranks),
     )
     return replace(built, **changes)
+
+
+def _active(generation: int, replicas: int) -> ActiveAllocation:
+    """Return an active allocation whose members are the first replicas."""
+    members = (registration(index, generation=generation) for index in range(replicas))
+    return ActiveAllocation(
+        generation,
+        replicas,
+        tuple(Member(each.replica, each.instance, each.address, each.port, holds=True) for each in members),
+    )
 
 
 def observed(

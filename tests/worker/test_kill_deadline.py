@@ -1,36 +1,6 @@
 """When an agent kills a trainer that does not leave its generation."""
 
-import pytest
-
-from adascale_core.messages import ActiveAllocation, Allocation, AllocationView
-from adascale_core.names import LEAVE_GRACE
-from adascale_worker.agent.kill_deadline import RESCALE_GRACE, KillDeadline, leave_grace
-
-
-def view(active: int, *, broken: bool = False, complete: bool = False) -> AllocationView:
-    return AllocationView(
-        1, Allocation(active, 1), ActiveAllocation(active, 1, "127.0.0.1", 1), broken, complete
-    )
-
-
-@pytest.mark.parametrize(
-    ("latest", "expected"),
-    [
-        (None, None),
-        (view(2), None),
-        (view(1), None),
-        (view(2, complete=True), None),
-        (view(2, broken=True), LEAVE_GRACE),
-        (view(3), RESCALE_GRACE),
-        (view(3, broken=True), LEAVE_GRACE),
-        (view(2, broken=True, complete=True), 0.0),
-        (view(3, complete=True), 0.0),
-    ],
-)
-def test_the_grace_depends_on_how_generation_2_has_ended(
-    latest: AllocationView | None, expected: float | None
-) -> None:
-    assert leave_grace(latest, 2) == expected
+from adascale_worker.agent.kill_deadline import KillDeadline
 
 
 def test_without_a_deadline_no_trainer_is_killed() -> None:
@@ -51,3 +21,10 @@ def test_a_deadline_that_is_set_replaces_the_one_before() -> None:
     deadline.advance(10.0)
     deadline.set(20.0)
     assert not deadline.is_exceeded(15.0)
+
+
+def test_a_deadline_can_be_removed() -> None:
+    deadline = KillDeadline()
+    deadline.set(10.0)
+    deadline.clear()
+    assert not deadline.is_exceeded(11.0)

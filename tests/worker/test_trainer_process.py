@@ -2,18 +2,21 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 
+from adascale_core.messages import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
+from adascale_worker.agent.trainer_status import TrainerStatus
 from support.launch import wait_until
 
 
 def shell(script: str) -> tuple[TrainerProcess, Callable[[], int]]:
     """A shell script in the place of a trainer, and a wait for its exit code."""
     changed = threading.Event()
-    trainer = TrainerProcess(["sh", "-c", script], os.environ, None, on_change=changed.set)
+    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=changed.set)
 
     def exit_code() -> int:
         wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
@@ -68,5 +71,28 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_trainer() -> None:
     assert os.getpgid(int(trainer.log)) != os.getpgid(0)
     trainer.kill()
     assert exit_code() == -signal.SIGKILL
-    trainer.assign({})
+    trainer.send("assign", generation=1)
     trainer.send_signal(signal.SIGTERM)
+
+
+def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
+    script = (
+        "import json, os, socket;"
+        "channel = socket.socket(fileno=int(os.environ['ADASCALE_AGENT_FD']));"
+        "send = lambda **message: channel.sendall(json.dumps(message).encode() + b'\\n');"
+        "channel.sendall(b'what?\\n[1]\\n');"
+        "send(type='ready', port=7);"
+        "lines = channel.makefile();"
+        "message = json.loads(lines.readline());"
+        "send(type='running', generation=message['generation']);"
+        "lines.readline();"
+        "send(type='holding', generation=3, step=12, lost=[2, 1, 2]);"
+        "send(type='stepped', generation=3)"
+    )
+    trainer = TrainerProcess([sys.executable, "-c", script], os.environ, on_change=lambda: None)
+    wait_until(lambda: trainer.status == TrainerStatus(port=7), "the port")
+    trainer.send("assign", generation=3)
+    wait_until(lambda: trainer.status == TrainerStatus(7, ReplicaState.RUNNING, 3), "the generation")
+    trainer.send("hold", generation=3)
+    wait_until(lambda: trainer.exit_code == 0, "the end")
+    assert trainer.status == TrainerStatus(7, ReplicaState.HOLDING, 3, step=12, lost=(1, 2), stepped=3)
