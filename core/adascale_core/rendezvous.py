@@ -399,6 +399,11 @@ def _breaks_generation(state: Rendezvous, registration: Registration) -> bool:
     if registration.assigned > active.generation:
         # The service has lost its data, and this trainer enters newer generations only.
         return True
+    if registration.assigned == active.generation and registration.replicas is not None:
+        place = (active.rank_of(registration.replica, registration.instance), active.replicas)
+        if (registration.rank, registration.replicas) != place:
+            # The service has lost its data, and has used this generation's number again.
+            return True
     if registration.state is ReplicaState.HOLDING:
         return registration.generation == active.generation
     return registration.state in DEPARTED_STATES
