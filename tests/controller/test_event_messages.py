@@ -64,7 +64,7 @@ def test_a_loss_is_reported_with_the_exit_code_of_the_lost_replica(tmp_path: Pat
     run.events.report_losses(view, 2.1)
     run.events.report_losses(view, 2.2)
     assert run.messages == [
-        "The trainer of replica 0 was lost (killed by SIGKILL); all replicas restart from the last checkpoint"
+        "The trainer of replica 0 was lost (killed by SIGKILL); training restarts from the last checkpoint"
     ]
 
 
@@ -73,7 +73,7 @@ def test_a_loss_without_an_exit_code_is_reported_after_a_timeout(tmp_path: Path)
     run.events.report_losses(VIEW, 1.0)
     run.events.report_losses(replace(VIEW, disruptions=1), 2.0)
     run.events.report_losses(replace(VIEW, disruptions=1), 2.1 + LOSS_TIMEOUT)
-    assert run.messages == ["A replica was lost; all replicas restart from the last checkpoint"]
+    assert run.messages == ["A replica was lost; training restarts from the last checkpoint"]
 
 
 def test_losses_before_the_run_are_not_reported(tmp_path: Path) -> None:
@@ -111,7 +111,18 @@ def test_a_stall_names_the_replica_that_is_behind(tmp_path: Path) -> None:
     run.folder.replica_log(0).write_text(waits)
     run.folder.replica_log(1).write_text(f'{behind}  File "train.py", line 41, in load\n    lock.acquire()\n')
     for now in (1.0, STALL_TIMEOUT + 1.1):
-        run.events.report_stall(replace(VIEW, desired=Allocation(1, 2)), now)
+        run.events.report_stall(replace(VIEW, desired=Allocation(1, 2), active=None), now)
     assert run.messages == [
         "No step for 35 s: replica 1 is at train.py, line 41, in load; its stack is in replica-1.log"
+    ]
+
+
+def test_a_loss_that_others_survive_costs_no_state(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.events.report_losses(VIEW, 1.0)
+    held = replace(lost(1, 0).registration, state=ReplicaState.HOLDING, step=5, exit_code=None)
+    replicas = (lost(0, -9), ReplicaView.of(held, 0.0))
+    run.events.report_losses(replace(VIEW, disruptions=1, replicas=replicas), 2.0)
+    assert run.messages == [
+        "The trainer of replica 0 was lost (killed by SIGKILL); the others keep their state"
     ]

@@ -116,7 +116,7 @@ def test_the_indexed_job_has_the_name_of_the_job_and_no_backoff_limit() -> None:
         "backoffLimit": 2147483647,
         "backoffLimitPerIndex": 2147483647,
         "podReplacementPolicy": "Failed",
-        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -205,6 +205,7 @@ def test_the_environment_of_a_replica() -> None:
             }
         },
         "ADASCALE_ADDRESS": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},
+        "ADASCALE_NODE_NAME": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}},
         "ADASCALE_CHECKPOINT_DIR": "/var/lib/adascale/checkpoints/team.digits",
         "ADASCALE_CHECKPOINT_INTERVAL": "30.0",
         "ADASCALE_INCARNATION": "1700000000",

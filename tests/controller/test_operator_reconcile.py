@@ -121,8 +121,14 @@ def events(actions: Actions) -> list[str]:
         pytest.param(
             observed(job((4, 2)), view((4, 2), (3, 4), broken=True), indexed_job(4)),
             2,
+            {},
+            id="shrink: a broken generation keeps its state in the pods",
+        ),
+        pytest.param(
+            observed(job((4, 2)), view((4, 2), (3, 4), broken=True, replicas=()), indexed_job(4)),
+            2,
             {"resize": 2},
-            id="shrink: a broken generation saves nothing",
+            id="shrink: no replica has state",
         ),
         pytest.param(training_job((3, 2)), 0, {"allocate": Allocation(4, 0)}, id="give up all replicas"),
         pytest.param(

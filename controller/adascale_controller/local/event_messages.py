@@ -91,7 +91,8 @@ class EventMessages:
         """Return where the replica that is behind is, as its trainer reports it; or else the last output."""
         agents = self._replicas.agents
         members = view.active.members if view.active is not None else ()
-        for replica in [member.replica for member in members]:
+        desired = view.desired.replicas if view.desired is not None else 0
+        for replica in [member.replica for member in members] or range(desired):
             for line in reversed(agents.log_tail(replica, STALL_LINES).splitlines()):
                 found = re.match(r"adascale: no step for \d+ s: rank \d+ (is at .*)\. Its stack:", line)
                 if found:
