@@ -71,6 +71,8 @@ ENV_TERMINATION_GRACE = "ADASCALE_TERMINATION_GRACE"
 ENV_GENERATION = "ADASCALE_GENERATION"
 ENV_AGENT_FD = "ADASCALE_AGENT_FD"
 """Descriptor over which a trainer reports what it does, and is assigned to generations."""
+ENV_PEER_TIMEOUT = "ADASCALE_PEER_TIMEOUT"
+"""Seconds of silence after which a member of a generation counts as lost by the other members."""
 ENV_BATCH_SIZE = "ADASCALE_BATCH_SIZE"
 ENV_MAX_BATCH_SIZE = "ADASCALE_MAX_BATCH_SIZE"
 ENV_LOCAL_BSZ_BOUNDS = "ADASCALE_LOCAL_BSZ_BOUNDS"
@@ -96,6 +98,9 @@ DEFAULT_CHECKPOINT_INTERVAL = 30.0
 """Seconds."""
 DEFAULT_API_PORT = 8265
 DEFAULT_SERVICE_TIMEOUT = 60.0
+"""Seconds."""
+
+DEFAULT_PEER_TIMEOUT = 5.0
 """Seconds."""
 
 # -- limits ---------------------------------------------------------------------------------------------

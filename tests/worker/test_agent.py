@@ -116,6 +116,7 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
         (2, 2),
         (3, 1),
     ]
+    assert len({attempt.header["pid"] for attempt in attempts}) == 1, "the trainer stays"
     steps = job.journal.effective()
     assert sorted(steps) == list(range(1, len(steps) + 1))
     assert [len(attempt.steps) for attempt in attempts] == [
@@ -135,14 +136,15 @@ def test_a_job_finishes_when_its_progress_reaches_its_scale_invariant_steps(job:
     assert view["latest"]["progress"] >= 50
 
 
-def test_a_killed_trainer_costs_the_steps_since_the_last_checkpoint(job: Job) -> None:
+def test_a_killed_trainer_costs_no_step(job: Job) -> None:
     job.service.allocate(1, 2)
     job.start(0, 1, **LONG)
     job.wait_for_training(1, replicas=2, steps=5)
     os.kill(job.trainer_pid(1), signal.SIGKILL)
     job.wait_for_training(2, replicas=2)
     before, after = job.journal.attempts(0)
-    assert before.steps[-1].step - after.header["step"] <= 2
+    assert before.steps[-1].step == after.header["step"]
+    assert before.header["pid"] == after.header["pid"], "the other trainer stays"
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 1)
     assert all(agent.process.poll() is None for agent in job.agents)
@@ -184,7 +186,7 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     assert (message.generation, message.exit_code) == (1, 1)
     assert message.log.endswith("ArithmeticError: made to fail at step 4")
     replicas = {
-        replica["rank"]: replica
+        replica["replica"]: replica
         for replica in wait_until(lambda: job.service.job()["replicas"], "the report")
     }
     assert replicas[1]["state"] == "failed"
@@ -226,7 +228,7 @@ def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -
         check=False,
     )
     assert run.returncode == EXIT_INVALID_PROGRAM
-    assert "finished without making an ElasticTrainer" in run.stderr
+    assert "finished without calling program_reentry" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -297,15 +299,15 @@ def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
         (
             ["sh", "-c", "echo no data; exit 3"],
             {},
-            (3, "no data\nsh -c echo no data; exit 3 ended before it made an ElasticTrainer (exit code 3)"),
+            (3, "no data\nsh -c echo no data; exit 3 ended before it called program_reentry (exit code 3)"),
         ),
-        (["true"], {}, (78, "true finished without making an ElasticTrainer")),
+        (["true"], {}, (78, "true finished without calling program_reentry")),
         (
             ["sh", "-c", "kill -SEGV $$"],
             {},
             (
                 139,
-                "sh -c kill -SEGV $$ ended before it made an ElasticTrainer (killed by SIGSEGV)",
+                "sh -c kill -SEGV $$ ended before it called program_reentry (killed by SIGSEGV)",
             ),
         ),
         (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),

@@ -1,6 +1,5 @@
 """Tests of the environment variables: valid values, and the errors for invalid ones."""
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -11,14 +10,15 @@ from adascale_worker.environment import (
     JobSettings,
     RankAssignment,
     ServiceAddress,
+    apply_settings,
     read_assignment,
-    read_generation,
     read_incarnation,
     read_job_settings,
+    read_peer_timeout,
     read_service,
     read_termination_grace,
     read_termination_log,
-    wait_for_assignment,
+    take_agent_channel,
 )
 from adascale_worker.errors import EnvironmentVariableError
 
@@ -29,7 +29,6 @@ def test_an_empty_environment_means_one_replica_without_a_service() -> None:
     )
     assert read_job_settings({}) == JobSettings()
     assert read_service({}) is None
-    assert read_generation({}) == 0
 
 
 def test_torchruns_variables_set_the_rank_assignment() -> None:
@@ -110,16 +109,25 @@ def test_variables_of_the_agent_are_read() -> None:
         read_termination_grace({"ADASCALE_TERMINATION_GRACE": "soon"})
 
 
-def test_a_rank_assignment_sets_variables_and_removes_null_ones() -> None:
-    agent, trainer = socket.socketpair()
-    environ = {
-        "ADASCALE_AGENT_FD": str(trainer.detach()),
-        "ADASCALE_MAX_BATCH_SIZE": "64",
-        "ADASCALE_BATCH_SIZE": "8",
-    }
-    with agent:
-        assignment = {"RANK": "1", "ADASCALE_MAX_BATCH_SIZE": None, "ADASCALE_LOCAL_BSZ_BOUNDS": None}
-        agent.sendall(json.dumps(assignment).encode() + b"\n")
-        wait_for_assignment(environ)
-        assert agent.recv(1) == b"!"
+def test_the_settings_of_a_generation_set_variables_and_remove_null_ones() -> None:
+    environ = {"ADASCALE_MAX_BATCH_SIZE": "64", "ADASCALE_BATCH_SIZE": "8"}
+    apply_settings(environ, {"RANK": "1", "ADASCALE_MAX_BATCH_SIZE": None, "ADASCALE_LOCAL_BSZ_BOUNDS": None})
     assert environ == {"RANK": "1", "ADASCALE_BATCH_SIZE": "8"}
+
+
+def test_the_channel_of_the_agent_is_taken_once_and_not_inherited() -> None:
+    agent, trainer = socket.socketpair()
+    environ = {"ADASCALE_AGENT_FD": str(trainer.detach())}
+    with agent:
+        channel = take_agent_channel(environ)
+        assert channel is not None
+        with channel:
+            assert not channel.get_inheritable()
+    assert take_agent_channel(environ) is None
+
+
+def test_the_peer_timeout_is_above_zero() -> None:
+    assert read_peer_timeout({}) == 5
+    assert read_peer_timeout({"ADASCALE_PEER_TIMEOUT": "0.5"}) == 0.5
+    with pytest.raises(EnvironmentVariableError, match=r"ADASCALE_PEER_TIMEOUT is '0': .* above 0"):
+        read_peer_timeout({"ADASCALE_PEER_TIMEOUT": "0"})

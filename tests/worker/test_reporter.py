@@ -37,9 +37,9 @@ class ServiceJob:
         self.client = MetricsServiceClient(service.url, TOKEN)
         self.reporters: list[Reporter] = []
 
-    def reporter(self, generation: int = 1, token: str = TOKEN) -> Reporter:
+    def reporter(self, token: str = TOKEN) -> Reporter:
         client = MetricsServiceClient(self.service.url, token).for_job(self.job)
-        self.reporters.append(Reporter(client, generation))
+        self.reporters.append(Reporter(client))
         return self.reporters[-1]
 
     def steps(self) -> list[int]:
@@ -163,23 +163,6 @@ def test_close_returns_after_its_timeout_if_the_service_does_not_answer(service_
         assert time.monotonic() - started < 4, "less than the timeout of a request"
     finally:
         service_job.service.send_signal(signal.SIGCONT)
-
-
-def test_the_answers_show_that_a_newer_generation_is_active(service_job: ServiceJob) -> None:
-    reporter = service_job.reporter(generation=1)
-    service_job.allocate(1, 0)
-    assert not reporter.generation_is_over
-    service_job.allocate(2, 0)  # active at once, because it needs no replicas
-    wait_until(lambda: reporter.generation_is_over, "the end of the generation")
-
-
-def test_a_trainer_without_an_agent_is_never_told_to_exit(service_job: ServiceJob) -> None:
-    """Generation 0 means that no agent would start the trainer again."""
-    service_job.allocate(5, 0)
-    reporter = service_job.reporter(generation=0)
-    wait_until(lambda: reporter.generation_is_over, "the view of generation 5")
-    assert not Telemetry(BatchBounds(8), 0, reporter).generation_is_over
-    assert Telemetry(BatchBounds(8), 1, reporter).generation_is_over
 
 
 def test_a_trainer_without_an_agent_reports_every_step(

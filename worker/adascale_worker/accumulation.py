@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch.nn.parallel import DistributedDataParallel
-
 from adascale_core.batch import BatchPlan
 from adascale_worker.adascale import AdaScale
+from adascale_worker.data_parallel import DataParallelModel
 
 
 class GradientAccumulation:
@@ -13,12 +12,12 @@ class GradientAccumulation:
 
     Args:
         optimizer: AdaScale around the program's optimizer.
-        ddp: the DDP module around the program's model. None with one replica.
+        model: the program's model.
     """
 
-    def __init__(self, optimizer: AdaScale, ddp: DistributedDataParallel | None) -> None:
+    def __init__(self, optimizer: AdaScale, model: DataParallelModel) -> None:
         self._optimizer = optimizer
-        self._ddp = ddp
+        self._model = model
         self._accumulation = 1
         self._micro_batch = 0
 
@@ -52,5 +51,6 @@ class GradientAccumulation:
         return self._micro_batch == 0
 
     def _set_gradient_sync(self) -> None:
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = self._micro_batch == self._accumulation - 1
+        ddp = self._model.ddp
+        if ddp is not None:
+            ddp.require_backward_grad_sync = self._micro_batch == self._accumulation - 1

@@ -242,6 +242,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         require_scale(scale)
         self._estimator.change_settings(scale=float(scale), world_size=replicas)
 
+    def change_model(self, model: DistributedDataParallel | None) -> None:
+        """Read gradients of another `DistributedDataParallel` around the same parameters; None without one.
+
+        Call `update_scale` with the new number of replicas afterwards.
+        """
+        self._estimator.statistics.reader.ddp = model
+
     def set_num_gradients_to_accumulate(
         self,
         num_gradients_to_accumulate: int,

@@ -16,6 +16,7 @@ class Requests:
 
     Args:
         exit: save and exit at the next step boundary.
+        change: enter a newer generation at the next step boundary.
         save: save a checkpoint at the next step boundary.
         replan: choose the batch plan again at the end of the epoch.
         agree_each_step: exchange requests on every step, because steps are slow. Otherwise they are
@@ -30,6 +31,7 @@ class Requests:
     agree_each_step: bool = False
     finish: bool = False
     compare_weights: bool = False
+    change: bool = False
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -38,7 +40,11 @@ class Requests:
 
 @dataclass
 class Agreement:
-    """What all replicas do: a request of any replica counts. See `Requests` for the attributes."""
+    """What all replicas do. See `Requests` for the attributes.
+
+    A request of any replica counts, except for `change`, which all replicas have to request: a replica that
+    does not know of the newer generation yet would keep the others waiting.
+    """
 
     exit: bool = False
     save: bool = False
@@ -46,14 +52,21 @@ class Agreement:
     agree_each_step: bool = True
     finish: bool = False
     compare_weights: bool = False
+    change: bool = False
 
-    def update(self, sums: tuple[float, ...] | None) -> None:
-        """Add the summed requests of all replicas. None if this step had no exchange."""
+    def update(self, sums: tuple[float, ...] | None, replicas: int) -> None:
+        """Add the summed requests of all replicas.
+
+        Args:
+            sums: None if this step had no exchange.
+            replicas: number of replicas.
+        """
         if sums is not None:
-            exit_sum, save_sum, replan_sum, agree_each_step_sum, finish_sum, compare_sum = sums
+            exit_sum, save_sum, replan_sum, agree_each_step_sum, finish_sum, compare_sum, change_sum = sums
             self.exit = self.exit or exit_sum > 0
             self.save = self.save or save_sum > 0
             self.replan = self.replan or replan_sum > 0
             self.agree_each_step = agree_each_step_sum > 0
             self.finish = self.finish or finish_sum > 0
             self.compare_weights = self.compare_weights or compare_sum > 0
+            self.change = self.change or change_sum > replicas - 0.5

@@ -95,14 +95,30 @@ class BatchPlanner:
             self.plan = plan
             self._acknowledged = False
 
-    def restore(self, saved: BatchPlan, optimizer: AdaScale, step_timer: StepTimer) -> None:
-        """Use a saved plan if it is valid for the current bounds and replicas, else choose a plan.
+    def begin(self, bounds: BatchBounds) -> None:
+        """Choose the first plan of a job for the replicas that there are.
 
-        A collective call.
+        Args:
+            bounds: the present bounds.
+
+        Raises:
+            InvalidJobError: the bounds allow no batch on this number of replicas.
         """
-        if saved.replicas == self._group.replicas and allows(self.bounds, saved):
-            self.plan = saved
-        else:
+        _require_valid_replicas(bounds, self._group.replicas)
+        self.bounds = bounds
+        self.plan = plan_batch(bounds, self._group.replicas)
+
+    def adapt(self, bounds: BatchBounds, optimizer: AdaScale, step_timer: StepTimer) -> None:
+        """Keep the plan if it is valid for the present bounds and replicas, else choose a plan.
+
+        A collective call; the plan is the same on all ranks before it.
+
+        Raises:
+            InvalidJobError: the bounds allow no batch on this number of replicas.
+        """
+        _require_valid_replicas(bounds, self._group.replicas)
+        self.bounds = bounds
+        if self.plan.replicas != self._group.replicas or not allows(bounds, self.plan):
             self.replan(optimizer, step_timer)
 
 

@@ -42,7 +42,8 @@ class Checkpointing:
         self._writer = (
             CheckpointWriter(self._store, interval, self._keep_manifest) if self._store is not None else None
         )
-        self._interval = interval
+        self.interval = interval
+        """Seconds between two checkpoints."""
         self._group = group
         self._saved_at = float("-inf")
         self._manifest: Manifest | None = None
@@ -58,7 +59,7 @@ class Checkpointing:
     @property
     def is_due(self) -> bool:
         """Whether the interval since the last checkpoint has passed, and none is being written."""
-        if self._writer is None or time.monotonic() - self._saved_at < self._interval:
+        if self._writer is None or time.monotonic() - self._saved_at < self.interval:
             return False
         return not self._writer.is_busy
 
@@ -68,28 +69,14 @@ class Checkpointing:
         return self._has_final
 
     def load(self) -> State | None:
-        """Return the newest intact checkpoint, the same on all ranks. None if there is none.
-
-        A collective call: rank 0 finds the checkpoint, and the others read it.
+        """Return the newest intact checkpoint. None if there is none. Called on rank 0 only.
 
         Raises:
             CheckpointError: there are checkpoints, but all are damaged; or the storage cannot be read.
         """
         if self._store is None:
             return None
-        loaded, number = None, None
-        failure: CheckpointError | None = None
-        if self._group.is_main:
-            try:
-                loaded = self._store.load()
-            except CheckpointError as error:
-                failure = error
-            number = loaded[1].number if loaded is not None else None
-        number, failure = self._group.broadcast((number, failure))
-        if failure is not None:
-            raise failure
-        if number is not None and not self._group.is_main:
-            loaded = self._store.load(number)
+        loaded = self._store.load()
         if loaded is None:
             return None
         state, self._manifest = loaded
@@ -139,7 +126,7 @@ class Checkpointing:
     ) -> None:
         """Save a durable checkpoint if `weights` is None, else copy the state."""
         failure = None
-        rng_states = self._group.gather(rng_state)
+        rng_states = [rng_state]
         self._saved_at = time.monotonic()
         if self._group.is_main and weights is not None:
             writer.start(make_state(rng_states), info, self._result, weights)

@@ -8,30 +8,26 @@ from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.data_feed import DataFeed
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.rng_state import DeferredRngState
 from adascale_worker.settings import TrainerSettings
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_progress import TrainingProgress
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainerComponents:
     """The parts of a trainer.
 
     Args:
-        generation: the generation that the trainer runs in; 0 without an agent.
         incarnation: creation time of the job, in seconds since 1970; 0 if unknown.
-        settings: the resolved settings.
+        settings: the resolved settings; a new generation may change them.
         group: the replicas of this generation.
         planner: holds the batch plan.
         progress: the progress of training.
         feed: the training data.
         telemetry: measures, and reports to the metrics service.
         checkpointing: saves and restores checkpoints.
-        rng: the random state that a restored checkpoint contains.
     """
 
-    generation: int
     incarnation: int
     settings: TrainerSettings
     group: ReplicaGroup
@@ -40,7 +36,11 @@ class TrainerComponents:
     feed: DataFeed
     telemetry: Telemetry
     checkpointing: Checkpointing
-    rng: DeferredRngState
+
+    @property
+    def generation(self) -> int:
+        """The generation that the trainer runs in; 0 without an agent."""
+        return self.group.generation
 
     @property
     def finished(self) -> bool:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_worker.errors import DatasetError
+from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.stream import MicroBatches, SampleStream
 
 _CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
@@ -21,15 +22,24 @@ class DataFeed:
 
     Args:
         bounds: the job's batch size and bounds.
-        rank: index of the replica.
+        group: the replicas.
         seed: determines the order of samples.
     """
 
-    def __init__(self, bounds: BatchBounds, rank: int, seed: int) -> None:
+    def __init__(self, bounds: BatchBounds, group: ReplicaGroup, seed: int) -> None:
         self._bounds = bounds
-        self._rank = rank
+        self._group = group
         self._seed = seed
         self._length: int | None = None
+
+    @property
+    def seed(self) -> int:
+        """Determines the order of samples, and the random numbers of each step."""
+        return self._seed
+
+    def change_bounds(self, bounds: BatchBounds) -> None:
+        """Use other bounds from the next call of `open` on."""
+        self._bounds = bounds
 
     def open(self, dataset: Sized, *, shuffle: bool, options: dict[str, Any]) -> SampleStream:
         """Return the sample stream of a data set.
@@ -79,7 +89,7 @@ class DataFeed:
         """
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
-            batch_sampler=MicroBatches(stream, consumed, plan, self._rank),
+            batch_sampler=MicroBatches(stream, consumed, plan, self._group.rank),
             # The loader draws the seeds of its workers from this, not from the program's random state.
             generator=torch.Generator().manual_seed(self._seed + consumed),
             **options,

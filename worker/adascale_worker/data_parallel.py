@@ -2,54 +2,135 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.loop_checks import ForwardRecord
 from adascale_worker.patching import MethodOverride
-from adascale_worker.torch_private import rebuild_buckets
+from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.torch_private import (
+    abandon,
+    local_process_group,
+    rebuild_buckets,
+    replace_process_group,
+)
 
 
-def parallelize(
-    model: torch.nn.Module,
-    device: torch.device,
-    forward: ForwardRecord | None = None,
-    *,
-    find_unused_parameters: bool = False,
-) -> DistributedDataParallel:
-    """Make `model` data-parallel in place: in training mode, its forward goes through DDP.
+class DataParallelModel:
+    """Makes a model data-parallel in place, over the replicas of the present generation.
 
-    The program keeps its model, the names of its parameters and its training loop. In evaluation mode, and
-    while gradients are disabled, the model's original forward runs, so one replica may evaluate by itself.
+    In training mode, the model's forward goes through DDP. The program keeps its model, the names of its
+    parameters and its training loop. In evaluation mode, while gradients are disabled, and on one replica,
+    the model's original forward runs, so one replica may evaluate by itself.
+
+    Under an agent, DDP is made over a process group of this process alone, with the same buckets on all
+    members, and uses the group of a generation from `connect` to `disconnect`. So members with and without
+    DDP can form a group together, without a collective call for it.
 
     Args:
         model: on `device` already.
         device: the replica's device.
-        forward: records forward passes through DDP.
+        group: the replicas.
+        forward: records forward passes through the model.
         find_unused_parameters: as DDP's argument of this name.
+        before_forward: called in each forward pass through DDP, when buffers are those of rank 0.
 
-    Returns:
-        The DDP module that wraps the model.
+    Attributes:
+        ddp: the DDP module that wraps the model. None on one replica.
+        device: the replica's device.
+        has_missed_exchange: whether gradients since `begin_step` are not averaged, because peers are lost.
     """
-    wrapped = _OriginalForward(model, reverse_parameters=not find_unused_parameters)
-    ddp = DistributedDataParallel(
-        wrapped,
-        device_ids=[device] if device.type == "cuda" else None,
-        find_unused_parameters=find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )
-    if not find_unused_parameters:
-        rebuild_buckets(ddp)
-    model.forward = _DataParallelForward(wrapped, ddp, forward or ForwardRecord())
-    return ddp
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        group: ReplicaGroup,
+        forward: ForwardRecord | None = None,
+        *,
+        find_unused_parameters: bool = False,
+        before_forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ddp: DistributedDataParallel | None = None
+        self.has_missed_exchange = False
+        self.device = device
+        self._group = group
+        self._find_unused_parameters = find_unused_parameters
+        self._local_group: dist.ProcessGroup | None = None
+        self._record = forward or ForwardRecord()
+        self._wrapped = _OriginalForward(model, before_forward, reverse_parameters=not find_unused_parameters)
+        if not group.is_elastic and group.replicas > 1:
+            self.ddp = self._wrap()
+        model.forward = _DataParallelForward(model, self)
 
-def record_forward(model: torch.nn.Module, forward: ForwardRecord) -> None:
-    """Record the forward passes of a model on one replica that would go through DDP on several."""
-    model.forward = _RecordedForward(model, forward)
+    def connect(self) -> None:
+        """Use the process group of the generation that was formed."""
+        self.has_missed_exchange = False
+        if self._group.replicas == 1:
+            self._remove()
+            return
+        if self.ddp is None:
+            self._local_group = self._local_group or local_process_group()
+            self.ddp = self._wrap(self._local_group)
+        world = dist.group.WORLD
+        assert world is not None
+        replace_process_group(self.ddp, world)
+
+    def disconnect(self) -> None:
+        """Release the process group of the present generation, which is destroyed next."""
+        if self.ddp is None or self._local_group is None:
+            return
+        if self._group.has_failed or self.has_missed_exchange:
+            self._remove()
+        else:
+            replace_process_group(self.ddp, self._local_group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's original forward, through DDP on several replicas."""
+        self._record.called = True
+        if self.ddp is None:
+            return self._wrapped.original_forward(*args, **kwargs)
+        if not self._group.has_failed:
+            try:
+                return self.ddp(*args, **kwargs)
+            except RuntimeError as error:
+                if not self._group.is_failure(error):
+                    raise
+        # The step is discarded before the optimizer uses its gradients.
+        self.has_missed_exchange = True
+        return self._wrapped.original_forward(*args, **kwargs)
+
+    @property
+    def original_forward(self) -> Callable[..., Any]:
+        """The forward that the model had before."""
+        return self._wrapped.original_forward
+
+    def _remove(self) -> None:
+        if self.ddp is not None and self._local_group is not None:
+            abandon(self.ddp, self._local_group)
+            self.ddp = None
+
+    def _wrap(self, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+        options: dict[str, Any] = {}
+        if group is not None and "init_sync" in inspect.signature(DistributedDataParallel).parameters:
+            # The members get parameters and buffers with the rest of the state.
+            options["init_sync"] = False
+        ddp = DistributedDataParallel(
+            self._wrapped,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            process_group=group,
+            find_unused_parameters=self._find_unused_parameters,
+            gradient_as_bucket_view=True,
+            **options,
+        )
+        if not self._find_unused_parameters:
+            rebuild_buckets(ddp)
+        return ddp
 
 
 class _OriginalForward(torch.nn.Module):
@@ -57,48 +138,43 @@ class _OriginalForward(torch.nn.Module):
 
     Args:
         model: the program's model.
+        before: called before each forward pass.
         reverse_parameters: list the parameters in reverse order, in which their gradients usually become
             ready, so that DDP exchanges the first buckets while the other gradients are computed.
     """
 
-    def __init__(self, model: torch.nn.Module, *, reverse_parameters: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, before: Callable[[], None], *, reverse_parameters: bool
+    ) -> None:
         super().__init__()
         if reverse_parameters:
             self.reversed_parameters = torch.nn.ParameterList(reversed(list(model.parameters())))
         self.original_forward: Callable[..., Any] = model.forward
         self.model = model
+        self._before = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._before()
         return self.original_forward(*args, **kwargs)
 
 
 class _DataParallelForward(MethodOverride):
     """Replaces the forward of a data-parallel model."""
 
-    def __init__(
-        self, wrapped: _OriginalForward, ddp: DistributedDataParallel, record: ForwardRecord
-    ) -> None:
-        super().__init__(wrapped.original_forward)
-        self._model = wrapped.model
-        self._ddp = ddp
-        self._record = record
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._model.training:
-            self._record.called = True
-            return self._ddp(*args, **kwargs)
-        return self.original(*args, **kwargs)
-
-
-class _RecordedForward(MethodOverride):
-    """Replaces the forward of a model on one replica."""
-
-    def __init__(self, model: torch.nn.Module, record: ForwardRecord) -> None:
-        super().__init__(model.forward)
+    def __init__(self, model: torch.nn.Module, parallel: DataParallelModel) -> None:
+        super().__init__(parallel.original_forward)
         self._model = model
-        self._record = record
+        self._parallel = parallel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self._model.training:
-            self._record.called = True
+            return self._parallel.forward(*args, **kwargs)
         return self.original(*args, **kwargs)
+
+
+def warm_up() -> None:
+    """Make what the first DDP module of a process imports and allocates, before it is needed."""
+    if not dist.is_available():
+        return
+    model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=local_process_group())
+    model(torch.zeros(1, 1)).sum().backward()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from adascale_core import names
-from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_core.job_id import parse_job_id
 from adascale_worker.errors import EnvironmentVariableError
 
@@ -75,35 +72,42 @@ class JobSettings:
     elastic_single_replica: bool = False
 
 
-def is_standby(environ: Mapping[str, str]) -> bool:
-    """Whether an agent has started this program before its generation begins."""
-    return names.ENV_AGENT_FD in environ
+def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | None:
+    """Return the connection with the agent that has started this program. None without an agent.
 
-
-def wait_for_assignment(environ: MutableMapping[str, str]) -> None:
-    """Notify the agent that this program is ready, and wait for its rank assignment.
-
-    An agent starts a program before its generation begins. At that time neither its rank nor the job's
-    current settings are known. They arrive here, and are put into `environ`, where torch and the program
-    find them. A variable whose value is null is removed. Without an agent, this returns immediately.
-
-    Raises:
-        SystemExit: the agent has closed the connection, because it no longer needs this program.
+    Removes its variable, since programs that this one starts are not trainers of the agent.
     """
     descriptor = _read(environ, names.ENV_AGENT_FD, _non_negative_integer, None)
     if descriptor is None:
-        return
+        return None
     del environ[names.ENV_AGENT_FD]
-    with socket.socket(fileno=descriptor) as channel, channel.makefile("r", encoding="utf-8") as lines:
-        channel.sendall(b"!")
-        assignment = lines.readline()
-    if not assignment:
-        sys.exit(EXIT_REENTRY)
-    for name, value in json.loads(assignment).items():
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    return channel
+
+
+def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
+    """Set the variables of a generation, where torch and the program find them; None removes a variable."""
+    for name, value in settings.items():
         if value is None:
             environ.pop(name, None)
         else:
             environ[name] = value
+
+
+def read_secret(environ: Mapping[str, str]) -> str:
+    """Return the token of the job, with which members authenticate each other without another secret.
+
+    Raises:
+        EnvironmentVariableError: see `read_service`.
+    """
+    service = read_service(environ)
+    return (service.token if service is not None else None) or ""
+
+
+def read_peer_timeout(environ: Mapping[str, str]) -> float:
+    """Return the silence after which a member of a generation is lost, in seconds."""
+    return _read(environ, names.ENV_PEER_TIMEOUT, _positive_seconds, names.DEFAULT_PEER_TIMEOUT)
 
 
 def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
@@ -168,16 +172,6 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
         checkpoint_dir=directory or None,
         checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _seconds, None),
     )
-
-
-def read_generation(environ: Mapping[str, str]) -> int:
-    """Return the generation that this trainer runs in; 0 without an agent."""
-    return _read(environ, names.ENV_GENERATION, _non_negative_integer, 0)
-
-
-def read_listen_fd(environ: Mapping[str, str]) -> int | None:
-    """Return the descriptor of the listening socket that rank 0 inherits from its agent. None if not set."""
-    return _read(environ, names.ENV_LISTEN_FD, _non_negative_integer, None)
 
 
 def read_replica(environ: Mapping[str, str]) -> int:
@@ -248,6 +242,12 @@ def _seconds(text: str) -> float:
         raise ValueError("it must be a number of seconds") from None
     if not 0 <= value < float("inf"):
         raise ValueError("it must be a finite number of seconds, at least 0")
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    if (value := _seconds(text)) == 0:
+        raise ValueError("it must be a number of seconds above 0")
     return value
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 MAX_BATCHES_WITHOUT_STEP = 1000
@@ -44,7 +45,7 @@ class LoopChecks:
         model: the program's model.
         optimizer: AdaScale around the program's optimizer.
         forward: records forward passes through the model.
-        replicas: number of replicas (K).
+        group: the replicas.
         requires_all: whether every parameter needs a gradient in every step, as DDP requires by default.
     """
 
@@ -53,13 +54,13 @@ class LoopChecks:
         model: torch.nn.Module,
         optimizer: AdaScale,
         forward: ForwardRecord,
-        replicas: int,
+        group: ReplicaGroup,
         *,
         requires_all: bool = True,
     ) -> None:
         self._optimizer = optimizer
         self._forward = forward
-        self._replicas = replicas
+        self._group = group
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._has_backward = False
         self._earlier_batches = 0
@@ -71,11 +72,18 @@ class LoopChecks:
         self._observed = list({id(parameter): parameter for parameter in ends}.values())
         for parameter in self._observed:
             parameter.register_hook(_BackwardHook(self, parameter))
+        self._model = model
+        self._requires_all = requires_all
         self._unused: UnusedParameters | None = None
-        if replicas > 1 and requires_all:
-            self._unused = UnusedParameters(model, replicas)
+        self.begin_generation()
 
     # -- events -----------------------------------------------------------------------------------------
+
+    def begin_generation(self) -> None:
+        """Look for unused parameters in the next step, if it is the first on several replicas."""
+        if self._group.replicas > 1 and self._requires_all:
+            self._requires_all = False
+            self._unused = UnusedParameters(self._model, self._group.replicas)
 
     def begin_epoch(self) -> None:
         """Record that gradients were deleted, and that a loop over batches begins."""
@@ -110,6 +118,11 @@ class LoopChecks:
         if parameter.grad is None:
             self._earlier_batches = 0
         self._has_backward = True
+
+    def discarded_step(self) -> None:
+        """Record that the trainer has discarded a step, and its gradients."""
+        self._begin_step()
+        self._forward.called = False
 
     # -- checks -----------------------------------------------------------------------------------------
 
@@ -152,10 +165,10 @@ class LoopChecks:
     def _check_gradients_are_averaged(self) -> None:
         if all(parameter.grad is None for parameter in self._parameters):
             return
-        if self._replicas > 1:
+        if self._group.replicas > 1:
             raise ReplicationError(
                 "the gradients of this step do not come from a call of model(...), so they are not averaged "
-                f"over the {self._replicas} replicas and the weights would differ. {_USE_THE_MODEL}"
+                f"over the {self._group.replicas} replicas and the weights would differ. {_USE_THE_MODEL}"
             )
         self._warnings.warn(
             "forward",

@@ -2,86 +2,179 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from adascale_worker import gloo_sockets
+from adascale_worker.agent_channel import Assignment
 from adascale_worker.environment import RankAssignment
-from adascale_worker.torch_private import default_store, tcp_store
+from adascale_worker.membership_links import PeersLostError, listen
+from adascale_worker.torch_private import (
+    abort_process_group,
+    default_store,
+    set_collective_timeout,
+    tcp_store,
+)
 
 RELEASE_TIME = 0.05
 """Seconds for Gloo's threads to release the tensors of the last collective, before the interpreter ends."""
 POLL_INTERVAL = 0.05
 """Seconds between two readings of the store."""
 INIT_TIMEOUT = timedelta(minutes=5)
-"""How long a replica waits for the others, when the group is formed and in every collective."""
+"""How long a replica waits for the others, when the group is formed and in every collective, without an
+agent."""
+FORMATION_TIMEOUT = timedelta(seconds=10)
+"""How long members wait for each other while they form the group. All of them have arrived, so this takes
+milliseconds. A member that waits for the connection of one that is lost meanwhile is not freed earlier."""
+MEMBER_TIMEOUT = timedelta(hours=24)
+"""How long members wait in a collective. They notice by themselves when one of them is lost."""
 
 
 class ReplicaGroup:
-    """The replicas of this generation, in the process of one replica.
+    """The replicas of a generation, in the process of one replica. They change with the generation.
 
     All replicas must call a collective method in the same order. With one replica, every method returns its
     argument without communication.
 
+    Under an agent, a failed collective raises `PeersLostError`, and so does every later one until the next
+    generation is formed.
+
     Args:
         assignment: rank of this replica, number of replicas, and the address of rank 0.
         device: device of the tensors that the replicas exchange; "cuda" selects NCCL, otherwise Gloo.
+        is_elastic: whether membership changes, which an agent controls.
     """
 
-    def __init__(self, assignment: RankAssignment, device: torch.device) -> None:
+    def __init__(self, assignment: RankAssignment, device: torch.device, *, is_elastic: bool = False) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas
-        self._assignment = assignment
+        self.generation = 0
+        self.nodes = 1
+        """Number of nodes that the replicas run on."""
+        self.is_elastic = is_elastic
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once per generation when communication has failed, in any thread."""
         self._device = device
         self._formed = False
+        self._failed = False
+        self._lock = threading.Lock()
+        self._sockets: frozenset[tuple[int, str]] = frozenset()
+        self._sockets_before: frozenset[tuple[int, str]] | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def form(self, generation: int, listen_fd: int | None) -> None:
-        """Initialize torch's default process group, unless the program has done so or there is one replica.
+    # -- formation ----------------------------------------------------------------------------------------
 
-        The agents assign the ranks and the address of rank 0, so no rendezvous is needed: rank 0 serves the
-        store on a socket that its agent already listens on. A key prefix per generation keeps late members
-        of an earlier generation out.
+    def form_from_environment(self) -> None:
+        """Initialize torch's default process group from torchrun's variables.
 
-        Args:
-            generation: number of the allocation; 0 without an agent, where torchrun's variables are used.
-            listen_fd: on rank 0, the file descriptor of the listening socket; None on other ranks.
+        Does nothing if the program has done so, or with one replica.
         """
-        assignment = self._assignment
         if self.replicas == 1 or dist.is_initialized():
             return
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        if generation == 0 or assignment.master_addr is None or assignment.master_port is None:
-            dist.init_process_group(backend, timeout=INIT_TIMEOUT)
+        self._initialize(None, INIT_TIMEOUT)
+
+    def open_store(self, address: str) -> tuple[TCPStore, int]:
+        """On rank 0: open the store of a generation.
+
+        Args:
+            address: of this member.
+
+        Returns:
+            The store, and its port.
+        """
+        with listen(address) as listener:
+            port = int(listener.getsockname()[1])
+            store = tcp_store(
+                address,
+                port,
+                1,
+                is_master=True,
+                timeout=FORMATION_TIMEOUT,
+                listen_fd=listener.detach(),
+            )
+        return store, port
+
+    def form(self, assignment: Assignment, store: TCPStore | None, store_port: int) -> None:
+        """Form the group of a generation in which this process is a member. The old group was left before.
+
+        Args:
+            assignment: the members.
+            store: on rank 0, the store.
+            store_port: the port of the store at the address of rank 0.
+
+        Raises:
+            PeersLostError: a member was lost meanwhile.
+        """
+        self.rank, self.replicas = assignment.rank, len(assignment.members)
+        self.generation = assignment.generation
+        self.nodes = len({member.node or member.address for member in assignment.members})
+        self._failed = False
+        if self.replicas == 1:
+            return
+        with self._lock:
+            before = self._sockets_before = gloo_sockets.open_sockets()
+        try:
+            with self._guarded():
+                if store is None:
+                    store = tcp_store(
+                        assignment.members[0].address,
+                        store_port,
+                        self.replicas,
+                        is_master=False,
+                        timeout=FORMATION_TIMEOUT,
+                        listen_fd=None,
+                    )
+                self._initialize(store, FORMATION_TIMEOUT)
+                created = gloo_sockets.open_sockets() - before
+                own_port = [*gloo_sockets.listening_ports(created), 0][0]
+                ports = torch.zeros(self.replicas, dtype=torch.int64)
+                ports[self.rank] = own_port
+                dist.all_reduce(ports)
+                self._sockets = gloo_sockets.connected_to(created, [port for port in ports.tolist() if port])
+                set_collective_timeout(MEMBER_TIMEOUT)
+        finally:
+            with self._lock:
+                self._sockets_before = None
+        if self._failed:
+            raise PeersLostError
+
+    def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
+        on_gpu = self._device.type == "cuda"
+        hook = sys.excepthook
+        if store is None:
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
         else:
-            tcp = tcp_store(
-                assignment.master_addr,
-                assignment.master_port,
-                self.replicas,
-                is_master=self.is_main,
-                timeout=INIT_TIMEOUT,
-                listen_fd=listen_fd,
-            )
-            store = PrefixStore(f"generation-{generation}", tcp)
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.replicas, timeout=INIT_TIMEOUT
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=PrefixStore(f"generation-{self.generation}", store),
+                rank=self.rank,
+                world_size=self.replicas,
+                timeout=timeout,
             )
+        # torch replaces it by a hook that adds the rank, once more for each group.
+        if self.is_elastic:
+            sys.excepthook = hook
         self._formed = True
 
     def destroy(self) -> None:
-        """Destroy the process group if `form` initialized it. May be called again."""
+        """Destroy the process group if this object initialized it. May be called again."""
         if self._formed and dist.is_initialized():
             dist.destroy_process_group()
         self._formed = False
+        self._sockets = frozenset()
 
     def destroy_before_finalization(self) -> None:
         """Destroy the process group, in a process whose interpreter is finalized next.
@@ -94,37 +187,121 @@ class ReplicaGroup:
             self.destroy()
             time.sleep(RELEASE_TIME)
 
+    # -- failures -----------------------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the members of this generation can no longer communicate."""
+        return self._failed
+
+    def fail(self) -> None:
+        """End all communication of this generation, also what waits for a lost peer, from any thread."""
+        with self._lock:
+            if not self.is_elastic or self._failed:
+                return
+            self._failed = True
+            sockets = self._sockets
+            if self._sockets_before is not None:
+                sockets = gloo_sockets.open_sockets() - self._sockets_before
+        gloo_sockets.shut_down(sockets)
+        if self._device.type == "cuda" and self._formed:
+            abort_process_group()
+        self.on_failure()
+
+    def be_alone(self) -> None:
+        """Let this replica save its state by itself, because its generation has ended. It leaves next."""
+        self.rank, self.replicas, self._failed = 0, 1, False
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether `error` is raised because members cannot communicate; then communication ends."""
+        if isinstance(error, PeersLostError):
+            return True
+        if not self.is_elastic or self.replicas == 1:
+            return False
+        if self._failed or is_lost_peer(error):
+            self.fail()
+            return True
+        return False
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        if self._failed:
+            raise PeersLostError
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_failure(error):
+                raise PeersLostError from error
+            raise
+
+    def wait_for_device(self) -> None:
+        """Wait until the collectives that were started on a GPU have ended, under an agent.
+
+        A collective on a GPU ends with an error after its launch. Before the optimizer uses its result, the
+        error must be known. On a CPU, every collective was waited for.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        if self.is_elastic and self.replicas > 1 and self._device.type == "cuda":
+            with self._guarded():
+                torch.cuda.current_stream(self._device).synchronize()
+            if self._failed:
+                raise PeersLostError
+
+    # -- communication ------------------------------------------------------------------------------------
+
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks. The value can be any object that pickle supports."""
         if self.replicas == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=self._device)
+        with self._guarded():
+            dist.broadcast_object_list(values, src=0, device=self._device)
         return values[0]
 
-    def broadcast_integers(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's `numbers` on all ranks: cheaper than `broadcast`, for lists of equal length."""
+    def broadcast_integers(self, numbers: list[int], source: int = 0) -> list[int]:
+        """Return the `numbers` of rank `source` on all ranks: cheaper than `broadcast`, for equal lengths."""
         if self.replicas == 1:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        dist.broadcast(tensor, src=0)
-        return [int(number) for number in tensor.tolist()]
+        with self._guarded():
+            dist.broadcast(tensor, src=source)
+            return [int(number) for number in tensor.tolist()]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        """Copy `tensor` of rank `source` into `tensor` of all ranks."""
+        if self.replicas > 1:
+            with self._guarded():
+                dist.broadcast(tensor, src=source)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on all ranks."""
         if self.replicas == 1:
             return [value]
         values: list[Any] = [None] * self.replicas
-        dist.all_gather_object(values, value)
+        with self._guarded():
+            dist.all_gather_object(values, value)
         return values
+
+    def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the `numbers` of all ranks, in the order of ranks, on all ranks."""
+        if self.replicas == 1:
+            return [list(numbers)]
+        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64, device=self._device)
+        table[self.rank] = torch.tensor(list(numbers), dtype=torch.int64)
+        with self._guarded():
+            dist.all_reduce(table)
+            return [[int(number) for number in row] for row in table.tolist()]
 
     def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
         """Return the elementwise sums of all ranks' `numbers`, on all ranks."""
         if self.replicas == 1:
             return tuple(numbers)
         tensor = torch.tensor(numbers, device=self._device)
-        dist.all_reduce(tensor)
-        return tuple(tensor.tolist())
+        with self._guarded():
+            dist.all_reduce(tensor)
+            return tuple(tensor.tolist())
 
     def announce(self, event: str) -> None:
         """Let the other replicas know that this one has reached `event`. Not a collective call."""
@@ -155,7 +332,8 @@ class ReplicaGroup:
         if self.replicas == 1:
             return values, values
         both = torch.cat([-values, values]).to(self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        with self._guarded():
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
         return -both[: len(values)], both[len(values) :]
 
 

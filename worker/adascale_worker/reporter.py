@@ -1,8 +1,7 @@
 """Posts gain reports from a background thread, so that no training step waits for the metrics service.
 
 While the service does not answer, the newest reports are queued. A report that the service refuses is
-dropped, and the others of its request are posted without it. Each answer has the job's generations, which
-show the trainer when its generation has ended.
+dropped, and the others of its request are posted without it.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ from collections import deque
 from itertools import islice
 
 from adascale_client import JobClient, ServiceError, ServiceRefusedError
-from adascale_core.messages import AllocationView, GainReport
+from adascale_core.messages import GainReport
 
 MAX_QUEUED = 1000
 """Reports that are queued while the service does not answer, and the maximum in one request."""
-JOB_NOT_FOUND = 404
-"""The status while the job does not exist yet."""
 INVALID_REPORT = frozenset({400, 413, 422})
 """Statuses that the same reports would get again."""
 MIN_BACKOFF = 0.1
 """Seconds from the first failed request to the next request."""
 MAX_BACKOFF = 5.0
 """Seconds between two requests while the service does not answer."""
-IDLE_INTERVAL = 1.0
-"""Seconds without a report after which the reporter reads the job's generations instead."""
 
 
 class Reporter:
@@ -33,24 +28,16 @@ class Reporter:
 
     Args:
         client: the metrics service.
-        generation: the generation that this trainer runs in.
     """
 
-    def __init__(self, client: JobClient, generation: int) -> None:
+    def __init__(self, client: JobClient) -> None:
         self._client = client
-        self._generation = generation
         self._queue: deque[GainReport] = deque(maxlen=MAX_QUEUED)
         self._changed = threading.Condition()
         self._closing = False
-        self._view: AllocationView | None = None
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="adascale-reporter", daemon=True)
         self._thread.start()
-
-    @property
-    def generation_is_over(self) -> bool:
-        """Whether the generation has ended, as of the last answer."""
-        return self._view is not None and self._view.has_ended(self._generation)
 
     def report(self, report: GainReport) -> None:
         """Queue a report. Does not wait for the service."""
@@ -75,23 +62,23 @@ class Reporter:
         while True:
             with self._changed:
                 if not self._queue and not self._closing:
-                    self._changed.wait(IDLE_INTERVAL)
+                    self._changed.wait()
                 reports = list(islice(self._queue, max_reports))
-                if self._closing and not reports:
-                    return
+                if not reports:
+                    if self._closing:
+                        return
+                    continue
             try:
-                self._view = self._client.post_gain(reports) if reports else self._client.get_allocation()
+                self._client.post_gain(reports)
             except ServiceError as error:
                 status = error.status if isinstance(error, ServiceRefusedError) else None
-                if reports and status in INVALID_REPORT:
+                if status in INVALID_REPORT:
                     # Find the invalid report by bisection.
                     max_reports = len(reports) // 2
                     if max_reports == 0:
                         print(f"adascale: {error}; dropping this report", flush=True)
                         self._dequeue(reports)
                         max_reports = MAX_QUEUED
-                    continue
-                if not reports and status == JOB_NOT_FOUND:
                     continue
                 self._log_error(error)
                 with self._changed:

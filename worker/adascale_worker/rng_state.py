@@ -1,64 +1,42 @@
-"""Capture and restore the state of a process's random number generators.
+"""Seeds the random number generators of a process at each step.
 
-The state consists of tensors, numbers, strings and lists, so it can be saved in a checkpoint.
+The seed depends on the program's seed, the position in the data and the rank only. So a step draws the same
+numbers when it is made again, also by another process, and nothing of the generators has to be saved.
 """
 
 from __future__ import annotations
 
 import random
-from typing import Any, cast
 
 import numpy
-import numpy.typing
 import torch
 
-_NumpyState = tuple[str, numpy.typing.NDArray[numpy.uint32], int, int, float]
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
 
 
-def capture() -> dict[str, Any]:
-    """Return the state of the generators of Python, NumPy, torch on the CPU, and on the GPU if in use."""
-    version, integers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = cast(_NumpyState, numpy.random.get_state(legacy=True))
-    state: dict[str, Any] = {
-        "python": [version, torch.tensor(integers, dtype=torch.int64), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def seed_generators(seed: int, position: int, rank: int) -> None:
+    """Seed the generators of Python, NumPy, torch on the CPU, and on the GPU if it is in use.
 
+    Takes about 8 microseconds on a CPU.
 
-def restore(state: dict[str, Any]) -> None:
-    """Restore a state that `capture` returned."""
-    version, integers, gauss = state["python"]
-    random.setstate((version, tuple(integers.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-class DeferredRngState:
-    """Restores a saved state at the last moment before the program draws random numbers again.
-
-    What the program and the data loader draw while they start does not count then.
+    Args:
+        seed: the program's seed.
+        position: number of samples consumed before the step.
+        rank: index of the replica.
     """
+    mixed = _mix(_mix(_mix(seed) + position) + rank)
+    # `torch.manual_seed` takes 20 times as long, and records its call until CUDA is initialized.
+    torch.default_generator.manual_seed(mixed)
+    random.seed(mixed)
+    numpy.random.seed(mixed & 0xFFFFFFFF)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed)
 
-    def __init__(self) -> None:
-        self._pending: dict[str, Any] | None = None
 
-    def defer(self, state: dict[str, Any]) -> None:
-        """Keep `state` until `apply` is called."""
-        self._pending = state
-
-    def apply(self) -> None:
-        """Restore the pending state. Does nothing if there is none."""
-        if self._pending is not None:
-            restore(self._pending)
-            self._pending = None
-
-    def current(self) -> dict[str, Any]:
-        """Return the state to save: the pending state, or else the state of the generators."""
-        return self._pending or capture()
+def _mix(number: int) -> int:
+    """Return 64 bits that depend on all bits of `number` (splitmix64; Steele et al., OOPSLA 2014)."""
+    mixed = (number + _GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)

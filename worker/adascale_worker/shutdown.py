@@ -198,8 +198,8 @@ class UncaughtErrorHandler:
 
     - An `AdaScaleError` is printed as its message with the line of the program that it was raised in, and
       the process exits with the error's exit code.
-    - With `lost_peer_generation` set, an error that a lost peer has caused is printed as one line, and the
-      process exits with `EXIT_PEER_LOST`.
+    - With `recognizes_lost_peers`, an error of the program's own communication that a lost peer has caused is
+      printed as one line, and the process exits with `EXIT_PEER_LOST`.
     - Any other error goes to the previous hook.
 
     Args:
@@ -207,8 +207,8 @@ class UncaughtErrorHandler:
     """
 
     def __init__(self, fast_exit: FastExit) -> None:
-        self.lost_peer_generation: int | None = None
-        """Number of the generation whose lost peers are recognized. None recognizes no lost peers."""
+        self.recognizes_lost_peers = False
+        """Whether an agent starts the program again, so that another process can join the peers."""
         self._fast_exit = fast_exit
         self._previous: Callable[..., Any] | None = None
 
@@ -224,9 +224,9 @@ class UncaughtErrorHandler:
             sys.excepthook, self._previous = self._previous, None
 
     def _handle(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.lost_peer_generation is not None and is_lost_peer(error):
+        if self.recognizes_lost_peers and is_lost_peer(error):
             print(
-                f"adascale: lost the connection to a peer of generation {self.lost_peer_generation}; "
+                "adascale: lost the connection to a peer in communication of the program itself; "
                 "exiting to join the next generation",
                 file=sys.stderr,
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -10,6 +12,7 @@ from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import GainReport
 from adascale_core.names import REPORT_INTERVAL
 from adascale_worker.adascale import AdaScale
+from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
 from adascale_worker.step_timer import StepTimer
 from adascale_worker.training_progress import TrainingProgress
@@ -20,26 +23,37 @@ class Telemetry:
 
     Args:
         bounds: the job's batch size and bounds.
-        generation: the generation that this trainer runs in; 0 without an agent.
-        reporter: posts the reports. None if there is no metrics service, or on ranks other than 0.
+        group: the replicas; rank 0 reports.
+        make_reporter: returns what posts the reports; None if there is no metrics service.
     """
 
-    def __init__(self, bounds: BatchBounds, generation: int, reporter: Reporter | None) -> None:
+    def __init__(
+        self, bounds: BatchBounds, group: ReplicaGroup, make_reporter: Callable[[], Reporter | None]
+    ) -> None:
         self._bounds = bounds
-        self._generation = generation
-        self._reporter = reporter
+        self._group = group
+        self._make_reporter = make_reporter
+        self._reporter: Reporter | None = None
         self._losses: list[torch.Tensor] = []
         self._reported_at = float("-inf")
         self._reported_step = 0
         self.step_timer = StepTimer()
 
-    @property
-    def generation_is_over(self) -> bool:
-        """Whether the metrics service has ended this generation, so that the trainer must exit.
+    def begin_generation(self, bounds: BatchBounds) -> None:
+        """Start to report if this replica is rank 0 now, and stop if it is no longer.
 
-        Always False without an agent (generation 0), because nothing would start the trainer again.
+        Args:
+            bounds: the job's present batch size and bounds.
         """
-        return self._generation > 0 and self._reporter is not None and self._reporter.generation_is_over
+        self._bounds = bounds
+        self.step_timer.pause()
+        if self._group.is_main and self._reporter is None:
+            self._reporter = self._make_reporter()
+        elif not self._group.is_main and self._reporter is not None:
+            # In the background: its last reports may wait for the service.
+            threading.Thread(target=self._reporter.close, name="adascale-last-reports", daemon=True).start()
+            self._reporter = None
+            self._losses.clear()
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Keep the loss of a micro-batch for the next report. Does not synchronize with the device."""
@@ -66,7 +80,8 @@ class Telemetry:
         self._reported_at = time.monotonic()
         self._reporter.report(
             GainReport(
-                generation=self._generation,
+                generation=self._group.generation,
+                nodes=self._group.nodes,
                 step=progress.step,
                 progress=progress.progress,
                 epoch=progress.epoch,

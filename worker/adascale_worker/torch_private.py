@@ -216,7 +216,64 @@ def tcp_store(
         return make(use_libuv=False)
 
 
+def local_process_group() -> dist.ProcessGroup:
+    """Return a process group of this process alone, which no other process has to make too.
+
+    `torch.distributed.new_group` requires a default process group of which it is a part.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=5))
+    register = _private(group, "_register_backend", "to make a group of one process")
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device in ("cpu", "cuda"):
+        register(torch.device(device), kind, backend)
+    _private(group, "_set_default_backend", "to make a group of one process")(kind)
+    return group
+
+
+def set_collective_timeout(timeout: timedelta) -> None:
+    """Set the timeout of collectives of the default process group."""
+    purpose = "to wait longer for a collective than for the formation"
+    public: Callable[[timedelta], None] | None = getattr(dist, "set_timeout", None)
+    if public is None:
+        public = _private(dist.distributed_c10d, "_set_pg_timeout", purpose)
+    public(timeout)
+
+
+def abort_process_group() -> None:
+    """End the NCCL kernels of the default process group that wait for a lost peer."""
+    backend = _private(dist.group.WORLD, "_get_backend", "to end kernels that wait for a lost peer")(
+        torch.device("cuda")
+    )
+    backend.abort()
+
+
 # -- DistributedDataParallel ---------------------------------------------------------------------------------
+
+
+def replace_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Let DDP average its gradients over another process group. No backward pass runs.
+
+    `DistributedDataParallel._update_process_group` would fill the buckets again, in an order that depends on
+    the past of each process.
+    """
+    replace = _private(ddp.reducer, "_update_process_group", "to change the number of replicas in place")
+    replace(group)
+    ddp.process_group = group
+
+
+def abandon(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Detach DDP from its parameters and its process group, after a backward pass that has failed.
+
+    Args:
+        ddp: is not used afterwards.
+        group: replaces its process group, which the caller destroys.
+    """
+    purpose = "to continue after the loss of a replica"
+    _private(ddp.reducer, "_reset_state", purpose)()
+    _private(ddp.reducer, "_remove_autograd_hooks", purpose)()
+    replace_process_group(ddp, group)
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:

@@ -8,15 +8,17 @@
         trainer.step(epoch)
 
 An agent that starts the program passes its rank and the job's settings in the environment. The trainer
-reports the gain to the metrics service, and exits when a new generation of replicas is active. Started by
-torchrun or by hand it works the same without a service. All replicas decide to save or to exit after the
-same step, by flags that AdaScale's own all-reduce carries.
+reports the gain to the metrics service. When another generation of replicas is active, or replicas are lost,
+the others continue in the same process and loop, with the state that they have in memory. Started by torchrun
+or by hand it works the same without a service. All replicas decide to save or to change after the same step,
+by flags that AdaScale's own all-reduce carries.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -29,29 +31,33 @@ from torch.optim.lr_scheduler import LRScheduler
 from adascale_client import MetricsServiceClient
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.names import ENV_ADDRESS
 from adascale_worker import environment
 from adascale_worker.accumulation import GradientAccumulation
 from adascale_worker.adascale import AdaScale
+from adascale_worker.agent_channel import AgentChannel
+from adascale_worker.backward_guard import BackwardGuard
 from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_feed import DataFeed
-from adascale_worker.data_parallel import parallelize, record_forward
+from adascale_worker.data_parallel import DataParallelModel, warm_up
 from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError
 from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
+from adascale_worker.membership import Membership
+from adascale_worker.membership_links import listen
+from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_state import (
     ProgramState,
     Stateful,
-    load_model,
     require_choice,
     require_stateful,
 )
 from adascale_worker.reporter import Reporter
-from adascale_worker.rng_state import DeferredRngState
 from adascale_worker.settings import resolve_settings
 from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
 from adascale_worker.step_watchdog import StepWatchdog
@@ -68,7 +74,7 @@ class ReentryState:
         epoch: the epoch to continue with, from 0.
         step: number of optimizer steps so far.
         progress: scale-invariant steps so far (the sum of gains).
-        restored: whether a checkpoint was restored.
+        restored: whether training continues from a checkpoint, or from the state of other replicas.
     """
 
     epoch: int
@@ -80,9 +86,10 @@ class ReentryState:
 class ElasticTrainer:
     """Trains one model elastically.
 
-    The settings of an AdaScaleJob, from the environment, override the arguments. Under an agent, the
-    constructor waits until the replica's generation begins. Construct the trainer after imports and after
-    loading data, so that they happen before the wait.
+    The settings of an AdaScaleJob, from the environment, override the arguments. Under an agent,
+    `program_reentry` waits until the replica's generation begins, and gets the state of training from the
+    other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load data and make the
+    model before, so that the other replicas do not wait for it.
 
     The constructor does not change signal handlers or `sys.excepthook`; `program_reentry` does. If the
     constructor itself raises an `AdaScaleError`, it sets `sys.excepthook`, so that an uncaught error is
@@ -101,7 +108,8 @@ class ElasticTrainer:
         checkpoint_interval: seconds between two checkpoints.
         max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
             or infinite. Default: 10. No checkpoint is saved with such weights.
-        seed: determines the order of samples.
+        seed: determines the order of samples, and together with the position in the data and the rank the
+            random numbers that Python, NumPy and torch draw in each step.
         device: device of the model. None: the replica's own GPU, or the CPU if there is no GPU.
 
     Raises:
@@ -130,6 +138,7 @@ class ElasticTrainer:
         self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
         self._loop: TrainingLoop | None = None
         self._watchdog: StepWatchdog | None = None
+        self._backward_guard: BackwardGuard | None = None
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -142,11 +151,14 @@ class ElasticTrainer:
             max_nonfinite_steps=max_nonfinite_steps,
         )
         try:
-            _wait_for_assignment()
+            self._arguments = arguments
+            channel = environment.take_agent_channel(os.environ)
             assignment = environment.read_assignment(os.environ)
             self.device = select_device(device, assignment.local_rank)
             """The device of this replica's model and batches."""
-            self._trainer = _components(arguments, assignment, self.device, seed)
+            group = ReplicaGroup(assignment, self.device, is_elastic=channel is not None)
+            self._trainer = _components(arguments, group, self.device, seed)
+            self._membership = self._make_membership(channel) if channel is not None else None
         except AdaScaleError:
             self._uncaught_errors.install()
             raise
@@ -156,17 +168,21 @@ class ElasticTrainer:
 
     @property
     def rank(self) -> int:
-        """The index of this replica, from 0."""
+        """The index of this replica, from 0. It may change between two steps."""
         return self._trainer.group.rank
 
     @property
     def replicas(self) -> int:
-        """The number of replicas (K)."""
+        """The number of replicas (K). It may change between two steps."""
         return self._trainer.group.replicas
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and evaluates."""
+        """Whether this is rank 0, which prints and evaluates.
+
+        Another replica may become rank 0 between two steps. Read this when it is needed, and keep what rank 0
+        has collected in an object that `program_reentry` registers.
+        """
         return self._trainer.group.is_main
 
     @property
@@ -178,6 +194,16 @@ class ElasticTrainer:
     def progress(self) -> float:
         """Scale-invariant steps so far: the sum of gains, in steps at `batch_size`."""
         return self._trainer.progress.progress
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far. A step in which replicas were lost is discarded, and does not count."""
+        return self._trainer.progress.step
+
+    @property
+    def samples(self) -> int:
+        """Samples of the data that all replicas together have consumed so far, over all passes."""
+        return self._trainer.progress.consumed
 
     @property
     def scale_invariant_steps(self) -> int | None:
@@ -252,8 +278,9 @@ class ElasticTrainer:
         find_unused_parameters: bool = False,
         hyperparameters: Choice = "checkpoint",
     ) -> ReentryState:
-        """Make the program's model, optimizer and scheduler elastic, and restore the last checkpoint.
+        """Make the program's model, optimizer and scheduler elastic, and restore the state of training.
 
+        The state is that of the other replicas, if they train already, or else that of the last checkpoint.
         All objects are changed in place: the model becomes data-parallel, `optimizer.step()` scales the
         learning rate by the gain and counts progress, and a scheduler that is stepped inside the data loop
         follows progress.
@@ -292,30 +319,44 @@ class ElasticTrainer:
         trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
         require_choice(hyperparameters)
-        restored = trainer.checkpointing.load()
-        if restored is not None:
-            load_model(model, restored["program"]["model"])
         check_optimizer_parameters(model, optimizer, group.replicas)
-        ddp, forward = None, ForwardRecord()
-        if group.replicas > 1:
-            ddp = parallelize(model, self.device, forward, find_unused_parameters=find_unused_parameters)
-        else:
-            record_forward(model, forward)
+        forward, buffers = ForwardRecord(), ModelBuffers(model)
+        parallel = DataParallelModel(
+            model,
+            self.device,
+            group,
+            forward,
+            find_unused_parameters=find_unused_parameters,
+            before_forward=buffers.record if group.is_elastic else lambda: None,
+        )
         adascale = AdaScale(
-            optimizer, world_size=group.replicas, is_scaled_loss=False, model=ddp, disjoint_pairs=True
+            optimizer,
+            world_size=group.replicas,
+            is_scaled_loss=False,
+            model=parallel.ddp,
+            disjoint_pairs=True,
         )
         declared = Hyperparameters.read(optimizer, lr_scheduler)
         program = ProgramState(model, adascale, lr_scheduler, dict(register or {}), declared, hyperparameters)
-        if trainer.checkpointing.enabled:
+        if trainer.checkpointing.enabled or group.is_elastic:
             program.require_loadable()
-        accumulation = GradientAccumulation(adascale, ddp)
-        checks = LoopChecks(model, adascale, forward, group.replicas, requires_all=not find_unused_parameters)
-        loop = TrainingLoop(trainer, program, accumulation, checks, self._shutdown_signal, self._fast_exit)
-        if restored is not None:
-            loop.restore(restored)
-            if program.differences and self.is_main:
-                print(f"adascale: {describe(program.differences, hyperparameters)}", flush=True)
-        loop.apply_plan()
+        accumulation = GradientAccumulation(adascale, parallel)
+        checks = LoopChecks(model, adascale, forward, group, requires_all=not find_unused_parameters)
+        loop = TrainingLoop(
+            trainer,
+            program,
+            parallel,
+            buffers,
+            accumulation,
+            checks,
+            self._membership,
+            self._adopt_settings,
+            self._shutdown_signal,
+            self._fast_exit,
+        )
+        self._enter(loop)
+        if program.differences and loop.was_restored and self.is_main:
+            print(f"adascale: {describe(program.differences, hyperparameters)}", flush=True)
         patch_optimizer(
             optimizer,
             model,
@@ -346,7 +387,50 @@ class ElasticTrainer:
                     f"progress {progress.progress:,.0f}{reason}",
                     flush=True,
                 )
-        return ReentryState(progress.epoch, progress.step, progress.progress, restored=restored is not None)
+        return ReentryState(progress.epoch, progress.step, progress.progress, restored=loop.was_restored)
+
+    def _enter(self, loop: TrainingLoop) -> None:
+        """Restore the state of training, in the first generation of this trainer."""
+        if self._membership is None:
+            loop.was_restored = loop.load()
+            loop.begin()
+            return
+        warm_up()
+        self._backward_guard = BackwardGuard(loop.handle_backward_error)
+        self._backward_guard.install()
+
+        def step() -> int | None:
+            number = loop.state_number
+            return None if number is None else number[1]
+
+        self._membership.start(step)
+        loop.enter_generation()
+
+    def _make_membership(self, channel: socket.socket) -> Membership:
+        environ = os.environ
+        return Membership(
+            AgentChannel(channel),
+            listen(environ.get(ENV_ADDRESS, "127.0.0.1")),
+            self._trainer.group,
+            environment.read_secret(environ),
+            environment.read_peer_timeout(environ),
+            lambda: self._shutdown_signal.received is not None,
+        )
+
+    def _adopt_settings(self, environ: Mapping[str, str | None]) -> None:
+        """Use the settings of a generation: the bounds of the job may have changed."""
+        environment.apply_settings(os.environ, environ)
+        trainer = self._trainer
+        batch_size = trainer.settings.bounds.batch_size
+        settings, _ = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
+        if settings.bounds.batch_size != batch_size and trainer.progress.step > 0:
+            raise WorkerError(
+                f"batch_size has changed from {batch_size} to {settings.bounds.batch_size}, but progress "
+                f"counts steps at batch_size: set it back to {batch_size}, or start from scratch"
+            )
+        trainer.settings = settings
+        trainer.feed.change_bounds(settings.bounds)
+        trainer.checkpointing.interval = settings.checkpoint_interval
 
     def _handle_shutdown(self) -> None:
         """Save on shutdown signals, and recognize lost peers.
@@ -354,10 +438,9 @@ class ElasticTrainer:
         Not earlier, because nothing can be saved before, and because an NCCL error during the first
         collective calls means a wrong configuration rather than a lost peer.
         """
-        if self.generation > 0:
+        if self._membership is not None:
             self._shutdown_signal.install(signal.SIGTERM)
-            if self.replicas > 1:
-                self._uncaught_errors.lost_peer_generation = self.generation
+            self._uncaught_errors.recognizes_lost_peers = True
         elif self._trainer.checkpointing.enabled:
             self._shutdown_signal.install(signal.SIGTERM, signal.SIGINT)
 
@@ -440,6 +523,10 @@ class ElasticTrainer:
         """
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
+        if self._membership is not None:
+            self._membership.close()
+        if self._backward_guard is not None:
+            self._backward_guard.uninstall()
         self._trainer.group.destroy()
         self._stop_watchdog()
         self._shutdown_signal.uninstall()
@@ -461,60 +548,46 @@ class ElasticTrainer:
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 self._fast_exit.code = EXIT_INVALID_PROGRAM
+            elif self._membership is not None:
+                self._membership.report_finished()
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
+        if self._membership is not None:
+            self._membership.close()
         self._trainer.group.destroy_before_finalization()
 
 
-def _wait_for_assignment() -> None:
-    if environment.is_standby(os.environ):
-        _preload_optimizer_imports()
-    environment.wait_for_assignment(os.environ)
-
-
-def _preload_optimizer_imports() -> None:
-    """Make an optimizer before the wait: the first one imports much of torch's compiler."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-
-
 def _components(
-    arguments: environment.JobSettings,
-    assignment: environment.RankAssignment,
-    device: torch.device,
-    seed: int,
+    arguments: environment.JobSettings, group: ReplicaGroup, device: torch.device, seed: int
 ) -> TrainerComponents:
-    """Make the parts of a trainer, and form its process group."""
-    generation = environment.read_generation(os.environ)
+    """Make the parts of a trainer, and form its process group unless an agent does."""
     settings, differences = resolve_settings(arguments, environment.read_job_settings(os.environ))
-    group = ReplicaGroup(assignment, device)
     if group.is_main:
         for difference in differences:
             print(f"adascale: {difference}; the job's setting is used", flush=True)
     planner = BatchPlanner(settings.bounds, group, settings.efficiency_target)
-    incarnation = environment.read_incarnation(os.environ)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group.form(generation, environment.read_listen_fd(os.environ))
+    if not group.is_elastic:
+        group.form_from_environment()
     return TrainerComponents(
-        generation=generation,
-        incarnation=incarnation,
+        incarnation=environment.read_incarnation(os.environ),
         settings=settings,
         group=group,
         planner=planner,
         progress=TrainingProgress(),
-        feed=DataFeed(settings.bounds, group.rank, seed),
-        telemetry=Telemetry(settings.bounds, generation, _reporter(group, generation)),
+        feed=DataFeed(settings.bounds, group, seed),
+        telemetry=Telemetry(settings.bounds, group, _make_reporter),
         checkpointing=Checkpointing(settings.checkpoint_dir, settings.checkpoint_interval, group),
-        rng=DeferredRngState(),
     )
 
 
-def _reporter(group: ReplicaGroup, generation: int) -> Reporter | None:
+def _make_reporter() -> Reporter | None:
     service = environment.read_service(os.environ)
-    if service is None or not group.is_main:
+    if service is None:
         return None
     client = MetricsServiceClient(service.url, service.token, service.token_file)
-    return Reporter(client.for_job(service.job_id), generation)
+    return Reporter(client.for_job(service.job_id))
 
 
 def _pair(bounds: Sequence[int] | None) -> tuple[int, int] | None:

@@ -1,22 +1,32 @@
 """The trainer's part of the program's training loop: optimizer steps, step boundaries, epochs.
 
 The program iterates over `epoch`, calls `optimizer.step()`, which `optimizer_step` replaces, and calls
-`end_epoch`. Between two steps all replicas do what they have agreed on: save, or save and exit.
+`end_epoch`. Between two steps all replicas do what they have agreed on: save, enter another generation, or
+save and exit. A step in which members are lost is discarded before the optimizer changes anything. The
+remaining members then enter another generation, where the same samples are delivered again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NoReturn
 
+from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
+from adascale_worker import state_transfer
 from adascale_worker.accumulation import GradientAccumulation
+from adascale_worker.agent_channel import Assignment
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
-from adascale_worker.errors import WorkerError
-from adascale_worker.loop_checks import LoopChecks
+from adascale_worker.data_parallel import DataParallelModel
+from adascale_worker.errors import CheckpointError, WorkerError
+from adascale_worker.loop_checks import LoopChecks, check_optimizer_parameters
+from adascale_worker.membership import LeaveError, Membership
+from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
+from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.program_state import ProgramState
+from adascale_worker.rng_state import seed_generators
 from adascale_worker.shutdown import FastExit, ShutdownSignal
 from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState
@@ -44,8 +54,12 @@ class TrainingLoop:
     Args:
         trainer: the parts of the trainer.
         program: the parts of the program.
+        model: makes the program's model data-parallel.
+        buffers: puts the model's buffers back if a step is discarded.
         accumulation: counts the micro-batches of a step.
         checks: checks the steps of the program's loop.
+        membership: enters generations. None without an agent.
+        adopt_settings: called with the environment variables of each generation.
         shutdown_signal: requests the exit of all replicas.
         fast_exit: ends the process.
     """
@@ -54,18 +68,25 @@ class TrainingLoop:
         self,
         trainer: TrainerComponents,
         program: ProgramState,
+        model: DataParallelModel,
+        buffers: ModelBuffers,
         accumulation: GradientAccumulation,
         checks: LoopChecks,
+        membership: Membership | None,
+        adopt_settings: Callable[[Mapping[str, str | None]], None],
         shutdown_signal: ShutdownSignal,
         fast_exit: FastExit,
     ) -> None:
         self.adascale = program.optimizer
         self._trainer = trainer
+        self._program = program
+        self._model = model
+        self._buffers = buffers
+        self._membership = membership
+        self._adopt_settings = adopt_settings
         self._accumulation = accumulation
         self._checks = checks
-        self._weights = FiniteWeights(
-            program.optimizer, trainer.settings.max_nonfinite_steps, is_main=trainer.group.is_main
-        )
+        self._weights = FiniteWeights(program.optimizer, trainer.settings.max_nonfinite_steps, trainer.group)
         self._comparison = WeightComparison(program.model, trainer.group)
         self._state = TrainingState(trainer, program)
         self._shutdown_signal = shutdown_signal
@@ -78,21 +99,200 @@ class TrainingLoop:
         self._finish_request: str | None = None
         self._finish_line = ""
         self._ended_epoch: int | None = None
+        self._epoch_of_program = 0
+        """The epoch of the program's loop."""
+        self._overtaken_epoch: int | None = None
+        """The epoch of the program's loop, if a member had ended it, and this one has copied its state."""
+        self.was_restored = False
+        """Whether training has continued from a checkpoint, or from the state of other members."""
+        self._assignment: Assignment | None = None
+        self._state_generation: int | None = None
+        """The generation in which the state was last equal on all members. None without a state."""
 
     @property
     def inside_epoch(self) -> bool:
         """Whether the program is inside its data loop."""
         return self._inside_epoch
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, except the model's. A collective call.
+    # -- generations --------------------------------------------------------------------------------------
+
+    def load(self) -> bool:
+        """Restore the last checkpoint on all ranks, and return whether there is one. A collective call.
+
+        Rank 0 reads it, and sends the state to the others.
 
         Raises:
-            CheckpointError: see `TrainingState.load_state_dict`.
+            CheckpointError: no intact checkpoint is left, or it was saved by another program.
         """
-        self._state.load_state_dict(state)
+        trainer, group = self._trainer, self._trainer.group
+        failure: AdaScaleError | None = None
+        state = None
+        if group.is_main:
+            try:
+                state = trainer.checkpointing.load()
+                if state is not None:
+                    self._state.load_state_dict(state)
+            except AdaScaleError as error:
+                failure = error
+        is_restored, failure = group.broadcast((state is not None, failure))
+        if failure is not None:
+            raise failure
+        if group.replicas > 1 and (is_restored or group.is_elastic):
+            self._transfer(0, set(range(1, group.replicas)))
+        if not is_restored:
+            trainer.planner.begin(trainer.settings.bounds)
+        return bool(is_restored)
 
-    def apply_plan(self) -> None:
+    def begin(self) -> None:
+        """Use the restored state, or the initial state, with the present replicas. A collective call."""
+        trainer = self._trainer
+        trainer.planner.adapt(trainer.settings.bounds, self.adascale, trainer.telemetry.step_timer)
+        self._apply_plan()
+        trainer.telemetry.begin_generation(trainer.settings.bounds)
+
+    def enter_generation(self) -> None:
+        """Enter the newest generation of this trainer, and get the state of its members."""
+        membership = self._membership
+        assert membership is not None
+        try:
+            number = membership.join(
+                self.state_number, self._release_group, self._synchronize, self._save_before_leaving
+            )
+        except LeaveError:
+            self._exit(EXIT_REENTRY)
+        self._state_generation = number[0]
+
+    @property
+    def state_number(self) -> StateNumber | None:
+        """The number of the state in memory; None without a state."""
+        if self._state_generation is None:
+            return None
+        progress = self._trainer.progress
+        return self._state_generation, progress.step, progress.consumed
+
+    def _release_group(self) -> None:
+        self._model.disconnect()
+        self._trainer.group.destroy()
+
+    def _synchronize(self, assignment: Assignment, formation: Formation) -> StateNumber:
+        """Give all members of a generation whose group is formed the same state."""
+        trainer, group = self._trainer, self._trainer.group
+        self._assignment = assignment
+        self._adopt_settings(assignment.environ)
+        if group.replicas > 1:
+            check_optimizer_parameters(self._program.model, self.adascale.optimizer, group.replicas)
+        self._model.connect()
+        self.adascale.change_model(self._model.ddp)
+        source = formation.source
+        if source is None:
+            self.was_restored = self.load()
+        else:
+            latest = formation.states[source]
+            behind = {rank for rank, state in enumerate(formation.states) if state != latest}
+            if behind:
+                self._transfer(source, behind)
+            if formation.states[group.rank] is None:
+                self.was_restored = True
+        self._agreement = Agreement()
+        self._checks.begin_generation()
+        self._overtake()
+        self.begin()
+        # Batches of the new plan come from the trainer, so the program uses their size.
+        trainer.planner.acknowledge()
+        self.adascale.flags = self._requests().flags()
+        return assignment.generation, trainer.progress.step, trainer.progress.consumed
+
+    def _transfer(self, source: int, behind: set[int]) -> None:
+        group, device = self._trainer.group, self._model.device
+        if group.rank == source:
+            state_transfer.send(group, self._state.state_dict(), device=device)
+        elif group.rank in behind:
+            state = state_transfer.receive(group, source, device=device)
+            self._state.load_state_dict(state)
+            self._delivered = self._trainer.progress.consumed
+        else:
+            state_transfer.forward(group, source, device=device)
+
+    def _overtake(self) -> None:
+        """Find out whether the copied state is in a later epoch than the program's loop."""
+        if self._current_epoch is not None and self._trainer.progress.epoch > self._epoch_of_program:
+            self._overtaken_epoch = self._epoch_of_program
+
+    def _recover(self) -> None:
+        """Discard the step in which members were lost, and enter another generation."""
+        self._discard_step()
+        self.enter_generation()
+
+    def _discard_step(self) -> None:
+        """Undo what an unfinished step has changed, and deliver its samples again."""
+        group = self._trainer.group
+        try:
+            self._accumulation.restart_step()
+        except RuntimeError as error:
+            if not group.is_failure(error):
+                raise
+            self._accumulation.restart_step()
+        self._buffers.restore()
+        self._checks.discarded_step()
+        self._delivered = self._trainer.progress.consumed
+
+    def handle_backward_error(self, error: BaseException) -> bool:
+        """Whether `error` of a backward pass means that members are lost; then the step is discarded."""
+        if self._trainer.group.is_failure(error):
+            self._model.has_missed_exchange = True
+            return True
+        return False
+
+    def _change_generation(self) -> None:
+        """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""
+        membership, group, assignment = self._membership, self._trainer.group, self._assignment
+        assert membership is not None
+        assert assignment is not None
+        is_terminated = self._shutdown_signal.received is not None
+        rows = group.gather_integers([is_terminated, membership.newest_generation])
+        leaving = {rank for rank, row in enumerate(rows) if row[0]}
+        if leaving:
+            self._report()
+            self._save_if_possible()
+            if is_terminated:
+                self._leave()
+            membership.leave_without({assignment.members[rank].replica for rank in leaving})
+        else:
+            membership.wait_for_generation(max(row[1] for row in rows))
+            if all(row[0] for row in group.gather_integers([membership.is_released])):
+                self._save_if_possible()
+            if membership.is_released:
+                self._report()
+                self._leave()
+        self.enter_generation()
+
+    def _save_before_leaving(self) -> None:
+        """Save the state of a trainer that waits for a generation, and was terminated."""
+        if self._state_generation is not None:
+            self._trainer.group.be_alone()
+            self._save_if_possible()
+
+    def _save_if_possible(self) -> None:
+        try:
+            self._save(durable=True)
+        except (NonFiniteWeightsError, CheckpointError) as error:
+            if self._trainer.group.is_main:
+                print(f"adascale: {error}", flush=True)
+
+    def _leave(self) -> NoReturn:
+        assert self._membership is not None
+        self._membership.close()
+        self._exit(EXIT_REENTRY)
+
+    def _exit(self, code: int) -> NoReturn:
+        trainer = self._trainer
+        if self._membership is not None and self._shutdown_signal.received is not None:
+            self._membership.report_terminated()
+        trainer.telemetry.close()
+        self._release_group()
+        self._fast_exit.exit(code)
+
+    def _apply_plan(self) -> None:
         """Use the planner's batch plan from the next step on."""
         planner = self._trainer.planner
         self._accumulation.set_plan(planner.plan, planner.scale)
@@ -111,23 +311,41 @@ class TrainingLoop:
             raise WorkerError(
                 "optimizer.step(closure) is not supported: compute the gradients before optimizer.step()"
             )
-        trainer = self._trainer
+        trainer, group = self._trainer, self._trainer.group
         trainer.planner.require_acknowledged()
+        if self._model.has_missed_exchange:
+            self._discard_step()
+            return
         self._checks.check_step(inside_epoch=self._inside_epoch)
         if not self._accumulation.advance():
             return
         flags = self._requests().flags()
         self.adascale.flags = flags
-        self.adascale.step()
+        try:
+            group.wait_for_device()
+            self.adascale.step()
+        except (RuntimeError, PeersLostError) as error:
+            # AdaScale waits for its all-reduce before it changes anything.
+            if not group.is_failure(error):
+                raise
+            self._model.has_missed_exchange = True
+            self._discard_step()
+            return
         sums = self.adascale.flags_sum
-        if sums is None and self._agreement.agree_each_step:
-            # AdaScale does not measure every step, and the next measured one may be a minute away.
-            sums = trainer.group.sum(flags)
-        self._agreement.update(sums)
-        self._stepped_at = time.monotonic()
         trainer.progress.advance(self.adascale.gain(), self._delivered)
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
-        self._check_weights()
+        if self._membership is not None:
+            self._membership.report_step()
+        try:
+            if sums is None and self._agreement.agree_each_step:
+                # AdaScale does not measure every step, and the next measured one may be a minute away.
+                sums = group.sum(flags)
+            self._agreement.update(sums, group.replicas)
+            self._stepped_at = time.monotonic()
+            self._check_weights()
+        except PeersLostError:
+            # The step is made. What follows it waits for the next generation.
+            return
 
     def _check_weights(self) -> None:
         step = self._trainer.progress.step
@@ -138,14 +356,18 @@ class TrainingLoop:
             self._withdraw_requests()
 
     def _requests(self) -> Requests:
-        """What this replica requests. Ranks other than 0 request only their exit or the end of training."""
+        """What this replica requests. Some requests are made by rank 0 only."""
         trainer = self._trainer
         signaled = self._shutdown_signal.received is not None
+        if signaled and self._membership is not None:
+            self._membership.report_terminated()
         finish = self._finish_request is not None
+        change = self._membership is not None and self._membership.change_is_pending
         if not trainer.group.is_main:
-            return Requests(exit=signaled, finish=finish)
+            return Requests(exit=signaled, finish=finish, change=change)
         return Requests(
-            exit=signaled or trainer.telemetry.generation_is_over,
+            exit=signaled,
+            change=change,
             save=trainer.checkpointing.is_due,
             replan=trainer.planner.is_due,
             agree_each_step=time.monotonic() - self._stepped_at >= SLOW_STEP,
@@ -154,12 +376,19 @@ class TrainingLoop:
         )
 
     def _at_step_boundary(self) -> None:
-        """Finish training, save or exit if the replicas have agreed to."""
+        """Finish training, save, change the generation or exit if the replicas have agreed to.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
         if self._agreement.finish and not self._trainer.finished:
             self._finish_together()
             return
-        if self._agreement.exit:
+        if self._membership is None and self._agreement.exit:
             self._save_and_exit()
+        if self._agreement.exit or self._agreement.change:
+            self._change_generation()
+            return
         if self._agreement.save and not self.adascale.awaits_comparison:
             self._agreement.save = False
             self._save()
@@ -199,6 +428,8 @@ class TrainingLoop:
         trainer, planner, progress = self._trainer, self._trainer.planner, self._trainer.progress
         end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
         batches: Iterator[Any] | None = None
+        generation = trainer.generation
+        self._epoch_of_program = progress.epoch
         self._current_epoch = this_epoch = object()
         self._accumulation.restart_step()
         self._checks.begin_epoch()
@@ -211,19 +442,30 @@ class TrainingLoop:
                         "another loop over trainer.dataloader() began before this one ended: iterate over "
                         "one at a time, and use a DataLoader of your own for other data"
                     )
-                if self._accumulation.at_first_micro_batch:
+                at_boundary = self._accumulation.at_first_micro_batch
+                if at_boundary and not self._model.has_missed_exchange:
                     # Includes batches for which the program made no step.
                     progress.consumed = self._delivered
-                    self._at_step_boundary()
+                if trainer.group.has_failed:
+                    self._recover()
+                elif at_boundary:
+                    try:
+                        self._at_step_boundary()
+                    except PeersLostError:
+                        continue
+                if self._overtaken_epoch is not None:
+                    return
+                if self._accumulation.at_first_micro_batch:
+                    seed_generators(trainer.feed.seed, progress.consumed, trainer.group.rank)
                     if trainer.finished or progress.progress >= end:
-                        trainer.rng.apply()
                         self._ended_epoch = progress.epoch
                         return
-                if batches is None:
+                    self._buffers.begin_step()
+                if batches is None or generation != trainer.generation:
+                    generation = trainer.generation
                     batches = trainer.feed.micro_batches(
                         dataset, stream, progress.consumed, planner.plan, options
                     )
-                trainer.rng.apply()
                 batch = next(batches)
                 self._delivered += trainer.group.replicas * planner.plan.local_bsz
                 self._inside_epoch = True
@@ -245,6 +487,12 @@ class TrainingLoop:
             CheckpointError: the state at the end of training cannot be saved.
         """
         trainer = self._trainer
+        if epoch == self._overtaken_epoch:
+            # The state is already that of the end of this epoch.
+            self._overtaken_epoch = None
+            if trainer.finished:
+                self._save_final()
+            return
         if epoch != trainer.progress.epoch:
             raise WorkerError(
                 f"trainer.step({epoch}) was called, but the current epoch is {trainer.progress.epoch}: start "
@@ -255,12 +503,16 @@ class TrainingLoop:
         if trainer.finished:
             self._save_final()
             return
-        if self._agreement.replan:
-            self._agreement.replan = False
-            trainer.planner.replan(self.adascale, trainer.telemetry.step_timer)
-            self.apply_plan()
-            self._withdraw_requests()
-        self._at_step_boundary()
+        try:
+            if self._agreement.replan:
+                self._agreement.replan = False
+                trainer.planner.replan(self.adascale, trainer.telemetry.step_timer)
+                self._apply_plan()
+                self._withdraw_requests()
+            self._at_step_boundary()
+        except PeersLostError:
+            # The members enter another generation at the beginning of the next epoch.
+            return
 
     # -- the end of training ----------------------------------------------------------------------------
 
@@ -279,9 +531,7 @@ class TrainingLoop:
         trainer.group.announce(FINISH)
         # The program may end before the next step.
         trainer.progress.finish_reason = reason
-        trainer.checkpointing.save_on_rank_0(
-            self._state.info(), trainer.rng.current(), self._state.state_dict
-        )
+        trainer.checkpointing.save_on_rank_0(self._state.info(), {}, self._state.state_dict)
         trainer.progress.finish_reason = None
 
     def _finish_together(self) -> None:
@@ -315,9 +565,7 @@ class TrainingLoop:
         if not missing:
             return None
         # In place of the checkpoint of `finish`, which says that training is finished.
-        trainer.checkpointing.save_on_rank_0(
-            self._state.info(), trainer.rng.current(), self._state.state_dict
-        )
+        trainer.checkpointing.save_on_rank_0(self._state.info(), {}, self._state.state_dict)
         return (
             f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
             f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
@@ -326,11 +574,17 @@ class TrainingLoop:
         )
 
     def _save_final(self) -> None:
-        """Save the end of training, once."""
+        """Save the end of training, once. If members are lost meanwhile, the others save it."""
         if self._trainer.checkpointing.has_final:
             return
         self._report()
-        self._save(final=True)
+        while True:
+            try:
+                self._save(final=True)
+                break
+            except PeersLostError:
+                self._recover()
+        self._overtaken_epoch = None
         if self._trainer.generation == 0:
             # The rest of the program, for example an evaluation, has no step at which it could exit.
             self._shutdown_signal.uninstall()
@@ -349,7 +603,7 @@ class TrainingLoop:
             self._require_finite_weights()
         trainer.checkpointing.save(
             self._state.info(),
-            trainer.rng.current(),
+            {},
             self._state.state_dict,
             final=final,
             durable=durable,
@@ -366,7 +620,7 @@ class TrainingLoop:
         self._trainer.telemetry.report(self._trainer.planner.plan, self._trainer.progress, self.adascale)
 
     def _save_and_exit(self) -> NoReturn:
-        """Save, and end the program so that it can be started again."""
+        """Save, and end the program so that it can be started again. Without an agent."""
         trainer = self._trainer
         self._report()
         saved = True
@@ -376,12 +630,10 @@ class TrainingLoop:
             saved = False
             if trainer.group.is_main:
                 print(f"adascale: {error}", flush=True)
-        trainer.telemetry.close()
-        trainer.group.destroy()
         received = self._shutdown_signal.received
-        if trainer.generation > 0 or received is None:
-            self._fast_exit.exit(EXIT_REENTRY)
+        if received is None:
+            self._exit(EXIT_REENTRY)
         if saved and trainer.group.is_main:
             step = trainer.progress.step
             print(f"adascale: saved a checkpoint at step {step}; run the same command to resume", flush=True)
-        self._fast_exit.exit(128 + received)
+        self._exit(128 + received)

@@ -9,7 +9,7 @@ from adascale_core.batch import BatchPlan
 from adascale_worker.checkpoint import CheckpointInfo
 from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import UnusableCheckpointError
-from adascale_worker.program_state import ProgramState
+from adascale_worker.program_state import ProgramState, load_model
 
 
 class TrainingState:
@@ -39,12 +39,8 @@ class TrainingState:
             finish_reason=progress.finish_reason or "",
         )
 
-    def state_dict(self, rng_states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state to save.
-
-        Args:
-            rng_states: states of the random number generators of all replicas, in the order of ranks.
-        """
+    def state_dict(self, _: object = None) -> dict[str, Any]:
+        """Return the state. Its tensors are those of the program, not copies."""
         trainer, plan = self._trainer, self._trainer.planner.plan
         return {
             "program": self._program.state_dict(),
@@ -53,13 +49,12 @@ class TrainingState:
             "batch_size": trainer.settings.bounds.batch_size,
             "data": trainer.feed.state_dict(),
             "step_times": trainer.telemetry.step_timer.state_dict(),
-            "rng": rng_states,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, except the model's, which is restored before the model is wrapped.
+        """Restore a saved state.
 
-        A collective call. The random state is restored later (see `DeferredRngState`).
+        The batch plan is the saved one; `BatchPlanner.adapt` makes it valid for the present replicas.
 
         Raises:
             UnusableCheckpointError: the state was saved with another batch size or by another program.
@@ -73,11 +68,9 @@ class TrainingState:
                 f"{state['batch_size']}, or start from scratch (adascale run --fresh, or another checkpoint "
                 "folder)"
             )
+        load_model(self._program.model, state["program"]["model"])
         self._program.load_state_dict(state["program"])
         trainer.progress.load_state_dict(state["progress"])
         trainer.feed.load_state_dict(state["data"])
-        step_timer = trainer.telemetry.step_timer
-        step_timer.load_state_dict(state["step_times"])
-        if trainer.group.rank < len(state["rng"]):
-            trainer.rng.defer(state["rng"][trainer.group.rank])
-        trainer.planner.restore(BatchPlan(*state["plan"]), self._program.optimizer, step_timer)
+        trainer.telemetry.step_timer.load_state_dict(state["step_times"])
+        trainer.planner.plan = BatchPlan(*state["plan"])

@@ -95,13 +95,13 @@ class FiniteWeights:
     Args:
         optimizer: its parameters that require gradients are checked.
         max_steps: consecutive steps that may leave weights that are not finite.
-        is_main: whether this replica issues the warning.
+        group: the replicas; rank 0 issues the warning.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_steps: int, *, is_main: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, max_steps: int, group: ReplicaGroup) -> None:
         self._optimizer = optimizer
         self._max_steps = max_steps
-        self._is_main = is_main
+        self._group = group
         self._steps = 0
         self._warnings = OneTimeWarnings()
 
@@ -128,7 +128,7 @@ class FiniteWeights:
                 "clip gradients, or check the data; ElasticTrainer(max_nonfinite_steps=...) sets the number "
                 "of steps"
             )
-        if self._is_main:
+        if self._group.is_main:
             self._warnings.warn(
                 "weights",
                 f"weights are NaN or infinite after step {step}. No checkpoint is saved with them, and "

@@ -1,4 +1,4 @@
-"""A program that waits for its rank as a trainer does, but does not train, so that it starts fast.
+"""A program that enters generations as a trainer does, but does not train, so that it starts fast.
 
 light.py sleep          sleeps
 light.py stubborn       sleeps and ignores SIGTERM
@@ -12,13 +12,29 @@ import sys
 import time
 
 from adascale_worker import environment
+from adascale_worker.agent_channel import AgentChannel, Assignment, Release
 
-environment.wait_for_assignment(os.environ)
+descriptor = environment.take_agent_channel(os.environ)
+assert descriptor is not None
+channel = AgentChannel(descriptor)
+
+
+def enter(assignment: Assignment) -> None:
+    environment.apply_settings(os.environ, assignment.environ)
+    channel.send("running", generation=assignment.generation)
+
+
+channel.start(enter, lambda generation: channel.send("holding", generation=generation, step=0, lost=[]))
+channel.send("ready", port=1)
+while channel.newest is None:
+    channel.wait(1)
 print(f"replica {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, who: {os.environ.get('WHO')}", flush=True)
 
 match sys.argv[1:]:
     case ["sleep"]:
-        time.sleep(600)
+        while not isinstance(channel.newest, Release):
+            channel.wait(600)
+        sys.exit(75)
     case ["stubborn"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adascale_worker.data_parallel import parallelize
+from adascale_worker.data_parallel import DataParallelModel
+from adascale_worker.environment import RankAssignment
+from adascale_worker.process_group import ReplicaGroup
 
 STEPS = 12
 
@@ -37,7 +39,9 @@ def begin(state: dict[str, Any] | None = None) -> tuple[nn.Module, torch.optim.S
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    parallelize(model, torch.device("cpu"))
+    device = torch.device("cpu")
+    assignment = RankAssignment(dist.get_rank(), dist.get_world_size(), 0, None, None)
+    DataParallelModel(model, device, ReplicaGroup(assignment, device))
     return model, optimizer
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -33,58 +34,82 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
 
 state = trainer.program_reentry(model, optimizer, scheduler)
 folder.mkdir(parents=True, exist_ok=True)
-attempt = len(list(folder.glob(f"rank{trainer.rank}-*.jsonl")))
-with (folder / f"rank{trainer.rank}-{attempt:03d}.jsonl").open("w", buffering=1) as journal:
-    step = state.step
-    journal.write(
-        json.dumps(
+
+
+class Records:
+    """The journal: a file for each generation that this process trains in."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._section: tuple[int, int, int] | None = None
+
+    def begin(self, step: int, epoch: int, *, restored: bool) -> None:
+        """Begin another file if this process trains in another generation than before."""
+        section = (trainer.generation, trainer.rank, trainer.replicas)
+        if section == self._section:
+            return
+        self._section = section
+        attempt = len(list(folder.glob(f"rank{trainer.rank}-*.jsonl")))
+        self._file = (folder / f"rank{trainer.rank}-{attempt:03d}.jsonl").open("w", buffering=1)
+        self.write(
             {
                 "step": step,
-                "epoch": state.epoch,
-                "restored": state.restored,
+                "epoch": epoch,
+                "restored": restored,
                 "replicas": trainer.replicas,
                 "generation": trainer.generation,
                 "round": int(os.environ.get("ROUND", trainer.generation)),
                 "pid": os.getpid(),
+                "replica": int(os.environ.get("ADASCALE_REPLICA", trainer.rank)),
             }
         )
-        + "\n"
-    )
-    finish_file = os.environ.get("FINISH_FILE")
-    for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "2"))):
-        if finish_file and Path(finish_file).exists():
-            break
-        indices: list[int] = []
-        for micro_batches, (index, x, y) in enumerate(trainer.dataloader(dataset), start=1):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x.to(trainer.device)), y.to(trainer.device))
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            trainer.log(loss=loss)
-            indices += index.tolist()
-            if micro_batches % trainer.accumulation == 0:
-                step += 1
-                entry = {
-                    "step": step,
-                    "epoch": epoch,
-                    "indices": indices,
-                    "progress": trainer.progress,
-                    "lr": optimizer.param_groups[0]["lr"],
-                    "local_bsz": trainer.get_local_bsz(),
-                    "loss": loss.item(),
-                }
-                journal.write(json.dumps(entry) + "\n")
-                indices = []
-                once = folder / f"failed-rank{trainer.rank}"
-                due = step == int(os.environ.get("FAIL_AT", "-1")) and trainer.rank == int(
-                    os.environ.get("FAIL_RANK", "0")
-                )
-                if due and (os.environ.get("FAIL_ALWAYS") or not once.exists()):
-                    once.touch()
-                    raise ArithmeticError(f"made to fail at step {step}")
-                time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        trainer.step(epoch)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        assert self._file is not None
+        self._file.write(json.dumps(record) + "\n")
+
+
+records = Records()
+records.begin(state.step, state.epoch, restored=state.restored)
+finish_file = os.environ.get("FINISH_FILE")
+for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "2"))):
+    if finish_file and Path(finish_file).exists():
+        break
+    indices: list[list[int]] = []
+    for index, x, y in trainer.dataloader(dataset):
+        before = trainer.steps
+        records.begin(before, epoch, restored=True)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(trainer.device)), y.to(trainer.device))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        trainer.log(loss=loss)
+        indices.append(index.tolist())
+        step = trainer.steps
+        # A step in which a replica is lost is discarded, and its samples are delivered again.
+        if step > before:
+            entry = {
+                "step": step,
+                "epoch": epoch,
+                "indices": [each for batch in indices[-trainer.accumulation :] for each in batch],
+                "progress": trainer.progress,
+                "lr": optimizer.param_groups[0]["lr"],
+                "local_bsz": trainer.get_local_bsz(),
+                "loss": loss.item(),
+            }
+            records.write(entry)
+            indices = []
+            once = folder / f"failed-rank{trainer.rank}"
+            due = step == int(os.environ.get("FAIL_AT", "-1")) and trainer.rank == int(
+                os.environ.get("FAIL_RANK", "0")
+            )
+            if due and (os.environ.get("FAIL_ALWAYS") or not once.exists()):
+                once.touch()
+                raise ArithmeticError(f"made to fail at step {step}")
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+    trainer.step(epoch)
 
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()

@@ -115,9 +115,10 @@ class StatisticsAllReduce:
 
     def wait(self) -> None:
         """Wait for the collective without reading its result, because it still uses the buffer."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        # If this raises an error because a rank is lost, there is nothing to wait for any more.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
     def _interpret(self, sums: Tensor, before_step: Tensor | None) -> ReducedStatistics:
         middle, end = HEADER_SIZE + self._groups, HEADER_SIZE + 2 * self._groups

@@ -118,10 +118,10 @@ class GradientStatistics:
 
     def discard_step(self) -> None:
         """Discard what the passes of this step have measured."""
-        if self._all_reduce is not None:
-            self._all_reduce.wait()
-            self._all_reduce = None
+        all_reduce, self._all_reduce = self._all_reduce, None
+        if all_reduce is not None:
             self._previous_gradient.clear()
+            all_reduce.wait()
         self.reader.begin_step(measuring=self._is_measuring)
 
     def remove_hooks(self) -> None:

@@ -1,0 +1,233 @@
+"""Trainers as processes, and one scripted agent for all of them that speaks the protocol of the channel."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.launch import wait_until
+
+SAMPLES = 48
+"""Length of the program's data set."""
+PROGRAM = Path(__file__).parent / "programs" / "members.py"
+
+
+class TrainerStarter:
+    """Starts trainers; see `support.forked_trainers`."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        program = Path(__file__).parent / "forked_trainers.py"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(program), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            )
+        self.codes: dict[int, int] = {}
+        self._started: queue.Queue[int] = queue.Queue()
+        self._ready = threading.Event()
+        threading.Thread(target=self._receive, daemon=True).start()
+        assert self._ready.wait(150)
+
+    def start(self, program: str, environ: dict[str, str], output: Path, channel: socket.socket) -> int:
+        request = json.dumps({"program": program, "environ": environ, "output": str(output)}).encode()
+        socket.send_fds(self._channel, [request], [channel.fileno()])
+        return self._started.get(timeout=60)
+
+    def close(self) -> None:
+        self._channel.shutdown(socket.SHUT_RDWR)
+        self._process.wait(60)
+        self._channel.close()
+
+    def _receive(self) -> None:
+        with self._channel.makefile("r") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if "started" in message:
+                    self._started.put(message["started"])
+                elif "pid" in message:
+                    self.codes[message["pid"]] = message["code"]
+                else:
+                    self._ready.set()
+
+
+class Trainer:
+    """A trainer process, and its end of the channel."""
+
+    def __init__(
+        self, starter: TrainerStarter, replica: int, folder: Path, options: dict[str, object]
+    ) -> None:
+        self.replica = replica
+        self.messages: list[dict[str, Any]] = []
+        self.channel, theirs = socket.socketpair()
+        environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")},
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "JOURNAL": str(folder / "journal"),
+            "REPLICA": str(replica),
+            **{name: str(value) for name, value in options.items()},
+        }
+        self.output = folder / f"output-{replica}"
+        program = str(environ.pop("PROGRAM", PROGRAM))
+        self._starter = starter
+        with theirs:
+            self.pid = starter.start(program, environ, self.output, theirs)
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None until it has exited."""
+        return self._starter.codes.get(self.pid)
+
+    def _receive(self) -> None:
+        with self.channel.makefile("r") as lines:
+            for line in lines:
+                self.messages.append(json.loads(line))
+
+    def send(self, **message: object) -> None:
+        with contextlib.suppress(OSError):  # it was killed
+            self.channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def has_sent(self, kind: str, generation: int | None = None) -> bool:
+        return any(
+            m["type"] == kind and (generation is None or m["generation"] == generation) for m in self.messages
+        )
+
+    @property
+    def port(self) -> int:
+        return int(next(m["port"] for m in self.messages if m["type"] == "ready"))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+
+class Members:
+    """A job whose generations the test decides on."""
+
+    def __init__(self, starter: TrainerStarter, folder: Path, **options: object) -> None:
+        self._starter = starter
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.options = options
+        self.generation = 0
+        self.active: list[Trainer] = []
+        self.started: list[Trainer] = []
+        self._replicas = 0
+
+    def start(self, count: int = 1) -> list[Trainer]:
+        """Start trainers, and wait until they are ready."""
+        trainers = []
+        for _ in range(count):
+            trainers.append(Trainer(self._starter, self._replicas, self.folder, self.options))
+            self._replicas += 1
+        self.started += trainers
+        self.wait(lambda: all(t.has_sent("ready") for t in trainers), "trainers are ready")
+        return trainers
+
+    def wait(self, condition: Any, what: str) -> None:
+        def check() -> bool:
+            failed = [t for t in self.started if t.code not in (None, 0, 75, -9)]
+            assert not failed, self.output()
+            return bool(condition())
+
+        try:
+            wait_until(check, what, patience=150)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output()}") from None
+
+    def activate(self, members: Sequence[Trainer], *, wait: bool = True) -> None:
+        """Make a generation of these members active. Those of the last generation come first."""
+        self.generation += 1
+        released = [t for t in self.active if t not in members and t.code is None]
+        described = [
+            {"replica": t.replica, "instance": f"i{t.replica}", "address": "127.0.0.1", "port": t.port}
+            for t in members
+        ]
+        for rank, trainer in enumerate(members):
+            trainer.send(
+                type="assign",
+                generation=self.generation,
+                rank=rank,
+                members=described,
+                secret="secret",
+                env={"RANK": str(rank), "WORLD_SIZE": str(len(members))},
+            )
+        for trainer in released:
+            trainer.send(type="release", generation=self.generation)
+        self.active = list(members)
+        if wait:
+            self.wait_running()
+
+    def wait_running(self) -> None:
+        generation = self.generation
+        self.wait(
+            lambda: all(t.has_sent("running", generation) for t in self.active), f"generation {generation}"
+        )
+
+    def wait_step(self, step: int) -> None:
+        self.wait(lambda: self.last_step() >= step, f"step {step}")
+
+    def wait_holding(self, trainers: Sequence[Trainer]) -> None:
+        generation = self.generation
+        self.wait(lambda: all(t.has_sent("holding", generation) for t in trainers), "members hold")
+
+    def last_step(self) -> int:
+        return max((record["step"] for record in self.records()), default=0)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of all processes."""
+        return [
+            {**json.loads(line), "file": path.name}
+            for path in sorted((self.folder / "journal").glob("*.jsonl"))
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+
+    def finish(self) -> set[str]:
+        """Wait until the members have finished, and return the digests of their weights."""
+        self.wait(lambda: all(t.code is not None for t in self.active), "training ends")
+        assert [t.code for t in self.active] == [0] * len(self.active), self.output()
+        return {path.read_text() for path in (self.folder / "journal").glob("weights-*")}
+
+    def output(self) -> str:
+        """Return messages and output of all trainers."""
+        return "\n".join(
+            f"--- {t.replica} {t.code} {t.messages}\n{t.output.read_text()}" for t in self.started
+        )
+
+    def close(self) -> None:
+        for trainer in self.started:
+            if trainer.code is None:
+                trainer.kill()
+            trainer.channel.close()
+
+    def require_complete_stream(self) -> int:
+        """Check that the steps share out the stream without a gap or a repetition; return the steps."""
+        sections: dict[int, set[tuple[int, int]]] = {}
+        shares: dict[int, list[int]] = {}
+        for record in self.records():
+            sections.setdefault(record["step"], set()).add(tuple(record["samples"]))
+            shares.setdefault(record["step"], []).extend(record["indices"])
+        position = 0
+        for step in range(1, max(sections) + 1):
+            assert len(sections.get(step, ())) == 1, (step, sections.get(step))
+            ((start, end),) = sections[step]
+            assert start == position, (step, start, position)
+            position = end
+            # A member that was killed may have recorded nothing. No sample of a pass is in two shares.
+            assert len(shares[step]) <= end - start, step
+            if start // SAMPLES == (end - 1) // SAMPLES:
+                assert len(shares[step]) == len(set(shares[step])), step
+        return max(sections)

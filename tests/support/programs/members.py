@@ -1,0 +1,75 @@
+"""A training program that records its steps, for tests of membership.
+
+Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of the trainer as JSON;
+STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer.
+"""
+
+import hashlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+
+from adascale_worker import ElasticTrainer
+
+folder = Path(os.environ["JOURNAL"])
+trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')))
+
+torch.manual_seed(1)
+features = torch.randn(48, 6)
+targets = (features.sum(1) > 0).long()
+dataset = [(index, features[index], targets[index]) for index in range(48)]
+
+width = int(os.environ.get("WIDTH", "16"))
+torch.manual_seed(int(os.environ["REPLICA"]))
+model = nn.Sequential(
+    nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+
+state = trainer.program_reentry(model, optimizer, scheduler)
+folder.mkdir(parents=True, exist_ok=True)
+epochs = int(os.environ.get("EPOCHS", "6"))
+with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
+    indices: list[int] = []
+    for epoch in range(state.epoch, epochs):
+        for index, x, y in trainer.dataloader(dataset):
+            steps, samples = trainer.steps, trainer.samples
+            optimizer.zero_grad()
+            noise = random.random() + float(numpy.random.rand())
+            loss = nn.functional.cross_entropy(model(x + 0.01 * noise), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            indices += index.tolist()
+            if trainer.steps > steps:
+                journal.write(
+                    json.dumps(
+                        {
+                            "step": trainer.steps,
+                            "samples": [samples, trainer.samples],
+                            "indices": indices[-trainer.get_local_bsz() * trainer.accumulation :],
+                            "rank": trainer.rank,
+                            "replicas": trainer.replicas,
+                            "generation": trainer.generation,
+                            "epoch": epoch,
+                            "loss": loss.item(),
+                            "progress": trainer.progress,
+                            "lr": optimizer.param_groups[0]["lr"],
+                            "time": time.monotonic(),
+                        }
+                    )
+                    + "\n"
+                )
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        trainer.step(epoch)
+
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+(folder / f"weights-{os.environ['REPLICA']}-{os.getpid()}").write_text(digest)

@@ -1,0 +1,115 @@
+"""Tests of changes of membership, with real trainers and a scripted agent."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from adascale_core.exit_codes import EXIT_REENTRY
+from support.members import Members, TrainerStarter
+
+ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[TrainerStarter]:
+    made = TrainerStarter()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_members(tmp_path: Path, starter: TrainerStarter) -> Iterator[Callable[..., Members]]:
+    made: list[Members] = []
+
+    def make(name: str = "job", **options: object) -> Members:
+        made.append(Members(starter, tmp_path / name, **options))
+        return made[-1]
+
+    yield make
+    for members in made:
+        members.close()
+
+
+def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
+    make_members: Callable[..., Members],
+) -> None:
+    job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
+    trainers = job.start(4)
+    for count in (1, 2, 4, 2, 1):
+        job.activate(trainers[:count])
+        job.wait_step(job.last_step() + 5)
+    assert len(job.finish()) == 1
+    job.require_complete_stream()
+    first = {record["file"] for record in job.records() if record["replicas"] == 1}
+    assert len(first) == 1
+    assert {record["replicas"] for record in job.records()} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Members], victim: int) -> None:
+    options = {"EPOCHS": 6, "STEP_SECONDS": 0.01}
+    calm = make_members("calm", **options)
+    calm.activate(calm.start(2))
+    expected = calm.finish()
+    job = make_members("killed", **options)
+    *members, first, second = job.start(4)
+    job.activate(members)
+    for round_, spare in enumerate((first, second)):
+        job.wait_step(job.last_step() + random.Random(victim + round_).randint(1, 4))
+        lost = members[victim]
+        lost.kill()
+        survivors = [t for t in members if t is not lost]
+        job.wait_holding(survivors)
+        assert all(t.messages[-1]["lost"] == [lost.replica] for t in survivors)
+        members = [*survivors, spare]
+        job.activate(members)
+    assert job.finish() == expected
+    assert job.require_complete_stream() == calm.require_complete_stream()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_and_samples_survive_kills_and_freezes_at_any_moment(
+    make_members: Callable[..., Members], seed: int
+) -> None:
+    chance = random.Random(seed)
+    count = chance.choice([2, 3, 4])
+    options = {"EPOCHS": 12, "STEP_SECONDS": 0.005, "ADASCALE_PEER_TIMEOUT": 1}
+    calm = make_members("calm", **options)
+    calm.activate(calm.start(count))
+    expected = calm.finish()
+    job = make_members("disturbed", **options)
+    members = job.start(count)
+    job.activate(members)
+    for _ in range(4):
+        time.sleep(chance.random() * 0.2)
+        victims = chance.sample(members, chance.randint(1, count - 1))
+        frozen = []
+        for victim in victims:
+            if chance.random() < 0.3:
+                victim.kill(signal.SIGSTOP)
+                frozen.append(victim)
+            else:
+                victim.kill()
+            time.sleep(chance.random() * 0.03)
+        rest = [member for member in members if member not in victims]
+        if all(member.code == 0 for member in rest):
+            break
+        job.wait_holding(rest)
+        spares = job.start(len(victims))
+        holders = [member for member in rest if member.messages[-1]["step"] is not None]
+        members = holders + [member for member in rest if member not in holders] + spares
+        job.activate(members, wait=False)
+        for member in frozen:
+            member.kill(signal.SIGCONT)
+            member.send(type="release", generation=job.generation)
+            job.wait(lambda member=member: member.code == EXIT_REENTRY, "a frozen member leaves")
+    assert job.finish() == expected
+    assert job.require_complete_stream() == calm.require_complete_stream()
