@@ -80,7 +80,7 @@ class HeartbeatMonitor:
         if heartbeat is not None and heartbeat.instance == registration.instance:
             heartbeat.received_at = self._clock()
             if self._database.connector.is_shared:
-                self._received[job_id, registration.rank] = registration.instance
+                self._received[job_id, registration.replica] = registration.instance
 
     def changes_nothing(self, job: Job, registration: Registration, log: str | None) -> bool:
         """Whether this registration, without its log, was received before at this version of the job."""
