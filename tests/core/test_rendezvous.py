@@ -931,18 +931,17 @@ class SimulatedJob(RuleBasedStateMachine):
         for registration in self.in_flight:
             self.change(register(self.state, registration, self.spec))
         self.in_flight.clear()
-        for _ in range(20):
+        stable, rounds = self.state, 0
+        for _ in range(100):
             self.synchronize()
-        stable = self.state
-        for _ in range(3):
-            self.synchronize()
-        assert replace(self.state, stepped=0) == replace(
-            stable,
-            stepped=0,
-            replicas=self.state.replicas,
-            stalled=self.state.stalled,
-            deaths=self.state.deaths,
-        ), "the state does not become stable"
+            is_stable = (self.state.desired, self.state.active, self.state.broken) == (
+                *(stable.desired, stable.active),
+                stable.broken,
+            )
+            stable, rounds = self.state, rounds + 1 if is_stable else 0
+            if rounds == 5:
+                break
+        assert rounds == 5, "the state does not become stable"
         if stable.complete:
             return
         assert stable.desired is not None
