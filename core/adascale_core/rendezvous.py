@@ -258,7 +258,7 @@ def expire(state: Rendezvous, indices: Iterable[int], declared: JobSpec | None =
     )
     if state.active is not None and state.active.members and not state.broken:
         present = [after.replicas.get(member.replica) for member in state.active.members]
-        if not any(registration is not None and registration.holds for registration in present):
+        if not any(each is not None and each.state not in DEPARTED_STATES for each in present):
             after = _break_generation(after, disrupted=True)
     return _activate_if_ready(after, declared)
 
