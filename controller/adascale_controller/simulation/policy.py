@@ -131,7 +131,7 @@ def _view(job: SimulatedJob, spec: Job) -> JobView:
         JobView.empty(spec.id),
         spec=spec.spec,
         desired=desired,
-        active=ActiveAllocation(job.generation, job.replicas, "", 0) if job.generation else None,
+        active=ActiveAllocation(job.generation, job.replicas) if job.generation else None,
         latest=job.report,
         step_times=tuple(job.measured.values()),
     )
