@@ -106,7 +106,7 @@ class Client:
 
     def register(self, job: str, registration: Registration) -> Any:
         """Register a replica, and return the body of the answer."""
-        return self.put(f"/jobs/{job}/replicas/{registration.rank}", registration.to_json())
+        return self.put(f"/jobs/{job}/replicas/{registration.replica}", registration.to_json())
 
     @staticmethod
     def _ok(answer: Answer) -> Any:

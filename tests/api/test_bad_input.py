@@ -198,8 +198,8 @@ def test_an_invalid_declaration_is_refused(
 @pytest.mark.parametrize(
     ("changed", "parts"),
     [
-        ({"rank": 1}, ["rank: got 1, expected 0"]),
-        ({"rank": -1}, ["rank: got -1"]),
+        ({"replica": 1}, ["replica: got 1, expected 0"]),
+        ({"replica": -1}, ["replica: got -1"]),
         ({"state": "resting"}, ['state: got "resting"', "'waiting'"]),
         ({"port": 65536}, ["port: got 65536"]),
         ({"instance": ""}, ["instance: got"]),
@@ -241,8 +241,8 @@ def test_an_invalid_allocation_is_refused(
         ("/allocation?version=1&wait=-1", ["wait: got"]),
         ("/allocation?version=1&wait=nan", ["wait: got"]),
         ("/allocation?version=x", ['version: got "x"']),
-        ("/replicas/9999", ["rank: got"]),
-        ("/replicas/-1", ["rank: got"]),
+        ("/replicas/9999", ["replica: got"]),
+        ("/replicas/-1", ["replica: got"]),
     ],
 )
 def test_an_invalid_parameter_is_refused(client: Client, job: str, path: str, parts: list[str]) -> None:

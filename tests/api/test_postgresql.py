@@ -90,7 +90,7 @@ def test_a_heartbeat_to_any_service_keeps_a_replica(
 
     def is_lost() -> bool:
         second.register("a", running[0])
-        return [replica["rank"] for replica in second.get("/jobs/a")["replicas"]] == [0]
+        return [replica["replica"] for replica in second.get("/jobs/a")["replicas"]] == [0]
 
     # Replica 1 never sends a heartbeat to the remaining service.
     wait_until(is_lost, "the expiry of replica 1")

@@ -92,7 +92,7 @@ def test_replicas_that_register_concurrently_are_all_stored(service: ServiceProc
     assert len(set(versions)) == CLIENTS
     with Client(service.port) as client:
         stored = client.get(f"/jobs/{job}")
-    assert [replica["rank"] for replica in stored["replicas"]] == list(range(CLIENTS))
+    assert [replica["replica"] for replica in stored["replicas"]] == list(range(CLIENTS))
     assert stored["active"]["replicas"] == CLIENTS
 
 

@@ -150,7 +150,7 @@ class Run:
         """Wait until the trainer of a rank runs in a generation, and return its process id."""
 
         def running_trainer() -> int | None:
-            states = {replica["rank"]: replica["state"] for replica in self.job().get("replicas", ())}
+            states = {replica["replica"]: replica["state"] for replica in self.job().get("replicas", ())}
             return self._find("trainer", rank) if states.get(rank) == "running" else None
 
         return self._wait(running_trainer, f"running replica {rank}")
