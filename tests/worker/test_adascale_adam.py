@@ -281,7 +281,7 @@ def test_norms_are_the_same_in_pieces_and_together(device: str, monkeypatch: pyt
     for size in (1 << 25, 100):
         monkeypatch.setitem(metric.CHUNK, "cpu", size)
         if device == "other":
-            monkeypatch.setattr(metric, "MAX_ELEMENTS_TO_FLATTEN", 0)
+            monkeypatch.setattr(metric, "MAX_ELEMENTS_TO_KEEP", 0)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 80), nn.Tanh(), nn.Linear(80, 3))
         optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)

@@ -17,7 +17,7 @@ from torch import Tensor
 from adascale_worker.scaling_rules import ScalingRule, SecondMoment
 from adascale_worker.statistics.norms import (
     HALF_PRECISION,
-    MAX_ELEMENTS_TO_FLATTEN,
+    accumulation_dtype,
     norm,
     sqr_norm,
     sum_of_squares,
@@ -29,6 +29,9 @@ FLOOR = 1e-3
 almost always zero, such as the embedding of a rare word, would otherwise outweigh all others."""
 
 MIN_EPS = 1e-12
+
+MAX_ELEMENTS_TO_KEEP = 1 << 14
+"""Up to this size, divisors on the CPU are computed together and kept for all norms of a step."""
 
 CHUNK = {"cpu": 1 << 17}
 """Elements that are divided at once. On the CPU, as many as fit into its cache."""
@@ -93,7 +96,7 @@ class SecondMomentMetric(EuclideanMetric):
         divisor = self._divisor_of(parameter)
         if divisor is None:
             return norm(gradient)
-        if gradient.numel() < MAX_ELEMENTS_TO_FLATTEN:
+        if gradient.numel() <= MAX_ELEMENTS_TO_KEEP:
             return norm(divisor.divide(parameter, gradient.reshape(-1)))
         norms = divisor.norms([parameter], [gradient])
         return norms[0] if len(norms) == 1 else sum_of_squares(norms, gradient.device).sqrt()
@@ -145,31 +148,38 @@ class _GroupDivisor:
     def __init__(self, moments: dict[int, SecondMoment], eps: float) -> None:
         self._moments = moments
         self._eps = eps
-        values = list(moments.values())
+        self._small_parts: dict[tuple[int, ...], Tensor] = {}
+        small = {number: moment for number, moment in moments.items() if _is_small(moment.value)}
+        factors = {moment.factor for moment in small.values()}
+        if len(factors) != 1 or any(isinstance(factor, Tensor) for factor in factors):
+            small = {}
+        values = [moment for number, moment in moments.items() if number not in small]
         # v is not negative, so its sum is its L1 norm.
-        sums = l1_norms([_real(moment.value) for moment in values])
-        first = sums[0]
-        total = torch.zeros_like(first)
-        count = 0
-        for each, moment in zip(sums, values, strict=True):
-            total = total + (each * moment.factor).to(first.device)
-            count += _real(moment.value).numel()
-        mean = total / count
+        sums = l1_norms([_real(moment.value) for moment in values]) if values else []
+        terms = [each * moment.factor for each, moment in zip(sums, values, strict=True)]
+        whole = None
+        if small:
+            whole = flatten_together([moment.value for moment in small.values()]) * factors.pop()
+            terms.append(whole.sum())
+        device = terms[0].device
+        total = torch.stack([term.to(device, accumulation_dtype(device)) for term in terms]).sum()
+        mean = total / sum(_real(moment.value).numel() for moment in moments.values())
         # A number on the CPU, because an operation with a number costs less.
         self._mean: float | Tensor = mean.item() if mean.device.type == "cpu" else mean
-        self._small: dict[tuple[int, ...], Tensor] = {}
+        # The divisors of small parameters, together and each by itself.
+        self._small_divisors: dict[int, Tensor] = {}
+        if whole is not None:
+            divisors = torch.as_tensor(self._divisor(SecondMoment(whole)))
+            parts = divisors.split([moment.value.numel() for moment in small.values()])
+            self._small_divisors = dict(zip(small, parts, strict=True))
+            self._small_parts[tuple(small)] = divisors
 
     def norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return norms whose squares add up to the squared norm of the gradients."""
         small: list[tuple[Tensor, Tensor]] = []
         large: list[tuple[Tensor, Tensor]] = []
         for pair in zip(parameters, gradients, strict=True):
-            gradient = pair[1]
-            is_small = (
-                gradient.is_cpu
-                and gradient.dtype is torch.float32
-                and gradient.numel() < MAX_ELEMENTS_TO_FLATTEN
-            )
+            is_small = id(pair[0]) in self._small_divisors and pair[1].dtype is torch.float32
             (small if is_small else large).append(pair)
         found: list[Tensor] = []
         if small:
@@ -182,6 +192,9 @@ class _GroupDivisor:
 
     def divide(self, parameter: Tensor, flat: Tensor) -> Tensor:
         """Return a gradient in one dimension, divided."""
+        divisor = self._small_divisors.get(id(parameter))
+        if divisor is not None and flat.dtype is torch.float32:
+            return flat / divisor
         moment = self._moments.get(id(parameter))
         is_complex = flat.is_complex()
         gradient = _real(flat)
@@ -225,25 +238,15 @@ class _GroupDivisor:
         return (value * moment.factor).clamp_(min=floor).sqrt_().add_(self._eps)
 
     def _small_divisor(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the divisors of small parameters in one dimension; computed once for each step."""
+        """Return the divisors of small parameters in one dimension; put together once for each step."""
         key = tuple(map(id, parameters))
-        if key not in self._small:
-            moments = [self._moments.get(number) for number in key]
-            if all(moment is not None and not moment.value.is_complex() for moment in moments):
-                present = [moment for moment in moments if moment is not None]
-                factors = {moment.factor for moment in present}
-                if len(factors) == 1 and {m.value.dtype for m in present} == {torch.float32}:
-                    whole = SecondMoment(flatten_together([m.value for m in present]), factors.pop())
-                    self._small[key] = torch.as_tensor(self._divisor(whole))
-                    return self._small[key]
-            parts = [
-                torch.as_tensor(
-                    self._divisor(None if moment is None else _flat(moment)), dtype=torch.float32
-                ).expand(parameter.numel())
-                for parameter, moment in zip(parameters, moments, strict=True)
-            ]
-            self._small[key] = torch.cat(parts)
-        return self._small[key]
+        if key not in self._small_parts:
+            self._small_parts[key] = torch.cat([self._small_divisors[number] for number in key])
+        return self._small_parts[key]
+
+
+def _is_small(value: Tensor) -> bool:
+    return value.is_cpu and value.dtype is torch.float32 and value.numel() <= MAX_ELEMENTS_TO_KEEP
 
 
 def _flat(moment: SecondMoment) -> SecondMoment:
