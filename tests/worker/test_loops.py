@@ -48,7 +48,7 @@ def require_refused(result: tuple[int, str], message: str) -> None:
     assert re.search(message, output), output
     assert re.search(rf"adascale: .* \({re.escape(PROGRAM)}, line \d+\)$", output, re.MULTILINE), output
     assert f'File "{PROGRAM}"' not in output, "a traceback was printed"
-    assert "trained" not in output
+    assert not re.search(r"^trained \d", output, re.MULTILINE)
 
 
 def require_trained(result: tuple[int, str]) -> str:
@@ -90,6 +90,34 @@ def test_parameters_without_gradients_are_refused_on_two_replicas_and_train_on_o
     require_trained(run("unused parameters"))
 
 
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ("the optimizer has another model", "the optimizer has no parameter of the model"),
+        ("adds a parameter group", "optimizer.add_param_group was called after program_reentry"),
+        (
+            "two models",
+            "program_reentry was called before: call it once per trainer. To train several models",
+        ),
+    ],
+)
+def test_a_wrong_optimizer_is_refused(loop: str, message: str) -> None:
+    require_refused(run(loop), f"adascale: {re.escape(message)}")
+
+
+def test_parameters_that_are_not_trained_are_warned_of() -> None:
+    output = require_trained(run("a part is not optimized"))
+    message = "parameter 'parts.other.weight' and 1 more of the model requires gradients, but is not in the"
+    assert output.count(f"RuntimeWarning: {message}") == 1, output
+
+
+@pytest.mark.slow
+def test_parameters_that_are_unfrozen_later_are_refused_on_two_replicas_and_warned_of_on_one() -> None:
+    message = "requires_grad of parameter 'parts.head.bias' was set after program_reentry"
+    require_refused(run("unfreezes", replicas=2), f"adascale: {message}")
+    assert require_trained(run("unfreezes")).count(f"RuntimeWarning: {message}") == 1
+
+
 def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
     result = run("changes weights on one rank", replicas=2)
     message = "adascale: the weights of the 2 replicas differ after step 6: a weight of 'parts.head.bias'"
@@ -106,6 +134,8 @@ def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
         ("without trainer.step", r"after all batches of epoch 0: call trainer\.step\(0\)"),
         ("accumulates", r"after backward passes on 4 batches: the trainer accumulates gradients itself"),
         ("steps twice", r"optimizer\.step\(\) was called twice for one batch"),
+        ("without zero_grad", r"the gradients of the step before were not deleted"),
+        ("without backward", r"optimizer\.step\(\) was called 3 times without gradients"),
     ],
 )
 @pytest.mark.parametrize("replicas", REPLICAS)

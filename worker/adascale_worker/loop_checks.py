@@ -7,6 +7,7 @@ gradients that are not averaged over the replicas, or with steps that are not co
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 MAX_BATCHES_WITHOUT_STEP = 1000
 """Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
+
+CHECKED_STEPS = 3
+"""Steps after which a program without gradients is refused, and for which old gradients are searched."""
 
 _USE_THE_MODEL = (
     "Compute the loss from the output of model(...) in training mode (model.train()): call a method or a "
@@ -46,6 +50,7 @@ class LoopChecks:
         optimizer: AdaScale around the program's optimizer.
         forward: records forward passes through the model.
         group: the replicas.
+        at_first_micro_batch: returns whether the next backward pass is the first of its step.
         requires_all: whether every parameter needs a gradient in every step, as DDP requires by default.
     """
 
@@ -55,6 +60,7 @@ class LoopChecks:
         optimizer: AdaScale,
         forward: ForwardRecord,
         group: ReplicaGroup,
+        at_first_micro_batch: Callable[[], bool] = lambda: True,
         *,
         requires_all: bool = True,
     ) -> None:
@@ -62,10 +68,15 @@ class LoopChecks:
         self._forward = forward
         self._group = group
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._at_first_micro_batch = at_first_micro_batch
         self._has_backward = False
         self._earlier_batches = 0
         self._batches_since_step = 0
         self._has_stepped = False
+        self._steps = 0
+        self._steps_without_gradients = 0
+        self._has_stale_gradients = False
         self._warnings = OneTimeWarnings()
         # Two parameters, in case one of them is not used in every pass.
         ends = self._parameters[:1] + self._parameters[-1:]
@@ -111,17 +122,27 @@ class LoopChecks:
         if self._has_backward or self._earlier_batches:
             self._optimizer.discard_step()
         self._has_backward = False
+        self._has_stale_gradients = False
         self._earlier_batches = 0
 
     def arriving_gradient(self, parameter: Tensor) -> None:
         """Record a backward pass. Called before the gradient is added to `parameter.grad`."""
         if parameter.grad is None:
             self._earlier_batches = 0
+        elif (
+            # Reading the gradient waits for the device, so only the first steps are checked.
+            0 < self._steps <= CHECKED_STEPS
+            and not self._has_backward
+            and self._earlier_batches == 0
+            and self._at_first_micro_batch()
+        ):
+            self._has_stale_gradients = bool(parameter.grad.any())
         self._has_backward = True
 
     def discarded_step(self) -> None:
         """Record that the trainer has discarded a step, and its gradients."""
         self._begin_step()
+        self._has_stale_gradients = False
         self._forward.called = False
 
     # -- checks -----------------------------------------------------------------------------------------
@@ -140,6 +161,12 @@ class LoopChecks:
                 "optimizer.step() was called twice for one batch: call it once for each batch that "
                 "trainer.dataloader() delivers, because every step counts a batch and its samples"
             )
+        if self._has_stale_gradients:
+            raise WorkerError(
+                "the gradients of the step before were not deleted, so this step would make it again: call "
+                "optimizer.zero_grad() before loss.backward()"
+            )
+        self._check_gradients_exist()
         batches = self._earlier_batches + self._has_backward
         if inside_epoch and batches > 1:
             raise WorkerError(
@@ -151,16 +178,45 @@ class LoopChecks:
         if not self._forward.called:
             self._check_gradients_are_averaged()
         self._forward.called = False
+        if any(parameter.requires_grad for parameter in self._frozen.values()):
+            self._check_frozen()
         if self._unused is not None and any(parameter.grad is not None for parameter in self._parameters):
             self._unused.check()
             self._unused = None
         self._begin_step()
+        self._steps += 1
         self._has_stepped = True
 
     def _begin_step(self) -> None:
         self._has_backward = False
         self._earlier_batches = 0
         self._batches_since_step = 0
+
+    def _check_gradients_exist(self) -> None:
+        if any(parameter.grad is not None for parameter in self._parameters):
+            self._steps_without_gradients = 0
+            return
+        self._steps_without_gradients += 1
+        if self._steps_without_gradients == CHECKED_STEPS:
+            raise WorkerError(
+                f"optimizer.step() was called {CHECKED_STEPS} times without gradients, which changes "
+                "nothing: call loss.backward() before it, with a loss that is computed from the model"
+            )
+
+    def _check_frozen(self) -> None:
+        names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        found = f"requires_grad of parameter {names[0]!r}{more} was set after program_reentry"
+        remedy = (
+            "Call program_reentry while all parameters that are trained later require gradients, and give "
+            "those that are not trained yet a parameter group with lr=0"
+        )
+        if self._group.replicas > 1:
+            raise ReplicationError(f"{found}, so its gradients are not averaged over the replicas. {remedy}")
+        self._warnings.warn(
+            "frozen", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
+        )
 
     def _check_gradients_are_averaged(self) -> None:
         if all(parameter.grad is None for parameter in self._parameters):
@@ -231,14 +287,30 @@ class UnusedParameters:
 def check_optimizer_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, replicas: int
 ) -> None:
-    """Check that the optimizer has parameters of the model only: other gradients are not averaged.
+    """Check that the optimizer has parameters of the model, and no others.
 
-    On one replica the program is warned, because it works there.
+    The gradients of others are not averaged. On one replica the program is warned, because it works there. It
+    is also warned of parameters of the model that require gradients, but are not trained.
 
     Raises:
+        WorkerError: the optimizer has no parameter of the model.
         ReplicationError: the optimizer has other parameters, on several replicas.
     """
     own = {id(parameter) for parameter in model.parameters()}
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if own and not own & optimized:
+        raise WorkerError(
+            "the optimizer has no parameter of the model, so training would not change the model: make the "
+            "optimizer from model.parameters(), after the last statement that replaces the model"
+        )
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        OneTimeWarnings().warn(
+            "not optimized",
+            f"parameter {left[0]!r}{more} of the model requires gradients, but is not in the optimizer, so "
+            "it stays as it is: give it to the optimizer, or call requires_grad_(False) on it",
+        )
     shapes = [
         tuple(parameter.shape)
         for group in optimizer.param_groups

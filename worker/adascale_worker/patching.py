@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
+from adascale_worker.errors import WorkerError
+
 Step = Callable[..., Any]
 
 
@@ -44,8 +46,21 @@ def patch_optimizer(
         return step(*args, **kwargs)
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
+    optimizer.add_param_group = _refuse_param_group  # type: ignore[method-assign, assignment]
     for owner in (optimizer, model):
         owner.zero_grad = _ZeroGrad(owner.zero_grad, at_first_micro_batch, zeroed_gradients)  # type: ignore[method-assign]
+
+
+def _refuse_param_group(_param_group: dict[str, Any]) -> None:
+    """Replaces `optimizer.add_param_group`.
+
+    A checkpoint would not fit the optimizer that the program makes next time, and the gradients would not be
+    averaged over the replicas.
+    """
+    raise WorkerError(
+        "optimizer.add_param_group was called after program_reentry: add all parameter groups before it, "
+        "with lr=0 for those that are not trained yet"
+    )
 
 
 class MethodOverride:

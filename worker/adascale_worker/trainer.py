@@ -314,7 +314,9 @@ class ElasticTrainer:
         self._uncaught_errors.install()
         if self._loop is not None:
             raise WorkerError(
-                "program_reentry was called before: call it once per trainer, with all objects to save"
+                "program_reentry was called before: call it once per trainer. To train several models, make "
+                "them submodules of one model, whose forward computes the losses, with their parameters in "
+                "groups of one optimizer. To save other objects, pass register={name: object}"
             )
         trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
@@ -341,7 +343,14 @@ class ElasticTrainer:
         if trainer.checkpointing.enabled or group.is_elastic:
             program.require_loadable()
         accumulation = GradientAccumulation(adascale, parallel)
-        checks = LoopChecks(model, adascale, forward, group, requires_all=not find_unused_parameters)
+        checks = LoopChecks(
+            model,
+            adascale,
+            forward,
+            group,
+            lambda: accumulation.at_first_micro_batch,
+            requires_all=not find_unused_parameters,
+        )
         loop = TrainingLoop(
             trainer,
             program,

@@ -48,7 +48,17 @@ earlier_forward = model.forward
 outside = nn.Parameter(torch.zeros(2))
 if loop == "parameter outside the model":
     optimizer.add_param_group({"params": [outside]})
+if loop == "the optimizer has another model":
+    model = Net()
+if loop == "a part is not optimized":
+    model.parts["other"] = nn.Linear(6, 2)
+if loop == "unfreezes":
+    model.parts["head"].bias.requires_grad_(False)
 state = trainer.program_reentry(model, optimizer)
+if loop == "adds a parameter group":
+    optimizer.add_param_group({"params": [outside]})
+if loop == "two models":
+    trainer.program_reentry(Net(), optimizer)
 logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else model
 if loop == "changes weights on one rank":
     weight_checks.COMPARISON_INTERVAL = 0.0
@@ -60,6 +70,8 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
         break
     for _, x, y in trainer.dataloader(samples()):
         count += 1
+        if loop == "unfreezes" and count == 5:
+            model.parts["head"].bias.requires_grad_(True)
         if loop == "accumulates":
             (nn.functional.cross_entropy(logits(x), y) / 4).backward()
             if count % 4 == 0:
@@ -81,12 +93,14 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             else:
                 optimizer.zero_grad(set_to_none=False)
             continue
-        optimizer.zero_grad()
+        if loop != "without zero_grad":
+            optimizer.zero_grad()
         if loop == "NaN" and count >= 20:
             loss = loss * float("nan")
         if loop == "NaN gradients are replaced" and count % 5 == 0:
             loss = loss * float("nan")
-        loss.backward()
+        if loop != "without backward":
+            loss.backward()
         if loop == "NaN gradients are replaced":
             for parameter in model.parameters():
                 if parameter.grad is not None:
