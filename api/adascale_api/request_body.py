@@ -39,7 +39,10 @@ class JsonBody(Generic[M]):
         Raises:
             NotJsonError, BodyTooLargeError, InvalidInputError: the body is not valid.
         """
-        text = await _read(request)
+        return self.parse(await _read(request))
+
+    def parse(self, text: bytes) -> M:
+        """Return the body in a text; errors as for a call."""
         _check_size(text)
         try:
             return self.model.model_validate_json(text)

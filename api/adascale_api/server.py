@@ -14,8 +14,8 @@ from adascale_api.app import create_app
 from adascale_api.authorization import Authorizer
 from adascale_api.database import Database, without_password
 from adascale_api.http_protocol import ConnectionLimits, limited_protocol
-from adascale_api.report_endpoint import ReportEndpoint
 from adascale_api.service import Settings
+from adascale_api.worker_endpoints import WorkerEndpoints
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 2048
@@ -84,7 +84,7 @@ def serve(
             print(f"adascale-api: listening on {url}, database {without_password(database_url)}", flush=True)
 
         config = uvicorn.Config(
-            ReportEndpoint(app, app.state.service, app.state.bodies),
+            WorkerEndpoints(app, app.state.service, app.state.bodies),
             loop="uvloop",
             proxy_headers=False,
             http=limited_protocol(limits),

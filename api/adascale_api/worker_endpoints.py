@@ -1,0 +1,121 @@
+"""The endpoints that workers call all the time, as an ASGI application of their own.
+
+Reports and registrations are nearly all requests. FastAPI's routing, dependencies and middleware would take
+more time for each than all the rest, so this answers them in front of it, by calling the same functions.
+FastAPI's routes document them.
+"""
+
+import re
+import time
+from typing import Any, get_type_hints
+
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adascale_api.authorization import Role
+from adascale_api.body_limit import BodyBudget
+from adascale_api.error_handlers import response_to
+from adascale_api.request_body import ReportsBody, require_json
+from adascale_api.routes import allocation
+from adascale_api.routes.common import authorize, bearer_token
+from adascale_api.routes.gain import post_gain, store_reports
+from adascale_api.routes.gain import router as gain_router
+from adascale_api.service import Service
+from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import parse_job_id
+from adascale_core.names import MAX_REPLICAS
+
+_PATH = re.compile(r"/jobs/([^/]+)/(gain|replicas/([0-9]{1,4}))")
+_JSON = (b"content-type", b"application/json")
+
+
+class WorkerEndpoints:
+    """Answers posted reports and registrations, and passes all other requests on.
+
+    Args:
+        app: the application for the other requests.
+        service: the service.
+        budget: the bytes of all bodies, shared with `app`.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, budget: BodyBudget) -> None:
+        self._app = app
+        self._service = service
+        self._budget = budget
+        self._reports = ReportsBody()
+        self._view: TypeAdapter[Any] = TypeAdapter(get_type_hints(allocation.put_replica)["return"])
+        self._gain_route = _template(gain_router.routes, post_gain)
+        self._replica_route = _template(allocation.router.routes, allocation.put_replica)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] == "http" and scope["method"] in ("POST", "PUT"):
+            path = _PATH.fullmatch(scope["path"])
+            if path is not None:
+                job, _, replica = path.groups()
+                if replica is None and scope["method"] == "POST":
+                    await self._respond(self._gain_route, job, None, scope, receive, send)
+                    return
+                if replica is not None and scope["method"] == "PUT" and int(replica) < MAX_REPLICAS:
+                    await self._respond(self._replica_route, job, int(replica), scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    async def _respond(
+        self, route: str, job: str, replica: int | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        started = time.perf_counter()
+        status = 500
+        try:
+            with self._budget.request(scope) as body:
+                try:
+                    answer = await self._answer(job, replica, scope, body.limited(receive))
+                except (AdaScaleError, ClientDisconnect) as error:
+                    response = response_to(error)
+                    status = response.status_code
+                    await response(scope, receive, send)
+                    return
+            status = 200
+            headers = [_JSON, (b"content-length", b"%d" % len(answer))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": answer})
+        finally:
+            self._service.metrics.observe(scope["method"], route, status, time.perf_counter() - started)
+
+    async def _answer(self, job: str, replica: int | None, scope: Scope, receive: Receive) -> bytes:
+        headers = dict(scope["headers"])
+        client = (scope.get("client") or ("",))[0]
+        job_id = parse_job_id(job)
+        token = bearer_token(headers.get(b"authorization", b"").decode("latin-1"))
+        await authorize(self._service, Role.WORKER, token, job_id, client)
+        require_json(headers.get(b"content-type", b"").decode("latin-1"))
+        text = await _read(receive)
+        if replica is None:
+            posted = await store_reports(self._service, job_id, self._reports.parse(text))
+            return b'{"stored":%d,"repeated":%d,"allocation":%b}' % (
+                posted.stored,
+                posted.repeated,
+                posted.job.view_json,
+            )
+        body = allocation.registration_body.parse(text)
+        view = await allocation.put_replica(self._service, job_id, replica, body)
+        return self._view.dump_json(view)
+
+
+def _template(routes: Any, endpoint: object) -> str:
+    """Return the path of an endpoint's route, which labels its metrics."""
+    (path,) = [route.path for route in routes if isinstance(route, APIRoute) and route.endpoint is endpoint]
+    return str(path)
+
+
+async def _read(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
