@@ -264,6 +264,7 @@ def test_writing_without_the_token_is_refused(service: ServiceProcess, job: str)
                 answer = client.call(method, f"/jobs/{job}{path}", body)
                 assert_refused(answer, 401, message)
                 assert answer.headers["www-authenticate"] == "Bearer"
+        with Client(service.port) as client:
             assert client.call("GET", f"/jobs/{job}").status == 404
 
 
