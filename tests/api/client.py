@@ -34,7 +34,10 @@ def a_report(step: int = 1, **changed: Any) -> GainReport:
 def a_registration(
     rank: int = 0, replica_state: ReplicaState = ReplicaState.WAITING, **changed: Any
 ) -> Registration:
-    registration = Registration(rank, f"agent-{rank}", replica_state, 0, "127.0.0.1", 40000 + rank)
+    place = rank if changed.get("generation") else None
+    registration = Registration(
+        *(rank, f"agent-{rank}", replica_state, 0, "127.0.0.1", 40000 + rank), rank=place
+    )
     return replace(registration, **changed)
 
 

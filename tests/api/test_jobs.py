@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from adascale_core.messages import JobSpec, ReplicaState, StepTime
+from adascale_core.messages import JobSpec, Registration, ReplicaState, StepTime
 from api.client import Client, a_registration, a_report
 
 
@@ -32,7 +32,7 @@ def test_a_job_is_read_with_its_generations_replicas_and_reports(client: Client,
     stored = client.get(f"/jobs/{job}")
     assert stored["id"] == job
     assert stored["desired"] == {"generation": 1, "replicas": 1}
-    assert stored["active"]["master_port"] == 40000
+    assert stored["active"]["members"][0]["port"] == 40000
     assert (stored["broken"], stored["complete"], stored["failures"], stored["disruptions"]) == (
         False,
         False,
@@ -46,7 +46,7 @@ def test_a_job_is_read_with_its_generations_replicas_and_reports(client: Client,
     assert stored["latest"]["step"] == 3
     replica = stored["replicas"][0]
     assert 0 <= replica.pop("seconds_since_heartbeat") < 60
-    assert replica == running.to_json()
+    assert Registration.from_json(replica) == running
 
 
 def test_the_failure_of_a_replica_is_stored_with_its_log(client: Client, job: str) -> None:
