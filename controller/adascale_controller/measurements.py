@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median
 
 from adascale_controller.job import Job
@@ -39,7 +40,7 @@ class MeasuredTemplate:
     are fitted to it can be used again."""
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int, int, int], dict[str, float]] = {}
+        self._times: dict[tuple[int, int, int, int], dict[str, StepTime]] = {}
         self._used = 0
         self.step_times: Sequence[StepTime] = ()
         """The median over jobs of each plan and number of nodes."""
@@ -53,15 +54,24 @@ class MeasuredTemplate:
         self.first_estimate = self.first_estimate or estimate
         for each in measured:
             plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
-            self._times.setdefault(plan, {})[job] = each.step_time
+            self._times.setdefault(plan, {})[job] = each
         if len(self._times) < self.GROWTH * self._used:
             return
         self._used = len(self._times)
         self.step_times = tuple(
-            StepTime(replicas, local_bsz, accumulation, median(times.values()), len(times), nodes)
-            for (replicas, nodes, local_bsz, accumulation), times in sorted(self._times.items())
+            _median_of_jobs(list(times.values())) for _, times in sorted(self._times.items())
         )
         self.largest = max((each.replicas for each in self.step_times), default=0)
+
+
+def _median_of_jobs(measured: Sequence[StepTime]) -> StepTime:
+    sync = [each.sync_time for each in measured if each.sync_time is not None]
+    return replace(
+        measured[0],
+        step_time=median(each.step_time for each in measured),
+        reports=len(measured),
+        sync_time=median(sync) if sync else None,
+    )
 
 
 class JobMeasurements:

@@ -61,7 +61,10 @@ def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> di
     slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
     fills_nodes = slots is not None and slots.is_uniform
     queue = weighted(
-        [JobUtility.of(job, bound.node_size(job.id), fills_nodes=fills_nodes) for job in ordered]
+        [
+            JobUtility.of(job, slots.node_size if slots else bound.node_size(job.id), fills_nodes=fills_nodes)
+            for job in ordered
+        ]
     )
     if slots is not None:
         counts = allocate_slots(queue, slots, now)

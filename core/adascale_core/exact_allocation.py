@@ -1,17 +1,21 @@
-"""The replica counts of the highest total utility, by dynamic programming.
+"""The replica counts of the highest total utility, where capacity is a number of interchangeable replicas.
 
-It is exact where replicas are interchangeable, so that capacity is a number.
+Dynamic programming finds the optimum. For many jobs and replicas it is too slow; a greedy choice by utility
+per replica is then near the optimum, because it is at most the last improvement of one job away from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from adascale_core.job_utility import JobUtility
 
 _IMPOSSIBLE = -(10**18)
+MAX_EXACT_WORK = 10_000_000
+"""Above this product of jobs, counts and replicas, the choice is greedy."""
 
 
 def allocate_replicas(jobs: Sequence[JobUtility], total: int, now: float) -> list[int]:
@@ -46,6 +50,67 @@ def admitted_utilities(
 
 
 def maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
+    """Return one count per job, with a high total utility and a sum of at most `total`.
+
+    It is the highest total utility up to `MAX_EXACT_WORK`.
+
+    Args:
+        utilities: count -> utility for each job.
+        total: at least the sum of the smallest counts.
+    """
+    if sum(map(len, utilities)) * total <= MAX_EXACT_WORK:
+        return maximize_exactly(utilities, total)
+    return maximize_greedily(utilities, total)
+
+
+def maximize_greedily(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
+    """Return one count per job, with a high total utility and a sum of at most `total`.
+
+    Each job starts at its smallest count. The steps of each job's concave envelope are made in the order of
+    utility per replica, as far as they fit; what remains free goes to the jobs in their order.
+
+    Args:
+        utilities: count -> utility for each job.
+        total: at least the sum of the smallest counts.
+    """
+    chosen = [min(counts) for counts in utilities]
+    free = total - sum(chosen)
+    steps = [
+        (-slope, i, before, after)
+        for i, counts in enumerate(utilities)
+        for slope, before, after in _envelope(counts)
+    ]
+    for _, i, before, after in sorted(steps):
+        if chosen[i] == before and after - before <= free:
+            chosen[i] = after
+            free -= after - before
+    for i, counts in enumerate(utilities):
+        if not free:
+            break
+        most = chosen[i] + free
+        best = max((count for count in counts if count <= most), key=lambda count: (counts[count], -count))
+        if counts[best] > counts[chosen[i]]:
+            free += chosen[i] - best
+            chosen[i] = best
+    return chosen
+
+
+def _envelope(counts: Mapping[int, int]) -> list[tuple[float, int, int]]:
+    """Return the rising steps of the concave envelope: (utility per replica, count before, count after)."""
+    hull: list[tuple[int, int]] = []
+    for point in sorted(counts.items()):
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    steps = [(_slope(a, b), a[0], b[0]) for a, b in pairwise(hull)]
+    return [step for step in steps if step[0] > 0]
+
+
+def _slope(before: tuple[int, int], after: tuple[int, int]) -> float:
+    return (after[1] - before[1]) / (after[0] - before[0])
+
+
+def maximize_exactly(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
     """Return one count per job, with the highest total utility and a sum of at most `total`.
 
     `best[i][free]` is the highest total utility of the last i jobs with `free` replicas. Of several solutions

@@ -53,14 +53,12 @@ class PlanGrid:
     Args:
         replicas: the counts, of shape (counts, 1).
         local_bsz, accumulation, scale: of the plans; rows are padded with their last plan.
-        is_default: whether a plan has the fewest micro-batches.
     """
 
     replicas: Floats
     local_bsz: Floats
     accumulation: Floats
     scale: Floats
-    is_default: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, bounds: BatchBounds, counts: tuple[int, ...]) -> PlanGrid:
@@ -68,7 +66,6 @@ class PlanGrid:
         rows = [candidate_plans(bounds, count, MAX_PLANS) for count in counts]
         width = max(map(len, rows), default=1)
         padded = [row + [row[-1]] * (width - len(row)) for row in rows]
-        least = [batch_choice(bounds, count).accumulation for count in counts]
         shape = (len(counts), width)
         return cls(
             np.array(counts, dtype=np.float64).reshape(-1, 1),
@@ -77,13 +74,6 @@ class PlanGrid:
                 shape
             ),
             np.array([[plan.scale(bounds) for plan in row] for row in padded]).reshape(shape),
-            np.array(
-                [
-                    [plan.accumulation == fewest for plan in row]
-                    for row, fewest in zip(padded, least, strict=True)
-                ],
-                dtype=np.bool_,
-            ).reshape(shape),
         )
 
     def plan(self, row: int, column: int) -> BatchPlan:
@@ -124,7 +114,6 @@ def goodputs(
     counts: tuple[int, ...],
     estimate: GradientEstimate,
     model: StepTimeModel,
-    efficiency_target: float,
 ) -> Goodputs:
     """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`)."""
     grid = _grid(bounds, counts)
@@ -141,13 +130,7 @@ def goodputs(
     several = gain / (
         (grid.accumulation - 1) * compute + _last(compute, _sync(grid, model, 2), model.overlap)
     )
-    if model.separates_batch_size:
-        columns = np.argmax(one, axis=1), np.argmax(several, axis=1)
-    else:
-        efficient = grid.is_default & (gain / grid.scale >= efficiency_target * (1 - 1e-9))
-        efficient[:, 0] = True
-        last = grid.scale.shape[1] - 1 - np.argmax(efficient[:, ::-1], axis=1)
-        columns = last, last
+    columns = np.argmax(one, axis=1), np.argmax(several, axis=1)
     rows = np.arange(len(counts))
     return Goodputs(counts, one[rows, columns[0]], several[rows, columns[1]], columns, grid)
 

@@ -84,7 +84,7 @@ class JobUtility:
         next_larger = [count for count in counts if count > largest][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
         reachable = tuple(count for count in counts if count <= limit)
-        table = goodputs(job.bounds, reachable, job.estimate, model, job.efficiency_target)
+        table = goodputs(job.bounds, reachable, job.estimate, model)
         return cls(job, counts, table, node_size)
 
     @property

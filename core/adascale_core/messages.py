@@ -87,6 +87,8 @@ class StepTime(Message):
         step_time: seconds per optimizer step, the median over the reports.
         reports: the number of reports.
         nodes: the number of nodes on which the replicas ran.
+        sync_time: of `step_time`, seconds of gradient exchange that computation does not hide; None if not
+            measured.
     """
 
     replicas: int
@@ -95,6 +97,7 @@ class StepTime(Message):
     step_time: float
     reports: int = 1
     nodes: int = 1
+    sync_time: float | None = None
 
     @property
     def plan(self) -> BatchPlan:

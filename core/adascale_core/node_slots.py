@@ -55,6 +55,7 @@ class NodeSlots:
 
     def __init__(self, free: Sequence[int]) -> None:
         self._free = list(free)
+        self._total = sum(units for units in self._free if units > 0)
         self._by_free: dict[int, list[int]] = {}
         for node, units in enumerate(self._free):
             self._by_free.setdefault(units, []).append(node)
@@ -67,7 +68,7 @@ class NodeSlots:
     @property
     def total(self) -> int:
         """How many replicas all nodes can take."""
-        return sum(units for units in self._free if units > 0)
+        return self._total
 
     def take(self, nodes: Iterable[int]) -> None:
         """Take a slot for each element of `nodes`."""
@@ -80,6 +81,7 @@ class NodeSlots:
             self._set(node, self._free[node] + count)
 
     def _set(self, node: int, units: int) -> None:
+        self._total += max(units, 0) - max(self._free[node], 0)
         self._free[node] = units
         heappush(self._by_free.setdefault(units, []), node)
 

@@ -63,7 +63,7 @@ def predict(
             bounds,
             count,
             estimate=estimate,
-            throughput=model.throughput if model.separates_batch_size else None,
+            throughput=model.throughput,
             efficiency_target=efficiency_target,
         )
         scale = plan.scale(bounds)

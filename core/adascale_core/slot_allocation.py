@@ -97,6 +97,13 @@ class _Placing:
     def _grow(self, i: int, most: int) -> None:
         """Place the best count from the present one to `most` that fits."""
         each, own = self._options[i], self._nodes[i]
+        if len(own) < most in each.planned:
+            new = self._slots.place(own, most - len(own))
+            if new is not None:
+                if each.utility(most, [*own, *new]) >= max(each.planned.values()):
+                    own.extend(new)
+                    return
+                self._slots.give(new)
         best: tuple[int, int, list[int]] | None = None
         counts = [count for count in each.one_node if len(own) < count <= most]
         if len(own) in each.one_node:
@@ -115,7 +122,7 @@ class _Placing:
 
     def _use_free_slots(self, planned: Sequence[int]) -> None:
         for i in sorted(range(len(planned)), key=lambda i: (len(self._nodes[i]) == planned[i], i)):
-            if self._slots.emptiest() is None:
+            if self._slots.total == 0:
                 return
             if self._nodes[i]:
                 most = max(self._options[i].one_node, default=0)

@@ -124,6 +124,15 @@ def _usable(measurements: Sequence[StepTime]) -> tuple[StepTime, ...]:
     usable = sorted(
         (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_order
     )
+    # Without its communication, a step is one of a single replica.
+    alone = {
+        (each.local_bsz, each.accumulation): StepTime(
+            1, each.local_bsz, each.accumulation, each.step_time - each.sync_time
+        )
+        for each in usable
+        if each.sync_time is not None and each.replicas > 1 and each.step_time > each.sync_time
+    }
+    usable = sorted([*usable, *alone.values()], key=_order)
     if len(usable) <= MAX_MEASUREMENTS:
         return tuple(usable)
     last = len(usable) - 1

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf, log, log2
+from math import inf
 from random import Random
 
 import pytest
@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from adascale_core.batch import BatchBounds, valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, decide
+from adascale_core.exact_allocation import maximize_exactly, maximize_greedily
 from adascale_core.gain import GradientEstimate
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import (
     HORIZON,
     MAX_GROWTH,
-    MIN_SPEEDUP,
     STABILIZATION_RESTARTS,
     STABILIZATION_SECONDS,
+    JobUtility,
     stabilization_seconds,
+    weighted,
 )
 from adascale_core.messages import StepTime
 from adascale_core.packing import Demand, Node
@@ -589,7 +591,7 @@ def test_unmeasured_and_recently_changed_jobs_keep_their_count_if_capacity_allow
 @given(several_jobs, capacities)
 @settings(max_examples=50)
 def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capacity: int) -> None:
-    """Compared with all allocations, by the sum of log goodput minus the costs of growth and of restarts."""
+    """Compared with all allocations, by the sum of the utilities."""
     jobs = [
         replace(state, stable_since=-inf)
         for state in jobs
@@ -597,7 +599,8 @@ def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capa
     ][:3]
     if not jobs or sum(allowed(state)[0] for state in jobs) > capacity:
         return
-    tables = [utilities(state) for state in jobs]
+    found = weighted([JobUtility.of(state) for state in jobs])
+    tables = [utility.utilities(NOW)[0] for utility in found]
     best = max(
         sum(table[count] for table, count in zip(tables, shares, strict=True))
         for shares in product(*tables)
@@ -605,31 +608,7 @@ def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capa
     )
     decided = counts(jobs, capacity)
     reached = sum(table[decided[state.id]] for table, state in zip(tables, jobs, strict=True))
-    assert reached == pytest.approx(best, abs=1e-6)
-
-
-def utilities(state: JobState) -> Mapping[int, float]:
-    """Return the utility of each reachable count, for a stable job with measurements."""
-    largest = max([state.largest, *(time.replicas for time in state.step_times)])
-    larger = [count for count in allowed(state) if count > largest]
-    reach = max([MAX_GROWTH * largest, state.replicas, *larger[:1], allowed(state)[0]])
-    model = StepTimeModel.fit(state.step_times)
-    assert model is not None
-    assert state.estimate is not None
-    reachable = [count for count in allowed(state) if count <= reach]
-    predicted = predict(state.bounds, reachable, state.estimate, model)
-    before = state.replicas if state.replicas in allowed(state) else allowed(state)[0]
-    table = {
-        count: log(prediction.goodput) - log(MIN_SPEEDUP) * max(log2(count / before), 0.0)
-        for count, prediction in predicted.items()
-    }
-    if state.replicas in table:
-        left = HORIZON if state.remaining is None else state.remaining / predicted[state.replicas].goodput
-        pays = left > state.restart_seconds
-        cost = -log(1 - state.restart_seconds / left) if pays else 1e9
-        for count in set(table) - {state.replicas}:
-            table[count] -= max(cost, log(MIN_SPEEDUP))
-    return table
+    assert reached == best
 
 
 # -- properties on nodes --------------------------------------------------------------------------------
@@ -801,3 +780,26 @@ def test_32_jobs_on_256_replicas_are_decided_within_the_timeout() -> None:
     decided = decide(jobs, 256, NOW)
     assert sum(decision.replicas for decision in decided.values()) == 256
     assert set(decided.values()) == {Decision(8, "unchanged")}
+
+
+tables = st.lists(
+    st.dictionaries(st.integers(1, 12), st.integers(-(10**9), 10**9), min_size=1, max_size=6),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(tables, st.integers(0, 60))
+def test_the_greedy_choice_is_within_one_job_of_the_optimum(
+    utilities: Sequence[Mapping[int, int]], more: int
+) -> None:
+    total = sum(map(min, utilities)) + more
+    exact, greedy = (choose(utilities, total) for choose in (maximize_exactly, maximize_greedily))
+
+    def reached(chosen: Sequence[int]) -> int:
+        return sum(table[count] for table, count in zip(utilities, chosen, strict=True))
+
+    assert sum(greedy) <= total
+    assert all(count in table for count, table in zip(greedy, utilities, strict=True))
+    steps = [max(table.values()) - table[min(table)] for table in utilities]
+    assert reached(exact) - max(steps) <= reached(greedy) <= reached(exact)

@@ -99,7 +99,7 @@ def test_step_times_are_recovered_from_enough_measurements(
     assert model is not None
     assert model.separates_batch_size
     for plan in (BatchPlan(*plan) for plan in [*table, (4, 64, 1), (16, 256, 2), (6, 16, 4)]):
-        assert model.step_time(plan) == pytest.approx(truth.step_time(plan), rel=0.06)
+        assert model.step_time(plan) == pytest.approx(truth.step_time(plan), rel=0.15)
 
 
 def test_the_parameters_are_recovered_from_exact_measurements() -> None:

@@ -86,7 +86,7 @@ class BatchPlanner:
                 self.bounds,
                 self._group.replicas,
                 estimate=optimizer.estimate,
-                throughput=model.throughput if model is not None and model.separates_batch_size else None,
+                throughput=model.throughput if model is not None else None,
                 efficiency_target=self._efficiency_target,
             )
         local_bsz, accumulation = self._group.broadcast_integers([plan.local_bsz, plan.accumulation])

@@ -14,7 +14,6 @@ from adascale_core.gain import GradientEstimate
 from adascale_core.goodput_table import goodputs
 from adascale_core.job_state import JobState
 from adascale_core.messages import ActiveAllocation, Allocation, JobSpec
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 from adascale_core.packing import Demand, Node
 from adascale_core.simulation.application import Application
 from adascale_core.simulation.cluster import PlacementMode, place
@@ -69,7 +68,7 @@ class AdaScalePolicy:
         model = self._trainer_model(job)
         estimate = GradientEstimate(job.report.grad_sqr, job.report.grad_var)
         # The same plans and rules as `plan_batch`, which is slower.
-        table = goodputs(application.bounds, (replicas,), estimate, model, DEFAULT_EFFICIENCY_TARGET)
+        table = goodputs(application.bounds, (replicas,), estimate, model)
         return table.plan(0, on_one_node=len(set(job.training_nodes)) < 2)
 
     def _trainer_model(self, job: SimulatedJob) -> StepTimeModel:

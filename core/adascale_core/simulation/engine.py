@@ -296,6 +296,13 @@ def _measure(job: SimulatedJob, noise: Callable[[], float]) -> None:
     key = nodes, job.plan
     if key not in job.measured:
         plan = job.plan
+        factor = noise()
+        sync = job.application.step_time(shape(job.training_nodes), plan.local_bsz)[1] * factor
         job.measured[key] = StepTime(
-            plan.replicas, plan.local_bsz, plan.accumulation, job.step_time * noise(), nodes=nodes
+            plan.replicas,
+            plan.local_bsz,
+            plan.accumulation,
+            job.step_time * factor,
+            nodes=nodes,
+            sync_time=sync if plan.replicas > 1 else None,
         )
