@@ -97,6 +97,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_a_request_that_does_not_end_is_closed_after_the_timeout(tmp_path: Path) -> None:
     head = f"POST /jobs/a/gain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     body = "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"

@@ -82,6 +82,7 @@ def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(sm
         assert len(client.get("/jobs/a")["replicas"]) == 3
 
 
+@pytest.mark.slow
 def test_requests_to_a_locked_database_fail_within_their_deadline_and_so_does_the_stop(
     tmp_path: Path,
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_deleted_database_file_is_noticed_and_nothing_is_lost_silently(tmp_pat
         assert "Traceback" not in service.log()
 
 
+@pytest.mark.slow
 def test_a_damaged_page_is_noticed(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         for number in range(4):

@@ -96,6 +96,7 @@ def test_a_heartbeat_to_any_service_keeps_a_replica(
     wait_until(is_lost, "the expiry of replica 1")
 
 
+@pytest.mark.slow
 def test_what_was_answered_is_stored_once_whatever_fails(
     postgresql: PostgresqlServer, services: list[ServiceProcess]
 ) -> None:
