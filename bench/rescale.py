@@ -51,7 +51,7 @@ PROGRAM = FOLDER / "rescale_program.py"
 TORCHFT_PROGRAM = FOLDER / "rescale_torchft.py"
 SPEC = {"batch_size": 8, "max_batch_size": 64, "local_bsz_bounds": [8, 8], "max_replicas": 8}
 STATE_TENSORS = [(8192, 8192)] * 4
-TIMEOUT = 180.0
+TIMEOUT = 300.0
 LINGER = {"tiny": 50, "1GB": 5}
 """Steps of each replica at a count before the next change."""
 
