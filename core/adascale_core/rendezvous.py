@@ -511,13 +511,15 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
         elif member.replica not in reported and latest.assigned <= active.generation:
             # It may have got the state in this generation, or have finished steps, since it registered.
             return []
+    suspected = [
+        registration
+        for registration in _joiners(state)
+        if registration.replica in reported and active.admits(registration.replica, registration.instance)
+    ]
     joining = [
         registration
         for registration in _joiners(state)
-        if registration.replica < desired
-        and not (
-            registration.replica in reported and active.admits(registration.replica, registration.instance)
-        )
+        if registration.replica < desired and registration not in suspected
     ]
     if holding:
         # A member that has finished one more step than others must stay. Of the others, those whose index is
@@ -526,6 +528,10 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
         candidates = [*ordered, *joining]
         least = min(active.replicas if spec is None else spec.min_replicas, desired)
         size = _largest_valid(spec, min(desired, len(candidates)), least)
+        if not size:
+            # Without them the others would wait forever: such a joiner was late, but it answers.
+            candidates += [each for each in suspected if _answers(each, active) and each.replica < desired]
+            size = _largest_valid(spec, min(desired, len(candidates)), least)
         ranks = {member.replica: rank for rank, member in enumerate(active.members)}
         chosen = candidates[:size]
         members = sorted((each for each in chosen if each.holds), key=lambda each: ranks[each.replica])
@@ -533,6 +539,12 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
     # No state is left: begin from the last checkpoint with at least as many replicas as before.
     least = _largest_valid(spec, min(active.replicas, desired), 1) or desired
     return joining[: _largest_valid(spec, min(desired, len(joining)), least)]
+
+
+def _answers(registration: Registration, active: ActiveAllocation) -> bool:
+    """Whether a trainer has registered since the active generation was broken."""
+    is_holding = registration.state is ReplicaState.HOLDING
+    return is_holding and registration.generation == active.generation
 
 
 def _largest_valid(spec: JobSpec | None, most: int, least: int) -> int:

@@ -320,6 +320,18 @@ def test_a_fixed_size_waits_for_the_replacement_with_its_state() -> None:
     assert desired(state) == (2, 2)
 
 
+def test_a_fixed_size_tries_a_joiner_again_that_was_late_but_answers() -> None:
+    fixed = JobSpec(8, min_replicas=2, max_replicas=2)
+    lost = registration(0, LOST, 1)
+    state = after(running(1, 2, spec=fixed), holding(1, 1, 0), lost, spec=fixed)
+    state = after(state, registration(0, WAITING, trainer="next"), spec=fixed)
+    assert active(state) == (2, [1, 0])
+    state = after(state, holding(1, 2, 0), spec=fixed)
+    assert active(state) is None, "replica 0 has not answered"
+    late = replace(registration(0, HOLDING, 2, trainer="next"), step=None)
+    assert active(after(state, late, spec=fixed)) == (3, [1, 0])
+
+
 @pytest.mark.parametrize(
     ("spec", "replicas", "there", "size"),
     [
