@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--json", action="store_true", help="print all values as JSON")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the processes, too.
     counts = [int(count) for count in arguments.counts.split(",")]
     linger = arguments.steps or LINGER[arguments.state]
     os.environ["BENCH_STATE"] = arguments.state
