@@ -15,6 +15,8 @@ VERSION = "v1.8.0"
 ACCESS_KEY = "AKIATESTTESTTEST"
 SECRET_KEY = "a-secret-of-the-tests"
 BUCKET = "checkpoints"
+BUILD_TIMEOUT = 150.0
+"""Seconds for the build of the server, the first time."""
 
 
 def find_server() -> str | None:
@@ -28,10 +30,10 @@ def find_server() -> str | None:
     program = folder / "versitygw"
     if not program.exists():
         environ = {**os.environ, "GOBIN": str(folder), "CGO_ENABLED": "0"}
-        built = subprocess.run(
-            [go, "install", f"{MODULE}@{VERSION}"], env=environ, capture_output=True, check=False
-        )
-        if built.returncode != 0:
+        command = [go, "install", f"{MODULE}@{VERSION}"]
+        try:
+            subprocess.run(command, env=environ, capture_output=True, check=True, timeout=BUILD_TIMEOUT)
+        except subprocess.SubprocessError:
             return None
     return str(program)
 

@@ -25,7 +25,7 @@ INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, 
 PART = 5 * 2**20
 """Smallest part of a multipart upload in S3."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="session")
