@@ -10,15 +10,20 @@ from adascale_controller.local.run_report import print_summary
 from adascale_controller.local.run_result import RunResult
 from support.manifests import make_manifest
 
+SAVED_AT = make_manifest().saved_at
+
 
 @pytest.mark.parametrize(
     ("result", "begin"),
     [
-        (RunResult("", 130), "Saved at step 9, progress 12"),
-        (RunResult("", 130, killed=True), "The last checkpoint is of step 9, progress 12"),
-        (RunResult("", 1, log="an error"), "The last checkpoint is of step 9, progress 12"),
+        (RunResult("", 130, stopped_at=SAVED_AT - 0.5), "Saved at step 9, progress 12"),
+        (RunResult("", 130, stopped_at=SAVED_AT + 0.5), "The last checkpoint is of step 9, progress 12"),
+        (
+            RunResult("", 1, log="an error", stopped_at=SAVED_AT + 0.5),
+            "The last checkpoint is of step 9, progress 12",
+        ),
     ],
-    ids=["saved", "killed", "failed"],
+    ids=["saved", "not saved", "failed"],
 )
 def test_the_last_line_says_saved_only_if_the_end_of_the_run_has_saved(result: RunResult, begin: str) -> None:
     output = io.StringIO()

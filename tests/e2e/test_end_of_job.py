@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
     assert "adascale: the checkpoint was saved from another model" in run.stdout
     assert "adascale run --fresh" in run.stdout
     assert "it is not restarted" in run.stdout
-    assert run.stdout.endswith("Correct the program or the job, and run the same command\n")
+    assert run.stdout.endswith("Correct the cause, and run the command again\n")
 
 
 @pytest.mark.slow

@@ -387,6 +387,24 @@ def test_the_run_after_a_killed_one_resumes_at_its_last_step_on_fewer_replicas(
 
 
 @pytest.mark.slow
+def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_go_on(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.0)
+    first = adascale("run", job, "--state-dir", state, "--port", 0, "--until", 100, timeout=120)
+    assert first.returncode == 0, first.stdout
+    assert "Saved at step" in first.stdout.splitlines()[-1]
+    for path in state.rglob("*.safetensors"):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = adascale("run", job, "--state-dir", state, "--port", 0, timeout=120)
+    assert again.returncode == 1
+    output = " ".join(again.stdout.split())
+    assert "no intact checkpoint is left in" in output
+    assert "start from scratch (adascale run --fresh, or another location)" in output
+    assert "Saved at step" not in output
+    assert output.endswith("Correct the cause, and run the command again")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_example_job_grows_twice_and_reaches_its_accuracy(state: Path) -> None:
     file = ROOT / "deploy" / "adascalejob.yaml"

@@ -171,7 +171,7 @@ def test_load_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
         damage_file(tmp_path / save(tmp_path, number).state, "flip")
     with pytest.raises(
         CheckpointError,
-        match=r"no intact checkpoint is left .*00000002-\w+.safetensors is damaged.*another location",
+        match=r"is left in \S+: checkpoint-00000002-\w+.safetensors is damaged.*another location",
     ):
         store_in(tmp_path).load()
 
@@ -264,29 +264,41 @@ def test_a_deleted_job_cannot_save_after_its_recreated_successor(tmp_path: Path,
     assert store_in(tmp_path).numbers() == [1]
 
 
-# Forks a child that saves the next checkpoint and is killed at its n-th operation on a file in the folder,
-# or before it writes a part of the state, for n = 0, 1, ... until a child completes. Prints each child's exit
-# code and the checkpoint that is left.
+# Forks a child that saves the next checkpoint and ends at its n-th operation on a file in the folder, or
+# before it writes a part of the state, for n = 0, 1, ... until a child completes. Prints each child's exit
+# code and the checkpoint that is left. How the child ends: "kill": by SIGKILL; "lost peer": by the exit after
+# the loss of a peer, while a thread writes; "close": at the end of its program, while a thread writes.
 KILLER = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 import torch
+from adascale_worker import shutdown
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
+from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage.folder import Folder
 
 torch.set_num_threads(1)
-directory = Path(sys.argv[1])
+directory, end = Path(sys.argv[1]), sys.argv[2]
 folder = CheckpointStore(Folder(directory), 1000)
 info = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
 
 def save_and_be_killed(survived):
     operations = 0
+    main = threading.current_thread()
+    reached, closing = threading.Event(), threading.Event()
     def operate():
         nonlocal operations
-        if operations == survived:
-            os.kill(os.getpid(), signal.SIGKILL)
         operations += 1
+        if operations != survived + 1 or (end != "kill" and threading.current_thread() is main):
+            return
+        if end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        reached.set()
+        if end == "lost peer":
+            threading.Event().wait()
+        assert closing.wait(60)
     def watch(event, arguments):
         watched = ("open", "os.rename", "os.link", "os.remove", "os.listdir", "os.scandir")
         if event in watched and str(directory) in str(arguments[0]):
@@ -295,11 +307,24 @@ def save_and_be_killed(survived):
         def write(self, name, parts, *, size):
             super().write(name, (operate() or part for part in parts), size=size)
     number = folder.load()[0]["number"] + 1
-    snapshot = Snapshot()
-    snapshot.copy({"weights": torch.full((1000,), float(number)), "number": number})
+    state = {"weights": torch.full((1000,), float(number)), "number": number}
+    store = CheckpointStore(WatchedFolder(directory), 1000)
+    if end == "kill":
+        snapshot = Snapshot()
+        snapshot.copy(state)
+        sys.addaudithook(watch)
+        store.save(snapshot, info)
+        os._exit(0)
+    checkpointing = Checkpointing(directory, 1.0, None)
+    checkpointing._writer = writer = CheckpointWriter(store, 1.0, lambda _: reached.set())
     sys.addaudithook(watch)
-    CheckpointStore(WatchedFolder(directory), 1000).save(snapshot, info)
-    os._exit(0)
+    writer.start(state, info, {})
+    assert reached.wait(60)
+    if end == "lost peer" and operations == survived + 1:
+        shutdown._end_process(71)
+    closing.set()
+    checkpointing.close()
+    os._exit(72 if operations > survived else 0)
 
 for survived in range(1000):
     child = os.fork()
@@ -314,20 +339,26 @@ for survived in range(1000):
 """
 
 
-def test_a_kill_at_any_file_operation_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "exit_code"), [("kill", -signal.SIGKILL), ("lost peer", 71), ("close", 72)])
+def test_an_end_at_any_file_operation_leaves_an_intact_checkpoint(
+    tmp_path: Path, end: str, exit_code: int
+) -> None:
     save(tmp_path, 1)
     run = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path)],
+        [sys.executable, "-c", KILLER, str(tmp_path), end],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
     )
     *killed, completed = [line.split() for line in run.stdout.splitlines()]
     newest = 1
     for code, number, whole, kept in killed:
-        assert int(code) == -signal.SIGKILL
+        assert int(code) == exit_code
         assert newest <= int(number) <= newest + 1
+        if end == "close":
+            assert int(number) == newest + 1, "the end of the program waits for the checkpoint"
         assert whole == "True"
         assert int(kept) >= 1
         newest = int(number)

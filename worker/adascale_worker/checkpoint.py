@@ -180,8 +180,9 @@ class CheckpointStore:
                 )
             return state, manifest
         if damages:
+            described = "; ".join(damages).replace(f"{self.storage}/", "")
             raise UnusableCheckpointError(
-                f"no intact checkpoint is left in {self.storage}: {'; '.join(damages)}. "
+                f"no intact checkpoint is left in {self.storage}: {described}. "
                 "Restore a copy of it, or start from scratch (adascale run --fresh, or another location)"
             )
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -32,7 +33,13 @@ def stop(
 
 def stop_and_report(job: LocalJob, timeout: float) -> None:
     """Stop the run of `job`, and print its last step."""
+    stopped_at = time.time()
     stop_run(job, timeout)
     checkpoint = job.checkpoint
-    saved = f", saved at step {count(checkpoint.step)}" if checkpoint else ", no checkpoint was saved"
-    typer.echo(f"{job.short_id} stopped{saved}")
+    if checkpoint is None:
+        saved = "no checkpoint was saved"
+    elif checkpoint.saved_at < stopped_at:
+        saved = f"the last checkpoint is of step {count(checkpoint.step)}"
+    else:
+        saved = f"saved at step {count(checkpoint.step)}"
+    typer.echo(f"{job.short_id} stopped, {saved}")

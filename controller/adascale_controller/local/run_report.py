@@ -106,12 +106,13 @@ def print_summary(
         values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
         display.message(f"Finished{at} in {duration(seconds)}{values}", "bold green")
     elif result.permanent:
-        display.message("Correct the program or the job, and run the same command", "bold")
+        display.message("Correct the cause, and run the command again", "bold")
     elif checkpoint is None:
         display.message("No checkpoint was saved; run the same command to start over")
     else:
-        # A program that has failed or was killed has saved nothing since its last checkpoint.
-        saved = "The last checkpoint is of step" if result.log or result.killed else "Saved at step"
+        # A program that has failed, was killed or could not write has saved nothing at the end of the run.
+        has_saved = checkpoint.saved_at >= result.stopped_at
+        saved = "Saved at step" if has_saved else "The last checkpoint is of step"
         display.message(
             f"{saved} {count(checkpoint.step)}, progress {count(checkpoint.progress)}; "
             "run the same command to resume",

@@ -176,8 +176,9 @@ class _Run:
         try:
             loop.start()
             result = loop.run()
-            killed = self._stop(result, loop, agents)
-            self._summarize(replace(result, killed=killed), client)
+            result = replace(result, stopped_at=time.time())
+            self._stop(result, loop, agents)
+            self._summarize(result, client)
             return result.exit_code
         finally:
             display.close()
@@ -185,13 +186,13 @@ class _Run:
                 agents.stop_all(lambda: signals.kill_requested, lambda: None)
             client.close()
 
-    def _stop(self, result: RunResult, loop: ControlLoop, agents: Agents) -> bool:
-        """Stop the agents that still run, after they have saved; return whether any had to be killed."""
+    def _stop(self, result: RunResult, loop: ControlLoop, agents: Agents) -> None:
+        """Stop the agents that still run, after they have saved."""
         if result.message:
             self._display.message(result.message, "red" if result.log else "")
         service_file.mark_stopping(self._folder)
         if not agents.ranks:
-            return False
+            return
         killed = agents.stop_all(lambda: self._signals.kill_requested, lambda: loop.show_status("saving"))
         if killed:
             ranks = ", ".join(str(agent_exit.rank) for agent_exit in killed)
@@ -199,7 +200,6 @@ class _Run:
             self._display.message(
                 f"Killed {when}: replica {ranks}. Its steps since the last checkpoint are lost", "yellow"
             )
-        return bool(killed)
 
     def _summarize(self, result: RunResult, client: MetricsServiceClient) -> None:
         self._display.close()

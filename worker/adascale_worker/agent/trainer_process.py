@@ -25,7 +25,7 @@ from adascale_worker.agent.trainer_status import TrainerStatus
 
 LOG_LINES = 40
 """Last lines of output that are kept for the report of a failure."""
-MAX_LINE_LENGTH = 500
+MAX_LINE_LENGTH = 1000
 OUTPUT_TIMEOUT = 2.0
 """Seconds after the exit of a trainer within which the rest of its output is read."""
 PR_SET_PDEATHSIG = 1
