@@ -103,7 +103,7 @@ LOSES_A_PEER = """
 from adascale_worker.shutdown import FastExit, UncaughtErrorHandler
 
 handler = UncaughtErrorHandler(FastExit())
-handler.lost_peer_generation = 3
+handler.recognizes_lost_peers = True
 handler.install()
 try:
     raise RuntimeError("[/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
@@ -133,7 +133,7 @@ def test_a_fast_exit_runs_finally_blocks_and_exit_functions_of_the_program() -> 
 def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
     ended = run_code(LOSES_A_PEER)
     assert ended.returncode == 76
-    assert "lost the connection to a peer of generation 3" in ended.stderr
+    assert "lost the connection to a peer in communication of the program" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
