@@ -27,13 +27,13 @@ EXPECTED = ["2xx", "401", "403", "404", "409"]
 CONFIG = {
     "headers": {"Authorization": f"Bearer {TOKEN}"},
     "operations": [
-        # A schema can't express rules between fields: contradicting bounds, a rank other than the
+        # A schema can't express rules between fields: contradicting bounds, a replica other than the
         # path's, and a generation that no job can have reached yet.
         {
             "include-name": name,
             "checks": {"positive_data_acceptance": {"expected-statuses": [*EXPECTED, "422"]}},
         }
-        for name in ("PUT /jobs/{job}", "PUT /jobs/{job}/replicas/{rank}", "POST /jobs/{job}/gain")
+        for name in ("PUT /jobs/{job}", "PUT /jobs/{job}/replicas/{replica}", "POST /jobs/{job}/gain")
     ]
     # A request may wait for a minute, which would make the test slow.
     + [{"include-name": "GET /jobs/{job}/allocation", "parameters": {"wait": 0.01}}],

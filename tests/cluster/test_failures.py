@@ -105,7 +105,7 @@ def test_programs_that_end_before_training_fail_with_the_reason(workspace: Works
     assert "exit code 4" in messages[0]
     assert "there is no data\n" in messages[0]
     assert messages[0].endswith("ended before it made an ElasticTrainer (exit code 4)")
-    assert "true finished without making an ElasticTrainer" in messages[1]
+    assert "true finished without calling program_reentry of an ElasticTrainer" in messages[1]
     assert "exit code 127" in messages[2]
     assert "'no-such-program' cannot be started: No such file or directory" in messages[2]
     assert "adascale-agent" in messages[3]
