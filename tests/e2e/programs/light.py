@@ -2,7 +2,7 @@
 
 light.py sleep          sleeps
 light.py stubborn       sleeps and ignores SIGTERM
-light.py exit CODE      exits
+light.py exit CODE      exits; with code 0 as a program that has finished training
 light.py crash          crashes with a segmentation fault
 """
 
@@ -40,6 +40,8 @@ match sys.argv[1:]:
         time.sleep(600)
     case ["exit", code]:
         print("[red]the last line", flush=True)
+        if int(code) == 0:
+            channel.send("finished")
         sys.exit(int(code))
     case ["crash"]:
         os.kill(os.getpid(), signal.SIGSEGV)
