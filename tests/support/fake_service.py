@@ -24,6 +24,8 @@ class FakeAgent:
     generation: int = 0
     number: int = 1
     """The number of its trainer."""
+    members: frozenset[str] = frozenset()
+    """The trainers of its generation."""
 
     @property
     def instance(self) -> str:
@@ -52,6 +54,7 @@ class FakeAgent:
             self.state = ReplicaState.REENTERING
         elif what is not None and view.active is not None:
             self.generation = view.active.generation
+            self.members = frozenset(member.instance for member in view.active.members)
             is_assigned = what is Instruction.ASSIGN
             self.state = ReplicaState.RUNNING if is_assigned else ReplicaState.HOLDING
 

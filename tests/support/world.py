@@ -342,10 +342,20 @@ class World:
 
     @property
     def current_generations(self) -> set[int]:
-        """The generations in which an agent runs that are not over."""
+        """The generations that are not over and whose members all run in them, so that they can make steps.
+
+        A member that runs alone in a generation whose other members have left it waits for them. Without its
+        data, the metrics service does not know that this generation is over.
+        """
         view = self.service.state.view(1)
         running = [agent for agent in self.agents.values() if agent.state is ReplicaState.RUNNING]
-        return {agent.generation for agent in running if not view.has_ended(agent.generation)}
+        there = {(agent.generation, agent.instance) for agent in running}
+        return {
+            agent.generation
+            for agent in running
+            if not view.has_ended(agent.generation)
+            and all((agent.generation, member) in there for member in agent.members)
+        }
 
     def run_cycles(self, cycles: int = 60) -> None:
         """Run everything in turn, without new failures or edits."""
