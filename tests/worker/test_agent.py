@@ -183,7 +183,8 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     assert second.wait() == 1
     message = TerminationMessage.parse(log.read_text())
     assert message is not None
-    assert (message.generation, message.exit_code) == (1, 1)
+    assert message.exit_code == 1
+    assert message.generation >= 1, "greater if the first was broken on a slow machine"
     assert message.log.endswith("ArithmeticError: made to fail at step 4")
     replicas = {
         replica["replica"]: replica
@@ -195,7 +196,7 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     assert first.process.poll() is None, "the agent of a replica that lost its peer continues"
     job.agents.remove(second)
     job.start(1, **LONG, FAIL_AT=4, FAIL_RANK=1)
-    job.wait_for_training(2, replicas=2)
+    job.wait_for_training(message.generation + 1, replicas=2)
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (1, 0)
 

@@ -52,7 +52,7 @@ def test_job_settings_are_read() -> None:
         "ADASCALE_CHECKPOINT_DIR": "/state",
         "ADASCALE_CHECKPOINT_INTERVAL": "2.5",
     }
-    assert read_job_settings(environ) == JobSettings(32, 512, (16, 128), 0.5, 20000, Path("/state"), 2.5)
+    assert read_job_settings(environ) == JobSettings(32, 512, (16, 128), 0.5, 20000, "/state", 2.5)
 
 
 def test_the_service_address_has_a_full_job_id_and_a_url_without_trailing_slash() -> None:

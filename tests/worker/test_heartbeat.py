@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 
 from adascale_client import ServiceUnreachableError
-from adascale_core.messages import Allocation, AllocationView, Registration, ReplicaState
+from adascale_core.messages import Allocation, AllocationView, MemberView, Registration, ReplicaState
 from adascale_worker.agent.heartbeat import Heartbeat
 from support.launch import wait_until
 
@@ -17,10 +18,14 @@ def view(version: int, generation: int = 1) -> AllocationView:
     return AllocationView(version, Allocation(generation, 1), None, broken=False, complete=False)
 
 
+def member_view(version: int) -> MemberView:
+    return MemberView(version, Allocation(1, 1), None, broken=False, complete=False, key="secret")
+
+
 class FakeClient:
     """Answers reads from a list, and registrations with a function. After the list it does not answer."""
 
-    def __init__(self, *answers: Callable[[], AllocationView], registered: Callable[[], AllocationView]):
+    def __init__(self, *answers: Callable[[], AllocationView], registered: Callable[[], MemberView]):
         self._answers = list(answers)
         self._registered = registered
         self.known_versions: list[int | None] = []
@@ -30,12 +35,12 @@ class FakeClient:
         self.known_versions.append(known_version)
         return self._answers.pop(0)() if self._answers else no_answer()
 
-    def register(self, registration: Registration) -> AllocationView:
+    def register(self, registration: Registration) -> MemberView:
         self.registrations.append(registration)
         return self._registered()
 
 
-def no_answer() -> AllocationView:
+def no_answer() -> NoReturn:
     threading.Event().wait()
     raise AssertionError
 
@@ -60,10 +65,10 @@ def test_an_answer_that_was_overtaken_is_ignored() -> None:
         requested.wait()
         return view(7, 3)
 
-    def old() -> AllocationView:
+    def old() -> MemberView:
         requested.set()
         released.wait()
-        return view(6)
+        return member_view(6)
 
     heartbeat = start_heartbeat(FakeClient(new, registered=old))
     register = threading.Thread(target=lambda: heartbeat.register(REGISTRATION, timeout=60.0))
@@ -79,12 +84,12 @@ def test_a_registration_is_retried_until_the_service_acknowledges_it(
 ) -> None:
     failures = 2
 
-    def fail_twice() -> AllocationView:
+    def fail_twice() -> MemberView:
         nonlocal failures
         if failures:
             failures -= 1
             raise ServiceUnreachableError("no answer")
-        return view(1)
+        return member_view(1)
 
     client = FakeClient(registered=fail_twice)
     heartbeat = start_heartbeat(client)
@@ -92,4 +97,5 @@ def test_a_registration_is_retried_until_the_service_acknowledges_it(
     assert heartbeat.register(REGISTRATION, timeout=60.0)
     assert client.registrations == [REGISTRATION] * 3
     assert heartbeat.error is None
+    assert heartbeat.key == "secret"
     assert capsys.readouterr().out == "adascale-agent: no answer; retrying\n", "logged once"

@@ -13,6 +13,8 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import Allocation, GainReport
 from adascale_worker import reporter as reporter_module
+from adascale_worker.environment import RankAssignment
+from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_progress import TrainingProgress
@@ -203,7 +205,9 @@ class FixedEstimates:
 
 def test_a_report_has_the_mean_of_the_losses_since_the_last_report() -> None:
     reporter = RecordingReporter()
-    telemetry = Telemetry(BatchBounds(8), 1, reporter)  # type: ignore[arg-type]
+    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+    telemetry = Telemetry(BatchBounds(8), group, lambda: reporter)  # type: ignore[arg-type, return-value]
+    telemetry.begin_generation(BatchBounds(8))
 
     def loss_of_report(*losses: torch.Tensor | float) -> float | None:
         for loss in losses:
