@@ -288,6 +288,10 @@ class Agent:
             self._deadline.clear()
         if active is None or self._released:
             return
+        if not self._heartbeat.key:
+            # The generation that this registration has started can be known before its answer, which has the
+            # secret of the members.
+            return
         match instruction(view, self._replica, self._instance, self._assigned, holds=holds):
             case Instruction.ASSIGN:
                 self._assign(trainer, active)

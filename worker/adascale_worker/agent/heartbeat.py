@@ -133,7 +133,9 @@ class Heartbeat:
 
     def _record_answer(self, answer: MemberView, registration: Registration) -> None:
         self._refused_at = None
-        self.key = answer.key
+        if answer.key != self.key:
+            self.key = answer.key
+            self._on_change()
         if answer.left_out and self.left_out != registration.instance:
             self.left_out = registration.instance
             self._on_change()
