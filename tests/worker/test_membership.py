@@ -74,6 +74,24 @@ def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Me
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
+def test_members_that_are_stopped_together_lose_nobody(make_members: Callable[..., Members]) -> None:
+    job = make_members(EPOCHS=30, STEP_SECONDS=0.01, ADASCALE_PEER_TIMEOUT=1)
+    members = job.start(2)
+    job.activate(members)
+    job.wait_step(3)
+    for _ in range(3):
+        for member in members:
+            member.kill(signal.SIGSTOP)
+        # The members can notice nothing in this time.
+        time.sleep(1.2)
+        for member in members:
+            member.kill(signal.SIGCONT)
+        job.wait_step(job.last_step() + 3)
+    held = [message for member in members for message in member.messages if message.get("lost")]
+    assert not held
+    job.finish()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_weights_and_samples_survive_kills_and_freezes_at_any_moment(

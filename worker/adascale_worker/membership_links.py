@@ -245,7 +245,10 @@ class MembershipLinks:
             if self._closing:
                 self._end()
                 return
-            self._check_silence(time.monotonic())
+            checked_at = time.monotonic()
+            if checked_at - now <= self._peer_timeout / 2:
+                # Otherwise this process was stopped while it waited, and messages may be unread.
+                self._check_silence(checked_at)
 
     def _on_ready(self, data: Any) -> None:
         if data is None:
