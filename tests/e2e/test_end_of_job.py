@@ -110,7 +110,8 @@ trainer.program_reentry(model, torch.optim.Adagrad(model.parameters()))
 def test_a_program_that_must_be_changed_is_not_restarted(
     tmp_path: Path, state: Path, code: str, output: str
 ) -> None:
-    run = adascale("run", write_job(tmp_path / "job.yaml", ["python", "-c", code]), "--state-dir", state)
+    job = write_job(tmp_path / "job.yaml", ["python", "-c", code])
+    run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     assert "(exit code 78); it is not restarted, because it would fail again" in run.stdout
     assert " ".join(run.stdout.split()).count(output) == 1

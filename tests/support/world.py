@@ -285,12 +285,16 @@ class World:
     # -- failures of pods -----------------------------------------------------------------------------------
 
     def fail_program(self, name: str) -> None:
-        """Have the program of a pod fail: its agent registers that and leaves a termination message."""
+        """Have the program of a pod fail: its agent registers that and leaves a termination message.
+
+        Each failure differs from the others, because a program that fails twice in the same way before its
+        first step is not restarted.
+        """
         agent = self.agents[name]
         agent.state = ReplicaState.FAILED
         self.service.register(agent)
         self.program_failures += 1
-        message = TerminationMessage(agent.generation, 3, "ValueError").to_text()
+        message = TerminationMessage(agent.generation, 3, f"ValueError: {self.program_failures}").to_text()
         self._fail_pod(name, {"exitCode": 3, "reason": "Error", "message": message})
 
     def exceed_memory(self, name: str) -> None:
