@@ -1,4 +1,4 @@
-"""A job loses replicas by disruptions and continues from its last checkpoint."""
+"""A job loses replicas by disruptions and continues with the state of those that are left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def last_step_before(job: JobUnderTest) -> int:
     return max(int(report["step"]) for report in reports if report["generation"] < active)
 
 
-def test_a_job_that_loses_replicas_continues_from_its_last_checkpoint(workspace: Workspace) -> None:
+def test_a_job_that_loses_replicas_continues_with_the_state_of_the_others(workspace: Workspace) -> None:
     """Its trainer is killed, then its pod is deleted by force, then it has no memory left."""
     job = workspace.submit(on_two_replicas())
     job.wait_until_training(2)
@@ -128,6 +128,7 @@ def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
         uncordon = ("uncordon", drained.spec.node_name)
         wait_until(lambda: system.kubectl(*uncordon).returncode == 0, "the node to take pods again")
     again = wait_until_training_continues(job, 2)
-    assert again == last_step_before(job)
+    # The replica that stays has the state; its reports are some steps old.
+    assert again >= last_step_before(job)
     assert job.uids()[1] != second[1]
     job.delete()

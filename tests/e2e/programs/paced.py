@@ -34,10 +34,14 @@ if os.environ.get("UNUSED"):
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 state = trainer.program_reentry(model, optimizer)
-print(f"enters generation {trainer.generation} at step {state.step}", flush=True)
+generation = trainer.generation
+print(f"enters generation {generation} at step {state.step}", flush=True)
 loss = torch.zeros(())  # The result if no steps are left.
 for epoch in itertools.count(state.epoch):
     for x, y in trainer.dataloader(TensorDataset(inputs, targets)):
+        if trainer.generation != generation:
+            generation = trainer.generation
+            print(f"enters generation {generation} at step {trainer.steps}", flush=True)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
