@@ -104,7 +104,7 @@ def test_programs_that_end_before_training_fail_with_the_reason(workspace: Works
     messages = [failed_message(job) for job in jobs]
     assert "exit code 4" in messages[0]
     assert "there is no data\n" in messages[0]
-    assert messages[0].endswith("ended before it made an ElasticTrainer (exit code 4)")
+    assert messages[0].endswith("ended before it called program_reentry (exit code 4)")
     assert "true finished without calling program_reentry of an ElasticTrainer" in messages[1]
     assert "exit code 127" in messages[2]
     assert "'no-such-program' cannot be started: No such file or directory" in messages[2]
@@ -116,7 +116,7 @@ def test_the_same_failure_before_the_first_step_is_retried_once(workspace: Works
     manifest = single_replica("again", backoffLimit=5)
     worker_of(manifest)["command"] = ["python", "-c", "import sys; print('there is no data'); sys.exit(4)"]
     job = workspace.submit(manifest)
-    message = failed_message(job)
+    message = failed_message(job, "ProgramFailed")
     assert message.startswith("The program has failed twice in the same way before its first step. Replica 0")
     assert "there is no data\n" in message
     assert job.status()["failures"] == 2, job.report()
