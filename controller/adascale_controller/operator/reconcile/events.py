@@ -38,7 +38,11 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         else:
             yield Event("Running", f"Training on {plural(training, 'replica')}")
     if status["disruptions"] > current.get("disruptions", 0):
-        yield Event("ReplicaLost", "A replica was lost; re-entering from the last checkpoint", warning=True)
+        message = (
+            "A replica was lost; training resumes with the state of the others, "
+            "or from the last checkpoint if all were lost"
+        )
+        yield Event("ReplicaLost", message, warning=True)
     failures = scheduled.assessment.failures.count
     if failures > current.get("failures", 0) and not scheduled.assessment.ended:
         limit = observed.resource.valid_job.backoff_limit if observed.resource.job is not None else 0
@@ -66,7 +70,7 @@ def _rescheduled(
             change = f"{recorded.replicas} -> {allocation.replicas}"
             yield Event("Rescaling", f"Rescaling {change}: {scheduled.reason}")
     elif has_new_bounds(observed):
-        yield Event("SpecChanged", "Re-entering to apply the changed spec")
+        yield Event("SpecChanged", "Applying the changed spec")
 
 
 _NORMAL = frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.FINISHED, Reason.TEMPLATE_CHANGED})

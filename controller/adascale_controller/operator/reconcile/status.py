@@ -238,7 +238,7 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         return condition(False, Reason.PROGRAM_FAILED, message)
     replicas = plural(allocation.replicas, "replica")
     if counts["attempts"]["trained"]:
-        return condition(False, Reason.REENTERING, f"Re-entering on {replicas} from the last checkpoint")
+        return condition(False, Reason.REENTERING, f"Resuming on {replicas}")
     return condition(False, Reason.STARTING, f"Starting on {replicas}")
 
 
