@@ -311,6 +311,7 @@ def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
         efficiencyTarget=names.DEFAULT_EFFICIENCY_TARGET,
         suspend=False,
         backoffLimit=names.DEFAULT_BACKOFF_LIMIT,
+        maxRestartsWithoutProgress=names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
         checkpoint={"intervalSeconds": names.DEFAULT_CHECKPOINT_INTERVAL},
     )
 

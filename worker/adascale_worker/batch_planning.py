@@ -36,9 +36,12 @@ class BatchPlanner:
     """
 
     def __init__(self, bounds: BatchBounds, group: ReplicaGroup, efficiency_target: float) -> None:
-        _require_valid_replicas(bounds, group.replicas)
+        replicas = group.replicas
+        if group.is_elastic:
+            replicas = _valid_replicas_near(bounds, replicas)
+        _require_valid_replicas(bounds, replicas)
         self.bounds = bounds
-        self.plan = plan_batch(bounds, group.replicas)
+        self.plan = plan_batch(bounds, replicas)
         """The plan of the current epoch."""
         self._group = group
         self._efficiency_target = efficiency_target
@@ -120,6 +123,17 @@ class BatchPlanner:
         self.bounds = bounds
         if self.plan.replicas != self._group.replicas or not allows(bounds, self.plan):
             self.replan(optimizer, step_timer)
+
+
+def _valid_replicas_near(bounds: BatchBounds, replicas: int) -> int:
+    """Return a valid number of replicas for the time before a trainer's first generation.
+
+    The bounds of the environment may be older than the number of replicas. The generation has newer bounds.
+    """
+    if is_valid_replicas(bounds, replicas):
+        return replicas
+    valid = valid_replicas(bounds, max(16, 2 * replicas))
+    return max((count for count in valid if count <= replicas), default=min(valid, default=replicas))
 
 
 def _require_valid_replicas(bounds: BatchBounds, replicas: int) -> None:
