@@ -164,4 +164,5 @@ def test_ctrl_c_in_the_first_second_shows_no_traceback(tmp_path: Path, state: Pa
         time.sleep(delay)
         run.send_signal(signal.SIGINT)
         assert run.wait_for_exit() != 0
-        assert "Traceback" not in run.output
+        # On a busy machine, the interpreter may not have started yet: then it shows a traceback of its own.
+        assert "Traceback" not in run.output or run.output.startswith("Fatal Python error: init")
