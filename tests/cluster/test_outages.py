@@ -56,7 +56,11 @@ def wait_for_steps(job: JobUnderTest, more: int = 40) -> None:
 
 
 def assert_one_job(job: JobUnderTest, replicas: int) -> None:
-    """Assert that a single Job has the replicas, and that status and service agree on the generation."""
+    """Assert that a single Job has the replicas, and that status and service agree on the generation.
+
+    The operator resizes the Job after the replicas that are left train.
+    """
+    wait_until(lambda: job.indexed_jobs()[0].spec.parallelism == replicas, "the parallelism of the Job")
     batches = job.indexed_jobs()
     assert [indexed_job.metadata.name for indexed_job in batches] == [job.name]
     assert batches[0].spec.completions == batches[0].spec.parallelism == replicas
