@@ -72,7 +72,7 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-NUMBERS = st.integers() | st.floats() | st.booleans() | st.complex_numbers()
+NUMBERS = st.integers() | st.floats() | st.booleans() | st.complex_numbers(allow_nan=False)
 KEYS = st.none() | st.integers() | st.text(max_size=5) | st.booleans() | st.tuples(st.integers(), st.text())
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 TENSORS = st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), SHAPES, st.sampled_from(DTYPES))
