@@ -1,4 +1,4 @@
-"""Agents with a real metrics service and scripted trainers: what each of them is told, and when."""
+"""Agents with a real metrics service and scripted trainers: which messages each of them gets, and when."""
 
 import json
 import os

@@ -26,7 +26,7 @@ INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, 
 
 
 class ControlledFolder(Folder):
-    """A folder that writes one part for each permit, and fails if told so."""
+    """A folder that writes one part for each permit, and fails on request."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -2,7 +2,7 @@
 
 A checkpoint consists of two files, which never change: the state, and the manifest with the SHA-256 of each
 part of the state. The manifest is written last; a state without a manifest is ignored. Every writer gives its
-state another name, and a manifest is created only if there is none of its number. So of two writers one
+state another name, and a manifest is created only if no manifest has its number. So of two writers one
 succeeds, and the other learns of it. The last two states are kept, so that the previous one is available if
 the newest is damaged.
 """

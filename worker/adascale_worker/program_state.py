@@ -159,7 +159,7 @@ def require_choice(choice: str) -> None:
     """Check the argument `hyperparameters` of `program_reentry`.
 
     Raises:
-        WorkerError: it is none of the choices.
+        WorkerError: it is not one of the choices.
     """
     if choice not in CHOICES:
         allowed = " or ".join(map(repr, CHOICES))

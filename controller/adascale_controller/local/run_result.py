@@ -15,7 +15,7 @@ class RunResult:
         finished: whether the program has finished.
         log: the last lines of the program's output, if it failed.
         permanent: whether it would fail again, so that the program or the job must be changed.
-        stopped_at: when the replicas were told to save and to stop, in seconds since 1970.
+        stopped_at: when the replicas were requested to save and to stop, in seconds since 1970.
     """
 
     message: str

@@ -93,7 +93,7 @@ class Agent:
         self._assignment: ActiveAllocation | None = None
         """The newest generation that the trainer was assigned to; None before the first."""
         self._held = 0
-        """The newest generation that the trainer was told to hold for."""
+        """The newest generation for which the trainer was sent `hold`."""
         self._released = False
         self._deadline = KillDeadline()
         self._sigterm_sent = False
@@ -284,7 +284,7 @@ class Agent:
         holds = status.state is ReplicaState.HOLDING and is_current
         must_hold = self._held > 0 and self._held == self._assigned
         if is_current and (holds or not must_hold) and not (self._released or self._events.terminating):
-            # It has done what it was told.
+            # It has done what the message requested.
             self._deadline.clear()
         if active is None or self._released:
             return

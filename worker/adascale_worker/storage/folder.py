@@ -59,7 +59,7 @@ class Folder:
             raise StorageError(reason(error)) from error
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a file if there is none of its name."""
+        """Write a file if no file has its name."""
         self.write(name, [content], size=len(content))
 
     def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:  # noqa: ARG002

@@ -57,7 +57,7 @@ class Storage(Protocol):
         """
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a file if there is none of its name, and return when it is durable.
+        """Write a file if no file has its name, and return when it is durable.
 
         Of several processes that create the same name, only one succeeds.
 
