@@ -2,7 +2,7 @@
 
 Anyone who can connect can send tokens that must be reviewed. So the number of reviews at the same time is
 limited, and clients take turns by their address. Namespaces whose tokens were accepted before have half of
-all turns, whatever others send.
+all turns, however many tokens others send.
 """
 
 import asyncio

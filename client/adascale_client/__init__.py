@@ -1,13 +1,16 @@
 """The HTTP client of the metrics service, for workers and the controller.
 
 This package may import `adascale_core` and urllib3. It makes no decisions: every call sends one request,
-parses the answer into a message of the core, or raises a `ServiceError`. Retrying is the caller's choice.
+parses the answer into a message of the core, or raises a `ServiceError`. Callers choose whether to retry,
+after the times that `Backoff` gives.
 """
 
+from adascale_client.backoff import Backoff
 from adascale_client.client import JobClient, MetricsServiceClient
 from adascale_client.errors import ServiceError, ServiceRefusedError, ServiceUnreachableError
 
 __all__ = [
+    "Backoff",
     "JobClient",
     "MetricsServiceClient",
     "ServiceError",

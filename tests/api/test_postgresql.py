@@ -158,5 +158,5 @@ def test_a_database_of_another_version_or_program_is_refused(postgresql: Postgre
     other = postgresql.new_database()
     with psycopg.connect(other) as connection:
         connection.execute("CREATE TABLE jobs (id TEXT)")
-    with pytest.raises(UnusableDatabaseError, match="tables of another program"):
+    with pytest.raises(UnusableDatabaseError, match="the tables of another program"):
         PostgresqlConnector(other)

@@ -178,7 +178,7 @@ def checkpointing_in(directory: Path, interval: float) -> Checkpointing:
 
 
 def save(checkpointing: Checkpointing, saved_at: float) -> None:
-    checkpointing.save(replace(INFO, saved_at=saved_at), {}, lambda _: {"number": 1}, durable=True)
+    checkpointing.save(replace(INFO, saved_at=saved_at), lambda: {"number": 1}, durable=True)
 
 
 def test_a_job_without_a_checkpoint_saves_its_first_step(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.storage import open_storage
 
 State = dict[str, Any]
-MakeState = Callable[[list[State]], State]
+MakeState = Callable[[], State]
 MAX_WAIT_AT_EXIT = 20.0
 """Seconds that the end of a process waits for the checkpoint that is being written."""
 
@@ -87,7 +87,6 @@ class Checkpointing:
     def save(
         self,
         info: CheckpointInfo,
-        rng_state: State,
         make_state: MakeState,
         *,
         final: bool = False,
@@ -101,8 +100,7 @@ class Checkpointing:
 
         Args:
             info: description of the checkpoint.
-            rng_state: state of this replica's random number generators.
-            make_state: called on rank 0 with the `rng_state` of all ranks; returns the state to write.
+            make_state: called on rank 0; returns the state to write.
             final: whether training is over, so that results are added to this checkpoint.
             durable: whether to wait until the checkpoint is written.
             weights: tensors of the state. If neither `final` nor `durable`, the copy is written only if they
@@ -112,7 +110,7 @@ class Checkpointing:
             CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
         """
         if self._writer is not None:
-            self._save_with(self._writer, info, rng_state, make_state, None if durable or final else weights)
+            self._save_with(self._writer, info, make_state, None if durable or final else weights)
         self._has_final = self._has_final or final
         self._is_final_written = self._has_final
 
@@ -120,19 +118,17 @@ class Checkpointing:
         self,
         writer: CheckpointWriter,
         info: CheckpointInfo,
-        rng_state: State,
         make_state: MakeState,
         weights: Sequence[Tensor] | None,
     ) -> None:
         """Save a durable checkpoint if `weights` is None, else copy the state."""
         failure = None
-        rng_states = [rng_state]
         self._saved_at = time.monotonic()
         if self._group.is_main and weights is not None:
-            writer.start(make_state(rng_states), info, self._result, weights)
+            writer.start(make_state(), info, self._result, weights)
         elif self._group.is_main:
             try:
-                writer.save(make_state(rng_states), info, self._result)
+                writer.save(make_state(), info, self._result)
             except CheckpointError as error:
                 failure = str(error)
         if weights is None:
@@ -140,14 +136,14 @@ class Checkpointing:
         if failure is not None:
             raise CheckpointError(failure)
 
-    def save_on_rank_0(self, info: CheckpointInfo, rng_state: State, make_state: MakeState) -> None:
-        """Save the end of training on rank 0, without the random state of the others. Not a collective call.
+    def save_on_rank_0(self, info: CheckpointInfo, make_state: MakeState) -> None:
+        """Save the end of training on rank 0. Not a collective call.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
         """
         if self._writer is not None and self._group.is_main:
-            self._writer.save(make_state([rng_state]), info, self._result)
+            self._writer.save(make_state(), info, self._result)
             self._is_final_written = True
 
     def keep_final(self) -> None:

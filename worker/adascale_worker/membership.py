@@ -280,13 +280,13 @@ class Membership:
         self._channel.send("finished")
 
     def close(self) -> None:
-        """Take leave of the other members."""
+        """Send `leave` to the other members."""
         self._group.on_failure = lambda: None
         for links in (self._links, self._next_links):
             if links is not None:
                 links.close()
 
     def leave(self) -> NoReturn:
-        """Take leave of the other members, and raise `LeaveError`."""
+        """Send `leave` to the other members, and raise `LeaveError`."""
         self.close()
         raise LeaveError

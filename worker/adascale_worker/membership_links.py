@@ -1,9 +1,9 @@
 """Connections between the members of a generation, over which they notice each other's loss.
 
 The members connect to the member of rank 0, which forwards what concerns all. A closed connection without a
-farewell, or silence for the peer timeout, means that the member at its other end is lost. Connections are
-authenticated in both directions by a secret of the job, which never leaves a member, and members with another
-version of this package are refused.
+`leave` message, or silence for the peer timeout, means that the member at its other end is lost. Connections
+are authenticated in both directions by a secret of the job, which never leaves a member, and members with
+another version of this package are refused.
 
 Each line is a JSON object. After the handshake:
 
@@ -11,7 +11,7 @@ Each line is a JSON object. After the handshake:
 - `arrived`: the member has left its previous generation. It contains the state that the member has.
 - `form`: from rank 0, when all have arrived: the states of all members and the port of the store.
 - `broken`: the generation cannot continue; `lost` has the replicas that are lost.
-- `farewell`: the member closes the connection on purpose.
+- `leave`: the member closes the connection on purpose.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from adascale_worker.agent_channel import Assignment
 from adascale_worker.errors import WorkerError
+from adascale_worker.package_version import package_version
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
 """Seconds within which a member must connect while a generation is formed; more with a long peer timeout."""
@@ -52,14 +52,6 @@ class PeersLostError(Exception):
 
 class OtherVersionError(WorkerError):
     """The members of the generation have another version of this package."""
-
-
-def package_version() -> str:
-    """Return the version that all members must have."""
-    try:
-        return version("adascale-operator")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def listen(address: str) -> socket.socket:
@@ -197,7 +189,7 @@ class MembershipLinks:
         self._submit(lambda: self._break(frozenset()))
 
     def close(self) -> None:
-        """Take leave of the other members, and stop."""
+        """Send `leave` to the other members, and stop."""
         if os.getpid() != self._pid:
             return
 
@@ -262,7 +254,7 @@ class MembershipLinks:
     def _end(self) -> None:
         for link in [*self._links.values(), *self._pending]:
             if link.rank is not None:
-                self._send(link, type="farewell")
+                self._send(link, type="leave")
             link.connection.close()
         self._selector.close()
         self._wake_receiver.close()
@@ -279,11 +271,11 @@ class MembershipLinks:
         since = self._arrived_at
         if since is None or self.broken or self.formation is not None:
             return
-        patience = max(MIN_ARRIVAL_TIMEOUT, 2 * self._peer_timeout)
+        timeout = max(MIN_ARRIVAL_TIMEOUT, 2 * self._peer_timeout)
         if self._arrived[self.assignment.rank] is None:
             # A member without state has time: nobody can lose a step by its waiting.
-            patience *= 6
-        if now - since > patience:
+            timeout *= 6
+        if now - since > timeout:
             others = range(1, len(self.assignment.members)) if self._is_coordinator else [0]
             missing = {self.assignment.members[rank].replica for rank in others if rank not in self._links}
             if missing:
@@ -382,7 +374,7 @@ class MembershipLinks:
                 self._on_change(self)
             case "broken":
                 self._break(frozenset(int(replica) for replica in message["lost"]))
-            case "farewell":
+            case "leave":
                 self._departed.add(link.rank)
                 self._drop(link)
                 if self.formation is None:

@@ -10,17 +10,13 @@ import threading
 from collections import deque
 from itertools import islice
 
-from adascale_client import JobClient, ServiceError, ServiceRefusedError
+from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import GainReport
 
 MAX_QUEUED = 1000
 """Reports that are queued while the service does not answer, and the maximum in one request."""
 INVALID_REPORT = frozenset({400, 413, 422})
 """Statuses that the same reports would get again."""
-MIN_BACKOFF = 0.1
-"""Seconds from the first failed request to the next request."""
-MAX_BACKOFF = 5.0
-"""Seconds between two requests while the service does not answer."""
 
 
 class Reporter:
@@ -57,7 +53,7 @@ class Reporter:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        backoff = MIN_BACKOFF
+        backoff = Backoff()
         max_reports = MAX_QUEUED
         while True:
             with self._changed:
@@ -84,13 +80,12 @@ class Reporter:
                 with self._changed:
                     if self._closing:
                         return
-                    self._changed.wait(backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF)
+                    self._changed.wait(backoff.next())
                 continue
             if self._error is not None:
                 self._error = None
                 print("adascale: the metrics service answers again", flush=True)
-            backoff = MIN_BACKOFF
+            backoff.reset()
             self._dequeue(reports)
 
     def _dequeue(self, reports: list[GainReport]) -> None:

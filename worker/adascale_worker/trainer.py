@@ -405,7 +405,7 @@ class ElasticTrainer:
             loop.begin()
             return
         warm_up()
-        self._backward_guard = BackwardGuard(loop.handle_backward_error)
+        self._backward_guard = BackwardGuard(loop.handle_communication_error)
         self._backward_guard.install()
 
         def step() -> int | None:

@@ -236,8 +236,8 @@ class TrainingLoop:
         self._checks.discarded_step()
         self._delivered = self._trainer.progress.consumed
 
-    def handle_backward_error(self, error: BaseException) -> bool:
-        """Whether `error` of a backward pass means that members are lost; then the step is discarded."""
+    def handle_communication_error(self, error: BaseException) -> bool:
+        """Whether `error` of a backward pass or a step means that members are lost; then it is discarded."""
         if self._trainer.group.is_failure(error):
             self._model.has_missed_exchange = True
             return True
@@ -326,9 +326,8 @@ class TrainingLoop:
             self.adascale.step()
         except (RuntimeError, PeersLostError) as error:
             # AdaScale waits for its all-reduce before it changes anything.
-            if not group.is_failure(error):
+            if not self.handle_communication_error(error):
                 raise
-            self._model.has_missed_exchange = True
             self._discard_step()
             return
         sums = self.adascale.flags_sum
@@ -531,7 +530,7 @@ class TrainingLoop:
         trainer.group.announce(FINISH)
         # The program may end before the next step.
         trainer.progress.finish_reason = reason
-        trainer.checkpointing.save_on_rank_0(self._state.info(), {}, self._state.state_dict)
+        trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
         trainer.progress.finish_reason = None
 
     def _finish_together(self) -> None:
@@ -565,7 +564,7 @@ class TrainingLoop:
         if not missing:
             return None
         # In place of the checkpoint of `finish`, which says that training is finished.
-        trainer.checkpointing.save_on_rank_0(self._state.info(), {}, self._state.state_dict)
+        trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
         return (
             f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
             f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
@@ -603,7 +602,6 @@ class TrainingLoop:
             self._require_finite_weights()
         trainer.checkpointing.save(
             self._state.info(),
-            {},
             self._state.state_dict,
             final=final,
             durable=durable,

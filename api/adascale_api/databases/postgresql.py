@@ -10,7 +10,7 @@ from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from adascale_api.databases.base import Failure, UnusableDatabaseError
-from adascale_api.databases.versions import require_version
+from adascale_api.databases.ownership import require_own_tables
 from adascale_api.sql import Sql
 from adascale_api.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
 
@@ -212,17 +212,4 @@ def _require_own_tables(connection: psycopg.Connection[Any], url: str) -> None:
         "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)",
         (list(TABLES),),
     )
-    found = {name for (name,) in rows}
-    if not found:
-        return
-    if SCHEMA not in found:
-        raise UnusableDatabaseError(
-            f"database {url} has tables of another program ({', '.join(sorted(found))}): use another database"
-        )
-    require_version(url, [version for (version,) in connection.execute(f"SELECT version FROM {SCHEMA}")])
-    missing = TABLES.keys() - found
-    if missing:
-        raise UnusableDatabaseError(
-            f"database {url} lacks the tables {', '.join(sorted(missing))}: restore it from a backup, or use "
-            "another database"
-        )
+    require_own_tables(url, {name for (name,) in rows}, connection.execute, remedy="use another database")

@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from adascale_api.databases.base import Failure, UnusableDatabaseError
-from adascale_api.databases.versions import require_version
+from adascale_api.databases.ownership import require_own_tables
 from adascale_api.sql import Sql
-from adascale_api.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
+from adascale_api.tables import SCHEMA, SCHEMA_VERSION, create_statements
 
 PREFIX = "sqlite:///"
 BUSY_TIMEOUT = 2.0
@@ -258,19 +258,4 @@ def _require_own_tables(connection: sqlite3.Connection, url: str) -> None:
     rows = connection.execute(
         "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
     )
-    found = {name for (name,) in rows}
-    if not found:
-        return
-    if SCHEMA not in found:
-        raise UnusableDatabaseError(
-            f"database {url} has the tables of another program ({', '.join(sorted(found)[:5])}): "
-            "use another file"
-        )
-    versions = [version for (version,) in connection.execute(f"SELECT version FROM {SCHEMA}")]
-    require_version(url, versions)
-    missing = TABLES.keys() - found
-    if missing:
-        raise UnusableDatabaseError(
-            f"database {url} lacks the tables {', '.join(sorted(missing))}: restore it from a backup, or use "
-            "another file"
-        )
+    require_own_tables(url, {name for (name,) in rows}, connection.execute, remedy="use another file")

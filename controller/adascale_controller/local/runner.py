@@ -195,10 +195,13 @@ class _Run:
             return
         killed = agents.stop_all(lambda: self._signals.kill_requested, lambda: loop.show_status("saving"))
         if killed:
-            ranks = ", ".join(str(agent_exit.rank) for agent_exit in killed)
+            names = ", ".join(str(agent_exit.rank) for agent_exit in killed)
+            plural = len(killed) > 1
             when = "immediately" if self._signals.kill_requested else f"after {STOP_TIMEOUT:.0f} s"
             self._display.message(
-                f"Killed {when}: replica {ranks}. Its steps since the last checkpoint are lost", "yellow"
+                f"Killed {when}: replica{'s' * plural} {names}. {'Their' if plural else 'Its'} steps since "
+                "the last checkpoint are lost",
+                "yellow",
             )
 
     def _summarize(self, result: RunResult, client: MetricsServiceClient) -> None:

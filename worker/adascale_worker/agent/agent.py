@@ -6,7 +6,6 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 from adascale_client import JobClient, ServiceUnreachableError
@@ -23,7 +22,6 @@ from adascale_core.exit_codes import (
 from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
 from adascale_core.names import (
-    DISTRIBUTION,
     ENV_ADDRESS,
     ENV_API_URL,
     ENV_GENERATION,
@@ -38,10 +36,11 @@ from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.errors import WorkerError
+from adascale_worker.package_version import package_version
 
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""
-REFUSAL_PATIENCE = HEARTBEAT_TIMEOUT + 10.0
+REFUSAL_TIMEOUT = HEARTBEAT_TIMEOUT + 10.0
 """Seconds after which an agent exits that the service refuses. Until then the other members may go."""
 
 
@@ -180,7 +179,7 @@ class Agent:
             stepped=status.stepped if status else 0,
             rank=self._rank,
             replicas=self._assignment.replicas if self._assignment else None,
-            version=_package_version(),
+            version=package_version(),
             node=self._node,
             key=self._heartbeat.key or self._key,
         )
@@ -397,7 +396,7 @@ class Agent:
     # -- exiting -------------------------------------------------------------------------------------------
 
     def _raise_refusal(self, trainer: TrainerProcess | None = None) -> None:
-        refusal = self._heartbeat.refusal(REFUSAL_PATIENCE)
+        refusal = self._heartbeat.refusal(REFUSAL_TIMEOUT)
         if refusal is not None:
             if trainer is not None:
                 trainer.kill()
@@ -417,10 +416,3 @@ class Agent:
         if not self._heartbeat.register(registration, timeout=EXIT_REPORT_TIMEOUT):
             print("adascale-agent: exiting; the metrics service has not answered", flush=True)
         return code
-
-
-def _package_version() -> str:
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return ""

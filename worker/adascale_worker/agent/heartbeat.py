@@ -7,22 +7,16 @@ continues meanwhile.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
 
-from adascale_client import JobClient, ServiceError, ServiceRefusedError
+from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import AllocationView, MemberView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 
 CHANGE_TIMEOUT = 20.0
 """Seconds for which a request waits for a change of the generations."""
-MIN_BACKOFF = 0.1
-"""Seconds after the first failed request until the next attempt."""
-MAX_BACKOFF = 5.0
-"""Seconds between two attempts while the service does not answer, at most. Each wait is shortened by up to
-half at random, so that the agents of a service that restarts do not all ask at once."""
 
 
 class Heartbeat:
@@ -58,9 +52,9 @@ class Heartbeat:
         """Why the last request failed; None if it succeeded."""
         return self._error
 
-    def refusal(self, patience: float) -> str | None:
-        """Return why the service refuses the registration, if it has done so for `patience` seconds."""
-        if self._refused_at is None or time.monotonic() - self._refused_at < patience:
+    def refusal(self, seconds: float) -> str | None:
+        """Return why the service refuses the registration, if it has done so for `seconds`."""
+        if self._refused_at is None or time.monotonic() - self._refused_at < seconds:
             return None
         return self._refusal
 
@@ -91,7 +85,7 @@ class Heartbeat:
         return True
 
     def _send_registrations(self) -> None:
-        backoff = MIN_BACKOFF
+        backoff = Backoff()
         while True:
             with self._changed:
                 while self._registration is None:
@@ -106,10 +100,9 @@ class Heartbeat:
                 self._record_error(error)
                 with self._changed:
                     if self._registration == registration:
-                        self._changed.wait(_shortened(backoff))
-                backoff = min(2 * backoff, MAX_BACKOFF)
+                        self._changed.wait(backoff.next())
                 continue
-            backoff = MIN_BACKOFF
+            backoff.reset()
             with self._changed:
                 self._acknowledged = registration
                 self._changed.notify_all()
@@ -117,7 +110,7 @@ class Heartbeat:
                     self._changed.wait(HEARTBEAT_INTERVAL)
 
     def _read_generations(self) -> None:
-        backoff = MIN_BACKOFF
+        backoff = Backoff()
         while True:
             before = self._view
             try:
@@ -125,11 +118,10 @@ class Heartbeat:
                     self._update_view(self._client.get_allocation(), before)
                 else:
                     self._update_view(self._client.get_allocation(before.version, CHANGE_TIMEOUT), before)
-                backoff = MIN_BACKOFF
+                backoff.reset()
             except ServiceError as error:
                 self._record_error(error)
-                time.sleep(_shortened(backoff))
-                backoff = min(2 * backoff, MAX_BACKOFF)
+                time.sleep(backoff.next())
 
     def _record_answer(self, answer: MemberView, registration: Registration) -> None:
         self._refused_at = None
@@ -170,7 +162,3 @@ class Heartbeat:
         if self._error is None:
             print(f"adascale-agent: {error}; retrying", flush=True)
         self._error = str(error)
-
-
-def _shortened(seconds: float) -> float:
-    return seconds * random.uniform(0.5, 1.0)
