@@ -39,9 +39,12 @@ setup: $(READY) ## create the virtual environment in .venv
 run: $(READY) ## train deploy/adascalejob.yaml on this machine
 	$(BIN)/adascale run deploy/adascalejob.yaml
 
+# The tests of a file run in one process, so that they share its fixtures. Without: make test PARALLEL=
+PARALLEL ?= --numprocesses auto --dist loadfile
+
 .PHONY: test
 test: $(READY) ## run the fast tests
-	$(BIN)/python -m pytest -m "not slow and not cluster"
+	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL)
 
 .PHONY: test-slow
 test-slow: $(READY) ## run the slower tests
@@ -63,7 +66,7 @@ $(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
 # Needs Python 3.11 or 3.12: the lowest versions have no wheels for newer ones.
 .PHONY: test-lowest
 test-lowest: $(LOWEST_READY) ## run fast tests with the lowest versions of torch and kubernetes
-	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(LOWEST_TESTS)
+	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(LOWEST_TESTS)
 
 .PHONY: check
 check: $(READY) ## check format, lint, types and imports

@@ -273,7 +273,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         ("sqlite:////dev/null/a.db", ["can't be opened"]),
         ("sqlite:///{folder}", ["can't be opened", "unable to open database file"]),
         ("sqlite:///{folder}/no.db", ["can't be opened", "not a database"]),
-        ("sqlite:///{folder}/other.db", ["schema version 99", "another database"]),
+        ("sqlite:///{folder}/other.db", ["schema version 99", "another file"]),
     ],
 )
 def test_an_unusable_database_is_refused_without_a_traceback(

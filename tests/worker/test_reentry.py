@@ -22,9 +22,8 @@ def run_to_completion(count: int, folder: Path, **options: object) -> Journal:
     return Journal(folder / "journal")
 
 
-@pytest.mark.parametrize(
-    "replicas", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_training_that_is_killed_repeatedly_ends_with_the_same_weights(tmp_path: Path, replicas: int) -> None:
     options = {"BOUNDS": FIXED, "EPOCHS": 6, "ADASCALE_CHECKPOINT_INTERVAL": 0}
     undisturbed = run_to_completion(replicas, create(tmp_path / "undisturbed"), **options)
