@@ -34,6 +34,19 @@ def render_gain(gain: GainView, now: float) -> RenderableType:
     return Group(*parts)
 
 
+def gain_line(gain: GainView) -> str:
+    """Return the latest report of a job in one line."""
+    report = gain.report
+    batch = f"{report.replicas} x {report.local_bsz}"
+    if report.accumulation > 1:
+        batch += f" x {report.accumulation}"
+    loss = "" if report.loss is None else f", loss {significant(report.loss)}"
+    return (
+        f"step {report.step}, progress {report.progress:.0f}: gain {significant(report.gain)} at scale "
+        f"{trimmed(report.scale)} ({batch}), efficiency {percent(gain.efficiency)}{loss}"
+    )
+
+
 def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
     report = gain.report
     batch = f"{plural(report.replicas, 'replica')} x batch {report.local_bsz}"
