@@ -12,10 +12,12 @@ from adascale_api.authorization import Authorizer
 from adascale_api.http_protocol import REQUEST_TIMEOUT
 from adascale_api.log_limit import LogLimit
 from adascale_api.read_token import ReadTokenAuthorizer
+from adascale_api.retention import DAY, JobRetention
 from adascale_api.server import MAX_CONNECTIONS, UsageError, is_loopback, serve
-from adascale_api.service import Settings
+from adascale_api.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
 from adascale_api.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.shared_token import SharedToken, SharedTokenFile
+from adascale_api.store.reports import Retention
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import (
     DEFAULT_API_PORT,
@@ -57,7 +59,11 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         port_file=options.port_file,
         database_url=options.database or environment.get(ENV_DATABASE) or DEFAULT_DATABASE,
         authorizer=_with_readers(_authorizer(options, environment), environment),
-        settings=Settings(protect_reads=options.protect_reads),
+        settings=Settings(
+            protect_reads=options.protect_reads,
+            reports=Retention(options.keep_newest_reports, options.keep_earlier_reports),
+            jobs=JobRetention(options.keep_finished_days * DAY, options.keep_unfinished_days * DAY),
+        ),
         max_connections=options.max_connections,
         request_timeout=options.request_timeout,
     )
@@ -123,6 +129,27 @@ def _parser() -> argparse.ArgumentParser:
         default=REQUEST_TIMEOUT,
         help="seconds for a request to arrive, until its connection is closed (default: %(default)g)",
     )
+    for option, default, what in (
+        ("--keep-newest-reports", DEFAULT_REPORTS.newest, "newest reports of each job that are all kept"),
+        (
+            "--keep-earlier-reports",
+            DEFAULT_REPORTS.earlier,
+            "earlier reports of each job that are kept at least, evenly spread; at most twice as many",
+        ),
+        (
+            "--keep-finished-days",
+            int(DEFAULT_JOBS.finished / DAY),
+            "days after which a finished job is deleted, from its last change and report",
+        ),
+        ("--keep-unfinished-days", int(DEFAULT_JOBS.unfinished / DAY), "as above, for any other job"),
+    ):
+        parser.add_argument(
+            option,
+            metavar="DAYS" if option.endswith("days") else "NUMBER",
+            type=_positive,
+            default=default,
+            help=f"{what} (default: %(default)s)",
+        )
     parser.add_argument(
         "--no-auth",
         action="store_true",

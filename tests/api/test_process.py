@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import urllib3
 
+from adascale_api import cli
 from adascale_api.cli import main
+from adascale_api.retention import DAY, JobRetention
 from adascale_core.names import DEFAULT_API_PORT
 from api.client import (
     TOKEN,
@@ -300,6 +303,7 @@ def test_an_unusable_database_is_refused_without_a_traceback(
         (["--no-auth", "--protect-reads"], {}, ["contradict"]),
         (["--host", "not.a.host.invalid"], {"ADASCALE_TOKEN": TOKEN}, ["can't listen on not.a.host.invalid"]),
         (["--fd", "99"], {"ADASCALE_TOKEN": TOKEN}, ["file descriptor 99 of --fd is no socket"]),
+        (["--keep-finished-days", "0"], {"ADASCALE_TOKEN": TOKEN}, ["--keep-finished-days", "at least 1"]),
         (["--port", "70000"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
         (["--port", "-1"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
         (["--port", "http"], {"ADASCALE_TOKEN": TOKEN}, ["--port", "http"]),
@@ -318,6 +322,24 @@ def test_an_inherited_socket_that_does_not_listen_is_refused(tmp_path: Path, com
         descriptor = os.dup(unbound.fileno())
         options = ["--fd", str(descriptor), "--database", f"sqlite:///{tmp_path / 'a.db'}"]
         command.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, "no listening TCP socket")
+
+
+def test_options_set_how_many_reports_of_a_job_are_kept(tmp_path: Path, job: str) -> None:
+    options = ("--keep-newest-reports", "20", "--keep-earlier-reports", "10")
+    with ServiceProcess(tmp_path, *options) as service, Client(service.port) as client:
+        client.post_gain(job, *(a_report(step) for step in range(200)))
+        client.post_gain(job, *(a_report(step) for step in range(200, 210)))
+        history = client.get(f"/jobs/{job}/gain/history?points=5000")
+    assert history["total"] == 210
+    assert len(history["points"]) < 40
+    assert [report["step"] for report in history["points"][-20:]] == list(range(190, 210))
+
+
+def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "serve", given.update)
+    cli.run(["--keep-finished-days", "2", "--keep-unfinished-days", "30"], {"ADASCALE_TOKEN": "t"})
+    assert given["settings"].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
 
 
 def test_the_help_lists_options_and_variables() -> None:
