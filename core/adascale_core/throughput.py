@@ -12,8 +12,10 @@ during it.
 
 The fit is the most probable model under a prior: half of the time of a micro-batch is fixed, half is
 proportional to its size, and communication takes nearly no time, between nodes a little more than on one
-node. The prior is optimistic, so that a job tries replica counts on which it was not measured. If there are
-measurements of other jobs with the same template, their model is the prior.
+node. More replicas communicate for nearly as long as two: in a ring all-reduce each sends 2 (K - 1) / K times
+the gradients (Patarasuk and Yuan 2009), so that the time is bounded, apart from latency. The prior is
+optimistic, so that a job tries replica counts on which it was not measured. If there are measurements of
+other jobs with the same template, their model is the prior.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _LIMIT = 30.0
 
 # The parameters, as logarithms: fixed, per_sample, sync, sync_per_replica, node_sync, node_sync_per_replica
 # and overlap.
-_PRIOR: Final = (log(0.5), log(0.5), log(2e-3), log(5e-4), log(4e-3), log(1e-3), log(1.0))
+_PRIOR: Final = (log(0.5), log(0.5), log(2e-3), log(5e-5), log(4e-3), log(1e-4), log(1.0))
 _SPREAD: Final = (1.0, 1.0, 2.5, 2.5, 2.5, 2.5, 0.3)
 _TEMPLATE_SPREAD: Final = (0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.1)
 _LINK_SPREAD = 1.5
@@ -261,9 +263,8 @@ class _Problem:
             rest = [exp(row[4]) - row[3] * compute for row in rows]
             mean = sum(rest) / len(rest) if rest else 0.0
             if mean > exp(x[first]):
-                more = sum(row[0] - 2 for row in rows) / len(rows)
-                x[first] = log(mean / 2)
-                x[first + 1] = max(x[first + 1], log(mean / 2 / more)) if more else x[first + 1]
+                x[first + 1] += log(mean) - x[first]
+                x[first] = log(mean)
         return x
 
     def _linearize(self, x: Sequence[float]) -> tuple[list[tuple[dict[int, float], float]], float]:

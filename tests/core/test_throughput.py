@@ -83,6 +83,15 @@ def test_a_second_count_of_replicas_separates_the_synchronization_time() -> None
     assert model.step_time(BatchPlan(4, 8)) == pytest.approx(0.16, rel=0.05)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_communication_measured_on_one_count_is_predicted_to_take_about_as_long_on_others(nodes: int) -> None:
+    """A ring all-reduce takes at most twice as long on any number of replicas as on two."""
+    model = StepTimeModel.fit([StepTime(1, 8, 1, 0.1), StepTime(8, 8, 1, 0.3, nodes=nodes)])
+    assert model is not None
+    assert model.step_time(BatchPlan(8, 8), nodes) == pytest.approx(0.3, rel=0.05)
+    assert model.step_time(BatchPlan(32, 8), nodes) <= 0.1 + 1.5 * 0.2
+
+
 @given(
     fixed=st.floats(0, 1),
     per_sample=st.floats(1e-4, 1e-2),
@@ -109,7 +118,7 @@ def test_the_parameters_are_recovered_from_exact_measurements() -> None:
     assert model.fixed == pytest.approx(truth.fixed, rel=0.01)
     assert model.per_sample == pytest.approx(truth.per_sample, rel=0.01)
     assert model.sync == pytest.approx(truth.sync, rel=0.01)
-    assert model.sync_per_replica == pytest.approx(truth.sync_per_replica, rel=0.01)
+    assert model.sync_per_replica == pytest.approx(truth.sync_per_replica, rel=0.02)
 
 
 def test_contradicting_measurements_are_averaged() -> None:
