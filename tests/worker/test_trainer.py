@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adascale_core.batch import BatchPlan
 from adascale_core.errors import InvalidJobError
@@ -394,6 +394,14 @@ class Unmeasured(Dataset[int]):
             samples(7),
             r"has 7 samples, fewer than batch_size \(8\)",
         ),
+        (
+            {"batch_size": 8, "max_batch_size": 64},
+            samples(7),
+            r"fewer than max_batch_size \(64\): set batch_size and max_batch_size to at most 7",
+        ),
+        ({"batch_size": 8, "max_batch_size": 64}, samples(0), r"\(type TensorDataset\) has 0 samples: check"),
+        (FIXED, DataLoader(samples(48)), r"got a DataLoader, but it makes the DataLoader itself"),
+        (FIXED, {1, 2, 3}, r"\(type set\) has no items by index"),
         (FIXED, Unmeasured(), r"\(type Unmeasured\) has no length"),
         (FIXED, Endless(), r"\(type Endless\) has no items by index"),
     ],

@@ -59,13 +59,19 @@ class DataFeed:
                 "pass bounds to ElasticTrainer instead, or use a DataLoader of your own for other data"
             )
         length = _indexed_length(dataset)
+        if length == 0:
+            raise DatasetError(
+                f"the data set (type {type(dataset).__name__}) has 0 samples: check the path of the data, "
+                "and what filters it"
+            )
         # Without max_batch_size nothing bounds the global batch, and a step may take more than a pass.
         name = "max_batch_size" if self._bounds.max_batch_size else "batch_size"
         smallest = self._bounds.max_batch_size or self._bounds.batch_size
         if length < smallest:
+            both = f"batch_size and {name}" if length < self._bounds.batch_size < smallest else name
             raise DatasetError(
                 f"the data set has {length} samples, fewer than {name} ({smallest}): "
-                f"set {name} to at most {length}, or use more data"
+                f"set {both} to at most {length}, or use more data"
             )
         if self._length is not None and self._length != length:
             raise DatasetError(
@@ -110,6 +116,16 @@ class DataFeed:
 
 def _indexed_length(dataset: Sized) -> int:
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DatasetError(
+            "dataloader() got a DataLoader, but it makes the DataLoader itself: call "
+            "trainer.dataloader(dataset), with options such as num_workers and collate_fn, without batch_size"
+        )
+    if not hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        raise DatasetError(
+            f"the data set (type {kind}) has no items by index: an elastic job needs a data set with __len__ "
+            "and __getitem__, so that any number of replicas can share it"
+        )
     if isinstance(dataset, IterableDataset):
         raise DatasetError(
             f"the data set (type {kind}) has no items by index: an elastic job needs a data set with __len__ "
