@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
 from support.service import Service
@@ -195,13 +196,29 @@ def test_sigterm_to_a_trainer_from_outside_is_a_disruption(job: Job) -> None:
     assert (view["failures"], view["disruptions"]) == (0, 1)
 
 
-def test_an_exit_with_0_before_the_end_of_training_does_not_complete_the_job(job: Job) -> None:
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_exit_with_0_before_the_end_of_training_is_a_failure_that_is_not_repeated(
+    job: Job, replica: int
+) -> None:
     job.service.allocate(1, 2)
     job.start(0, 1)
     job.wait_for_members(1, 0, 1)
-    job.trainer(1).do(exit=0)
-    job.wait_for_members(3, 0, 1)
+    job.trainer(replica).do(exit=0)
+    assert job.agents[replica].wait(TIMEOUT) == EXIT_INVALID_PROGRAM
+    failed = job.service.job()["replicas"][replica]
+    assert (failed["state"], failed["exit_code"]) == ("failed", EXIT_INVALID_PROGRAM)
+    assert "scripted_trainer.py ended with exit code 0, but not by the end of its training" in failed["log"]
     assert not job.service.job()["complete"]
+
+
+def test_an_exit_with_0_after_the_end_of_training_is_saved_completes_the_job(job: Job) -> None:
+    job.service.allocate(1, 1)
+    job.start(0)
+    job.wait_for_members(1, 0)
+    job.trainer(0).do(type="final")
+    job.trainer(0).do(exit=0)
+    assert job.agents[0].wait(TIMEOUT) == 0
+    assert job.service.job()["complete"]
 
 
 def test_the_job_is_complete_when_rank_0_has_finished_whatever_its_index(job: Job) -> None:

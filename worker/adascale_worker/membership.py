@@ -275,6 +275,10 @@ class Membership:
             self._says_terminated = True
             self._channel.send("terminated")
 
+    def report_final(self) -> None:
+        """Report that the end of training is saved."""
+        self._channel.send("final")
+
     def report_finished(self) -> None:
         """Report that training is finished, and that the program ends normally."""
         self._channel.send("finished")

@@ -389,6 +389,8 @@ class ElasticTrainer:
         progress = trainer.progress
         if trainer.finished:
             trainer.checkpointing.keep_final()
+            if self._membership is not None:
+                self._membership.report_final()
             if self.is_main:
                 reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
                 print(

@@ -584,6 +584,8 @@ class TrainingLoop:
             except PeersLostError:
                 self._recover()
         self._overtaken_epoch = None
+        if self._membership is not None:
+            self._membership.report_final()
         if self._trainer.generation == 0:
             # The rest of the program, for example an evaluation, has no step at which it could exit.
             self._shutdown_signal.uninstall()

@@ -338,13 +338,13 @@ class Agent:
         if state is ReplicaState.FAILED:
             if status.port is None:
                 raise self._preparation_failure(trainer, code)
+            if code == EXIT_FINISHED:
+                raise self._unfinished_failure(trainer)
             return self._fail(trainer, agent_exit_code(code), trainer.log)
         if self._view.complete and not self._events.terminating:
             return self._exit(trainer, ReplicaState.FINISHED, EXIT_FINISHED)
         if self._events.terminating:
             return self._exit(trainer, ReplicaState.TERMINATED, EXIT_REENTRY)
-        if state is ReplicaState.LOST and code == EXIT_FINISHED and not status.finished:
-            print("adascale-agent: the program has ended before training was finished", flush=True)
         self._register(self._registration(trainer, state, code))
         was_wanted = self._released or state is ReplicaState.REENTERING
         delay = 0.0 if was_wanted else self._backoff.delay_after(made_step=status.stepped > 0)
@@ -355,9 +355,9 @@ class Agent:
         """Return the state of the replica after its trainer has exited."""
         status = trainer.status
         match classify_exit(code):
-            case ExitClass.FINISHED if status.finished:
+            case ExitClass.FINISHED if status.finished or status.final or self._view.complete:
                 return ReplicaState.FINISHED
-            case ExitClass.FINISHED if status.generation > 0:
+            case ExitClass.FINISHED if self._released:
                 return ReplicaState.LOST
             case ExitClass.REENTRY:
                 return ReplicaState.REENTERING
@@ -390,6 +390,16 @@ class Agent:
             else f"{command} finished without calling program_reentry of an ElasticTrainer"
         )
         error.exit_code = agent_exit_code(code) if code else EXIT_INVALID_PROGRAM
+        self._fail(trainer, error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
+        return error
+
+    def _unfinished_failure(self, trainer: TrainerProcess) -> WorkerError:
+        """Return the error for a trainer that has exited with code 0, but not by the end of its training."""
+        error = WorkerError(
+            f"{' '.join(self._command)} ended with exit code 0, but not by the end of its training: the end "
+            "was not saved, and the program has not returned. End it by its last statement or sys.exit, not "
+            "by os._exit, and call trainer.finish(reason) to end training earlier"
+        )
         self._fail(trainer, error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
         return error
 

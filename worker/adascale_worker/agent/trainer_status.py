@@ -20,7 +20,8 @@ class TrainerStatus:
         step: while it holds, the step of its state; None if it has no state.
         lost: while it holds, the indices of the replicas whose loss it has noticed.
         stepped: the newest generation in which it has finished a step; 0 if none.
-        finished: whether training is finished, so that the program ends by itself.
+        final: whether the end of training is saved. The program may still evaluate.
+        finished: whether training is finished, and the program ends by itself.
         terminated: whether it has got SIGTERM.
     """
 
@@ -30,6 +31,7 @@ class TrainerStatus:
     step: int | None = None
     lost: tuple[int, ...] = ()
     stepped: int = 0
+    final: bool = False
     finished: bool = False
     terminated: bool = False
 
@@ -50,6 +52,8 @@ class TrainerStatus:
                 )
             case {"type": "stepped", "generation": int(generation)}:
                 return replace(self, stepped=max(self.stepped, generation))
+            case {"type": "final"}:
+                return replace(self, final=True)
             case {"type": "finished"}:
                 return replace(self, finished=True)
             case {"type": "terminated"}:
