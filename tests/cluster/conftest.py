@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.cluster)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the objects and logs of a failed test's namespace to its report."""
+    report = yield
+    workspace = getattr(item, "funcargs", {}).get("workspace")
+    if report.when == "call" and report.failed and workspace is not None:
+        report.sections.append(("Objects and logs of the namespace", workspace.describe()))
+    return report
 
 
 @pytest.fixture(scope="session")

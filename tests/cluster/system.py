@@ -427,6 +427,22 @@ class Workspace:
         )
         system.storage.claim(namespace)
 
+    def describe(self) -> str:
+        """Return the objects, events and logs of the namespace, for a person."""
+        commands = [
+            ["get", "adascalejobs,jobs,pods", "--output=wide"],
+            ["get", "adascalejobs", "--output=jsonpath={range .items[*]}{.status}{'\\n'}{end}"],
+            ["get", "events", "--sort-by=.metadata.creationTimestamp"],
+            ["logs", f"--selector={names.LABEL_JOB}", "--prefix", "--tail=60", "--all-containers"],
+        ]
+        outputs = [self._system.kubectl(*each, f"--namespace={self.namespace}") for each in commands]
+        outputs.append(
+            self._system.kubectl(
+                "logs", f"--namespace={names.SYSTEM_NAMESPACE}", f"deployment/{names.CONTROLLER}", "--tail=60"
+            )
+        )
+        return "\n".join(output.stdout + output.stderr for output in outputs)
+
     def submit(self, manifest: Mapping[str, Any]) -> JobUnderTest:
         """Create a job."""
         self._objects.create_namespaced_custom_object(

@@ -174,6 +174,7 @@ def test_after_sigterm_a_replica_saves_and_the_others_continue_without_it(job: J
     job.wait_for_training(job.service.job()["desired"]["generation"])
     before, after = job.journal.attempts(0)
     assert before.steps[-1].step == after.header["step"], "no step after the checkpoint"
+    assert job.service.job()["disruptions"] == 1, "a replica that leaves is in no later generation"
 
 
 def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last_lines(job: Job) -> None:

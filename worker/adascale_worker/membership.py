@@ -141,6 +141,9 @@ class Membership:
             self._links.break_up()
 
     def _report_holding(self, step: int | None) -> None:
+        """Report that this trainer waits for another generation, unless it was terminated and leaves."""
+        if self._is_terminated():
+            return
         lost = set(self._left)
         if self._links is not None:
             lost |= self._links.lost

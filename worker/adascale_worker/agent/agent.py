@@ -298,7 +298,8 @@ class Agent:
             case Instruction.HOLD if self._held < active.generation:
                 self._held = active.generation
                 trainer.send("hold", generation=active.generation)
-                self._deadline.advance(now + LEAVE_GRACE)
+                if not self._events.terminating:
+                    self._deadline.advance(now + LEAVE_GRACE)
             case Instruction.RELEASE:
                 self._released = True
                 # With no members, nobody else keeps the state.
