@@ -9,7 +9,7 @@ Without --program it is a classifier with SGD and momentum: `tiny`, or two Linea
 and momentum are 1 GB. For each change the output has, in seconds:
 
 - still: the longest time between two steps, of any replicas, from the decision until all replicas have made
-  steps at the new count, less the median time of a step at that count;
+  steps at the new count, less the median time of a step at the count of the second of the two;
 - decision: from the decision to the first step at the new count, which for a larger count includes the start
   of processes;
 - after a kill, next: from the kill to the first step of the others in another generation, and the steps made
@@ -184,18 +184,30 @@ class Steps:
         return wait_until(settled, f"training on {replicas} replicas")
 
 
+def step_time(steps: Sequence[Step]) -> float:
+    """Return the median time between two steps of a rank; 0 if there are not two."""
+    by_rank: dict[int, list[float]] = {}
+    for step in steps:
+        by_rank.setdefault(step.rank, []).append(step.time)
+    times = [later - earlier for moments in by_rank.values() for earlier, later in pairwise(moments)]
+    return median(times) if times else 0.0
+
+
 def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) -> Iterator[tuple[str, float]]:
     """Yield what a change took, from the moment of its decision to the steps after it."""
     before = [step for step in steps.read() if step.time <= decided]
     window = [*before[-1:], *steps.read(decided)]
-    by_rank: dict[int, list[float]] = {}
-    for step in settled:
-        by_rank.setdefault(step.rank, []).append(step.time)
-    step_time = median(later - earlier for times in by_rank.values() for earlier, later in pairwise(times))
+    usual = {}
+    if before:
+        usual[before[-1].replicas] = step_time([step for step in before if step.era == before[-1].era])
+    usual[settled[-1].replicas] = step_time(settled)
     # The first steps of all replicas, and some more.
-    end = max(times[min(2, len(times) - 1)] for times in by_rank.values())
-    longest = max(later.time - earlier.time for earlier, later in pairwise(window) if later.time <= end)
-    yield f"{name}: still", max(longest - step_time, 0.0)
+    ranks = {step.rank for step in settled}
+    firsts = [[step for step in settled if step.rank == rank][:3] for rank in ranks]
+    end = max(steps_of_rank[-1].time for steps_of_rank in firsts)
+    pairs = [(earlier, later) for earlier, later in pairwise(window) if later.time <= end]
+    still = max(later.time - earlier.time - usual.get(later.replicas, 0.0) for earlier, later in pairs)
+    yield f"{name}: still", max(still, 0.0)
     yield f"{name}: decision", settled[0].time - decided
 
 

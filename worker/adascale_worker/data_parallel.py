@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,17 +121,31 @@ class DataParallelModel:
         if group is not None and "init_sync" in inspect.signature(DistributedDataParallel).parameters:
             # The members get parameters and buffers with the rest of the state.
             options["init_sync"] = False
-        ddp = DistributedDataParallel(
-            self._wrapped,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            process_group=group,
-            find_unused_parameters=self._find_unused_parameters,
-            gradient_as_bucket_view=True,
-            **options,
-        )
-        if not self._find_unused_parameters:
-            rebuild_buckets(ddp)
+        with _hidden_gradients(self._wrapped.model):
+            ddp = DistributedDataParallel(
+                self._wrapped,
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                process_group=group,
+                find_unused_parameters=self._find_unused_parameters,
+                gradient_as_bucket_view=True,
+                **options,
+            )
+            if not self._find_unused_parameters:
+                rebuild_buckets(ddp)
         return ddp
+
+
+@contextmanager
+def _hidden_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """Hide the gradients of the last step, which DDP would copy into its buckets, twice."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 class _OriginalForward(torch.nn.Module):

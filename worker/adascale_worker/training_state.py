@@ -39,7 +39,7 @@ class TrainingState:
             finish_reason=progress.finish_reason or "",
         )
 
-    def state_dict(self, _: object = None) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state. Its tensors are those of the program, not copies."""
         trainer, plan = self._trainer, self._trainer.planner.plan
         return {

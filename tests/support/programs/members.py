@@ -1,7 +1,8 @@
 """A training program that records its steps, for tests of membership.
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of the trainer as JSON;
-STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer.
+STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer;
+KEEP_GRADIENTS, to set gradients to zero instead of None.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
     for epoch in range(state.epoch, epochs):
         for index, x, y in trainer.dataloader(dataset):
             steps, samples = trainer.steps, trainer.samples
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
             noise = random.random() + float(numpy.random.rand())
             loss = nn.functional.cross_entropy(model(x + 0.01 * noise), y)
             loss.backward()
