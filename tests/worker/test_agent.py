@@ -164,17 +164,29 @@ def test_the_trainer_of_a_killed_agent_exits_and_another_agent_can_replace_it(jo
     assert job.service.job()["failures"] == 0
 
 
-def test_after_sigterm_a_replica_saves_and_the_others_continue_without_it(job: Job) -> None:
+def test_after_sigterm_the_others_keep_the_state_and_the_last_replica_saves_it(job: Job) -> None:
     job.service.allocate(1, 2)
-    _, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
+    first, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
     job.wait_for_training(1, replicas=2, steps=3)
     second.process.terminate()
     assert second.wait() == 75
     job.service.allocate(job.service.job()["desired"]["generation"] + 1, 1)
     job.wait_for_training(job.service.job()["desired"]["generation"])
     before, after = job.journal.attempts(0)
-    assert before.steps[-1].step == after.header["step"], "no step after the checkpoint"
+    left_at = before.steps[-1].step
+    assert after.header["step"] == left_at, "no step is made twice"
     assert job.service.job()["disruptions"] == 1, "a replica that leaves is in no later generation"
+    assert saved_step(job.folder) < left_at, "the first step of the job, which is always saved"
+    first.process.terminate()
+    assert first.wait() == 75
+    assert saved_step(job.folder) == job.journal.last_step()
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint."""
+    manifests = sorted((folder / "checkpoints").glob("*.json"))
+    step: int = json.loads(manifests[-1].read_text())["step"]
+    return step
 
 
 def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last_lines(job: Job) -> None:

@@ -286,8 +286,9 @@ class ElasticTrainer:
         follows progress.
 
         This call also installs the process's handlers: `sys.excepthook` prints an uncaught `AdaScaleError`
-        as its message. SIGTERM (and, without an agent, Ctrl-C) saves a checkpoint after the current step
-        and exits; without an agent and without a checkpoint folder, signal handlers are not changed.
+        as its message. SIGTERM (and, without an agent, Ctrl-C) ends the process after the current step,
+        with a checkpoint if no other replica keeps the state; without an agent and without a checkpoint
+        folder, signal handlers are not changed.
 
         Args:
             model: on `trainer.device` already.

@@ -253,7 +253,9 @@ class TrainingLoop:
         leaving = {rank for rank, row in enumerate(rows) if row[0]}
         if leaving:
             self._report()
-            self._save_if_possible()
+            if len(leaving) == group.replicas:
+                # Else the others keep the state.
+                self._save_if_possible()
             if is_terminated:
                 self._leave()
             membership.leave_without({assignment.members[rank].replica for rank in leaving})
