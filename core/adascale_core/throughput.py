@@ -239,6 +239,12 @@ class _Problem:
                 if damping > 1e7:
                     break
         fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
+        nodes = {row[1] > 1 for row in self.rows if row[0] > 1}
+        if self.is_linked and True not in nodes:
+            # Communication between nodes is not faster than on one node, unless it was measured to be.
+            node_sync, node_per_replica = max(node_sync, sync), max(node_per_replica, per_replica)
+        elif self.is_linked and False not in nodes:
+            sync, per_replica = min(sync, node_sync), min(per_replica, node_per_replica)
         return StepTimeModel(
             self.seconds * fixed,
             self.seconds * per_sample / self.samples,

@@ -92,6 +92,17 @@ def test_communication_measured_on_one_count_is_predicted_to_take_about_as_long_
     assert model.step_time(BatchPlan(32, 8), nodes) <= 0.1 + 1.5 * 0.2
 
 
+@given(st.floats(1e-3, 10), st.integers(2, 64), st.integers(1, 2))
+def test_communication_between_nodes_is_not_faster_unless_measured(
+    seconds: float, replicas: int, nodes: int
+) -> None:
+    model = StepTimeModel.fit([StepTime(1, 8, 1, 0.1), StepTime(replicas, 8, 1, seconds, nodes=nodes)])
+    assert model is not None
+    for count in (2, 8, 64):
+        plan = BatchPlan(count, 8)
+        assert model.step_time(plan, 1) <= model.step_time(plan, 2)
+
+
 @given(
     fixed=st.floats(0, 1),
     per_sample=st.floats(1e-4, 1e-2),
