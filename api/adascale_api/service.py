@@ -16,6 +16,7 @@ from adascale_api.generation_limit import require_reachable
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
 from adascale_api.job import Job
+from adascale_api.job_feed import JobFeed
 from adascale_api.prometheus import Metrics
 from adascale_api.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_api.store import jobs, replicas
@@ -77,6 +78,7 @@ class Service:
         self.connections = connections
         self.clock = clock
         self.changes = ChangeNotifier()
+        self.feed = JobFeed(database)
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.metrics = Metrics(database.condition, connections)
         self.remover = Remover(database, settings.jobs, clock)
@@ -114,6 +116,7 @@ class Service:
         """Answer the waiting requests, and accept no further writes. May be called from a signal handler."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.changes.close)
+            self._loop.call_soon_threadsafe(self.feed.close)
             self._loop.call_soon_threadsafe(self.database.stop)
 
     async def find_job(self, job_id: str) -> Job:

@@ -63,6 +63,7 @@ class Transaction:
     Attributes:
         jobs: the jobs that this transaction has locked, with their state in it.
         changed: the ids of those that it has changed.
+        activated: the ids of those whose active generation it has changed or ended.
         deleted: the ids of jobs that it has deleted.
     """
 
@@ -72,6 +73,7 @@ class Transaction:
         self.cache = cache
         self.jobs: dict[str, Job] = {}
         self.changed: set[str] = set()
+        self.activated: set[str] = set()
         self.deleted: set[str] = set()
 
     def all(self, statement: Sql, **parameters: Any) -> list[Row]:

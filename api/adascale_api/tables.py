@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -77,6 +77,17 @@ TABLES: dict[str, str] = {
         beats BIGINT NOT NULL,
         PRIMARY KEY (job_key, replica)
     """,
+    # The generations that were active, with the counts of the job when each began.
+    "generations": """
+        job_key BIGINT NOT NULL,
+        generation INTEGER NOT NULL,
+        replicas INTEGER NOT NULL,
+        started_at {double} NOT NULL,
+        ended_at {double},
+        disruptions INTEGER NOT NULL,
+        failures INTEGER NOT NULL,
+        PRIMARY KEY (job_key, generation)
+    """,
     "logs": """
         job_key BIGINT NOT NULL,
         replica INTEGER NOT NULL,
@@ -87,7 +98,7 @@ TABLES: dict[str, str] = {
     """,
 }
 
-OF_A_JOB = ("reports", "step_times", "logs", "heartbeats", "measurements")
+OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "measurements")
 """The tables whose rows belong to a job."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any, Self
 
 from adascale_core.messages import (
@@ -143,6 +144,51 @@ class HistoryView(Message):
         """The history from a JSON object's members."""
         points = tuple(GainReport.from_json(each) for each in members["points"])
         return cls(members["job"], members["total"], points)
+
+
+class GenerationCause(StrEnum):
+    """Why a generation began."""
+
+    START = "start"
+    """The job had no replicas before."""
+    CHANGE = "change"
+    """The replica count was changed, or replicas were exchanged."""
+    DISRUPTION = "disruption"
+    """A replica of the generation before was lost."""
+    FAILURE = "failure"
+    """The program failed in the generation before."""
+
+
+@dataclass(frozen=True)
+class GenerationView(Message):
+    """A generation that was active.
+
+    Args:
+        generation: its number.
+        replicas: its replica count.
+        cause: why it began.
+        started_at: when it became active, in seconds since 1970.
+        ended_at: when it ended; None if it is active.
+    """
+
+    generation: int
+    replicas: int
+    cause: GenerationCause
+    started_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True)
+class GenerationsView(Message):
+    """The generations of a job, the latest last.
+
+    Args:
+        job: the full job id.
+        generations: the latest 1000 or more that are kept.
+    """
+
+    job: str
+    generations: Sequence[GenerationView]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,13 @@ from adascale_api.body_limit import MAX_BODY
 from adascale_api.cli import DEFAULT_DATABASE, main
 from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
+from adascale_api.job_feed import BYTES_PER_SECOND, MAX_CLIENTS, MAX_JOBS
 from adascale_api.request_models import MAX_REPORTS, GainReportBody
 from adascale_api.service_accounts import DEFAULT_CONTROLLER
 from adascale_api.shared_token import SharedToken
+from adascale_api.store.jobs import MAX_GENERATIONS
 from adascale_api.token_review_cache import ACCEPTED_TTL, OUTAGE_TTL, REJECTED_TTL
+from adascale_core.job_summary import JobPhase
 from adascale_core.messages import ReplicaState
 from adascale_core.names import (
     API_AUDIENCE,
@@ -25,7 +28,7 @@ from adascale_core.names import (
     MAX_REPLICAS,
     job_audience,
 )
-from adascale_core.views import StoredReports
+from adascale_core.views import GenerationCause, StoredReports
 from api.client import TOKEN, Client, a_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -64,6 +67,10 @@ def test_the_page_lists_exactly_the_options_of_the_command(
         f"first {HEARTBEAT_TIMEOUT:.0f} seconds after the service starts",
         f"The maximum is {MAX_REPLICAS} for replica counts, {MAX_BATCH_SIZE} for batch sizes",
         f"larger than {MAX_BODY // 2**20} MiB",
+        f"At most {MAX_CLIENTS} clients may follow",
+        f"at most {BYTES_PER_SECOND // 1024} KiB a second",
+        f"the first {MAX_JOBS:,} jobs",
+        f"its latest {MAX_GENERATIONS:,} generations",
         f"(default `{DEFAULT_CONTROLLER}`)",
         f"an accepted token for {ACCEPTED_TTL:.0f} seconds",
         f"a rejected token for {REJECTED_TTL:.0f} seconds",
@@ -74,6 +81,13 @@ def test_the_page_lists_exactly_the_options_of_the_command(
 )
 def test_the_numbers_and_names_on_the_page_are_those_of_the_code(text: str) -> None:
     assert text in TEXT
+
+
+def test_the_page_lists_the_phases_of_a_job_and_the_causes_of_a_generation() -> None:
+    (phases,) = re.findall(r"`phase` of a job is (.*?)\.", TEXT)
+    assert set(re.findall(r"`(\w+)`", phases)) == {phase.value for phase in JobPhase}
+    (causes,) = re.findall(r"`cause` of a generation is (.*?)\.", TEXT)
+    assert set(re.findall(r"`(\w+)`", causes)) == {cause.value for cause in GenerationCause}
 
 
 def test_the_page_lists_the_replica_states() -> None:

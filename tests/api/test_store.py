@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from adascale_api.database import Database
 from adascale_api.job import Job, UnreadableJobError
 from adascale_api.sql import Sql, Transaction
-from adascale_api.store import jobs, replicas
+from adascale_api.store import generations, jobs, replicas
 from adascale_api.store import reports as report_store
 from adascale_api.store.jobs import JobNotFoundError
 from adascale_core import rendezvous
@@ -195,6 +195,22 @@ def test_a_job_keeps_its_newest_reports_and_an_even_part_of_the_earlier_ones(sto
     assert max(earlier) <= 4 * 10_000 / 50
     assert store.read(report_store.latest_report, job=store.job(job_id)) == a_report(9999, generation=4)
     assert store.read(report_store.step_times, job=store.job(job_id))[0].reports == 50
+
+
+def test_a_generation_without_reports_for_long_has_used_replicas_until_its_last_report(store: Store) -> None:
+    job_id, began = new_job_id(), time.time()
+    store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=began)
+    for rank in (0, 1):
+        store.write(replicas.register, job_id=job_id, registration=a_registration(rank), now=began)
+    reported = time.time() + 1
+    store.write(report_store.post, job_id=job_id, new=[a_report(1)], now=reported)
+    for now, end in ((reported + 30, reported + 30), (reported + 1000, reported)):
+        (used,) = store.read(generations.used_replicas, since=began, now=now)
+        assert (used.job, used.replicas) == (job_id, 2)
+        assert used.end == pytest.approx(end)
+        assert began <= used.start <= reported
+    store.write(jobs.delete_job, job_id=job_id, now=reported)
+    assert store.read(generations.used_replicas, since=began, now=reported) == []
 
 
 def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_plans(store: Store) -> None:

@@ -190,6 +190,7 @@ def test_runs_that_start_together_get_a_port_each(tmp_path: Path) -> None:
         urls = set()
         for name, run in runs.items():
             url = str(json.loads((run.state / "service.json").read_text())["url"])
+            assert f"page     {url}/#/jobs/default.{name}" in run.output
             assert f"metrics  curl {url}/jobs/{name}/gain" in run.output
             urls.add(url)
             shown = adascale_in_process("gain", name, "--state-dir", tmp_path)

@@ -10,14 +10,14 @@ from pydantic import TypeAdapter
 from adascale_api.job import Job
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import JobSpecBody
-from adascale_api.routes.common import CONTROLLER, JobId, MayReadAll, ServiceOf, answer, errors
+from adascale_api.routes.common import CONTROLLER, READER, JobId, MayReadAll, ServiceOf, answer, errors
 from adascale_api.service import Service
 from adascale_api.sql import Transaction
-from adascale_api.store import jobs, replicas, reports
+from adascale_api.store import generations, jobs, replicas, reports
 from adascale_api.store.replicas import Log
 from adascale_core.batch import require_valid_replicas
 from adascale_core.messages import GainReport, Registration, StepTime
-from adascale_core.views import JobList, JobView, ReplicaView
+from adascale_core.views import GenerationsView, JobList, JobView, ReplicaView
 
 MAX_PAGE = 4 * 1024 * 1024
 """Bytes of the states of the jobs in one page, unless a single job has more."""
@@ -105,6 +105,21 @@ async def delete_job(service: ServiceOf, job: JobId) -> None:
     """Waiting requests for the job are answered with 404. A later report or registration creates it again."""
     now = service.clock()
     await service.database.write(partial(jobs.delete_job, job_id=job, now=now), job_id=job)
+
+
+@router.get(
+    "/{job}/generations",
+    summary="Read the generations of a job",
+    dependencies=READER,
+    responses=errors(401, 403, 404, 422, 500, 503),
+)
+async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
+    """Returns when each generation was active, with how many replicas, and why it began."""
+
+    def query(transaction: Transaction) -> GenerationsView:
+        return GenerationsView(job, generations.generations(transaction, jobs.find_job(transaction, job)))
+
+    return await service.database.read(query, is_long=True)
 
 
 def _find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:

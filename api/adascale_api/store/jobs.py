@@ -17,6 +17,12 @@ from adascale_core.rendezvous import Rendezvous
 DELETED_ROWS = 2000
 """Rows of a deleted job that one transaction removes, so that other writes do not wait for long."""
 
+MAX_GENERATIONS = 1000
+"""Generations of a job that are kept, the latest."""
+MAX_SILENCE = 60.0
+"""Seconds without a report after which a generation that ends is taken to have ended with its last report:
+the service, or all replicas, had stopped then."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -200,6 +206,8 @@ def apply(transaction: Transaction, job: Job, rule: TransitionRule) -> Transitio
         return Transition(job, changed=False)
     changed = replace(job, version=job.version + 1, rendezvous=after)
     _change(transaction, changed)
+    if _active(after) != _active(job.rendezvous):
+        transaction.activated.add(job.id)
     return Transition(changed, changed=True)
 
 
@@ -216,6 +224,33 @@ def write_changes(transaction: Transaction, now: float) -> None:
             complete=int(job.rendezvous.complete),
             now=now,
         )
+        if job_id in transaction.activated:
+            _record_generation(transaction, job, now)
+
+
+def _active(state: Rendezvous) -> int:
+    """Return the number of the generation that trains; 0 if there is none."""
+    if state.active is None or state.broken or state.complete:
+        return 0
+    return state.active.generation if state.active.replicas else 0
+
+
+def _record_generation(transaction: Transaction, job: Job, now: float) -> None:
+    transaction.execute(_END_GENERATION, key=job.key, now=now, silent=now - MAX_SILENCE)
+    state = job.rendezvous
+    generation = _active(state)
+    if not generation or state.active is None:
+        return
+    transaction.execute(
+        _ADD_GENERATION,
+        key=job.key,
+        generation=generation,
+        replicas=state.active.replicas,
+        now=now,
+        disruptions=state.disruptions,
+        failures=state.failures,
+    )
+    transaction.execute(_REMOVE_OLD_GENERATIONS, key=job.key, before=generation - MAX_GENERATIONS)
 
 
 def _change(transaction: Transaction, job: Job) -> None:
@@ -269,6 +304,23 @@ _UPDATE = Sql(
     WHERE key = :key
     """
 )
+_END_GENERATION = Sql(
+    """
+    UPDATE generations SET ended_at = coalesce((
+        SELECT reported_at FROM measurements
+        WHERE measurements.job_key = :key AND reported_at >= started_at AND reported_at < :silent
+    ), :now)
+    WHERE job_key = :key AND ended_at IS NULL
+    """
+)
+_ADD_GENERATION = Sql(
+    """
+    INSERT INTO generations (job_key, generation, replicas, started_at, disruptions, failures)
+    VALUES (:key, :generation, :replicas, :now, :disruptions, :failures)
+    ON CONFLICT (job_key, generation) DO NOTHING
+    """
+)
+_REMOVE_OLD_GENERATIONS = Sql("DELETE FROM generations WHERE job_key = :key AND generation <= :before")
 _DELETED_VERSION = Sql("SELECT version FROM deleted_jobs WHERE id = :id")
 _REMEMBER_VERSION = Sql(
     """
@@ -292,6 +344,7 @@ _REMOVE_JOB = Sql("DELETE FROM jobs WHERE key = :key")
 _PRIMARY_KEYS = {
     "reports": "generation, step",
     "step_times": "replicas, local_bsz, accumulation, nodes",
+    "generations": "generation",
     "logs": "replica",
     "heartbeats": "replica",
     "measurements": "job_key",

@@ -51,12 +51,13 @@ def print_start(
     command: LocalCommand,
     checkpoint: Manifest | None,
 ) -> None:
-    """Print the job's settings, where its metrics, state and output are, and the step that it resumes at."""
+    """Print the job's settings, where its page, state and output are, and the step that it resumes at."""
     spec = job.spec
     batch = f"batch size {spec.batch_size}" + (f" to {spec.max_batch_size}" if spec.max_batch_size else "")
     fewest = f"{spec.min_replicas} to " if spec.min_replicas < replica_limit else ""
     steps = f", {plural(spec.scale_invariant_steps, 'step')}" if spec.scale_invariant_steps else ""
     display.message(f"{job.short_id}: {batch}, {fewest}{plural(replica_limit, 'replica')}{steps}", "bold")
+    display.message(f"page     {url}/#/jobs/{job.id}")
     display.message(f"metrics  curl {url}/jobs/{job.short_id}/gain")
     display.message(f"state    {folder.path}")
     display.message(f"output   {folder.replica_log(0)}")

@@ -1,0 +1,230 @@
+// One job: its gain over time or progress, its generations, the decision, and its replicas.
+
+import { Chart, Cursor } from "./chart.js";
+import { element, setText, table } from "./dom.js";
+import { NONE, clock, count, duration, percent, significant } from "./format.js";
+import { ServiceError, get, getToken } from "./service.js";
+
+const POINTS = 1000;
+const MAX_POINTS = 2000;
+const READ_INTERVAL = 5000;
+const MAX_SHOWN_GENERATIONS = 100;
+
+const CHARTS = [
+  { title: "Gain and scale", series: [["gain", (each) => each.gain], ["scale", (each) => each.scale]], formatY: significant, least: 0 },
+  { title: "Efficiency", series: [["efficiency", (each) => each.gain / each.scale]], formatY: percent, least: 0 },
+  { title: "Replicas", series: [["replicas", (each) => each.replicas]], formatY: significant, isStepped: true, least: 0 },
+  { title: "Loss", series: [["loss", (each) => each.loss]], formatY: significant },
+  { title: "Goodput (steps at the initial batch size per second)", series: [["goodput", (each) => (each.step_time > 0 ? each.gain / each.step_time : null)]], formatY: significant, least: 0 },
+  { title: "Local batch size", series: [["samples", (each) => each.local_bsz * each.accumulation]], formatY: significant, isStepped: true, least: 0 },
+];
+
+const CAUSES = { start: "started", change: "replicas changed", disruption: "a replica was lost", failure: "the program failed" };
+
+export class JobView {
+  constructor(stream, id, options) {
+    this.stream = stream;
+    this.id = id;
+    this.reports = [];
+    this.generations = [];
+    this.abort = new AbortController();
+    this.byProgress = options.get("x") === "progress";
+    this.phase = element("span", { class: "phase" }, "");
+    this.notice = element("p", { class: "notice bad", role: "status", hidden: true });
+    this.facts = ["Replicas", "Gain", "Efficiency", "Local batch", "Progress", "Time left", "Generation", "Disruptions", "Failures", "Age"].map((name) => ({ name, value: element("dd", {}, NONE) }));
+    const cursor = new Cursor();
+    this.charts = CHARTS.map((each) => new Chart({
+      ...each, cursor,
+      series: each.series.map(([name], at) => ({ name, style: at + 1 })),
+      formatX: (x, span) => (this.byProgress ? count(x) : clock(x, { withSeconds: span < 600, withDate: span > 90000 })),
+    }));
+    this.axis = element("fieldset", {}, element("legend", {}, "Over"), ...[["time", false], ["progress", true]].map(([name, byProgress]) => element(
+      "label", {},
+      element("input", { type: "radio", name: "axis", value: name, checked: this.byProgress === byProgress, onchange: () => this.setAxis(byProgress) }),
+      name,
+    )));
+    this.copy = element("button", { type: "button", onclick: () => this.copyLink() }, "Copy link");
+    this.decision = element("div");
+    this.history = element("div");
+    this.replicas = element("div");
+    this.node = element(
+      "div", {},
+      element("p", {}, element("a", { href: "#/" }, "All jobs")),
+      element("h1", {}, id),
+      element("p", {}, this.phase),
+      this.notice,
+      element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
+      element("h2", {}, "Measurements"),
+      element("div", { class: "controls" }, this.axis, this.copy),
+      element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. The arrow keys move the cursor of a chart."),
+      element("div", { class: "charts" }, ...this.charts.map((chart) => chart.node)),
+      element("h2", {}, "What other replica counts would give"), this.decision,
+      element("h2", {}, "Generations"), this.history,
+      element("h2", {}, "Replicas"), this.replicas,
+    );
+    this.timer = setInterval(() => document.hidden || this.readDetails(), READ_INTERVAL);
+    this.update(stream.jobs, null);
+    this.readHistory();
+    this.readDetails();
+  }
+
+  title() {
+    return `${this.id} – AdaScale`;
+  }
+
+  update(jobs, changed) {
+    if (changed && !changed.has(this.id)) return;
+    const job = jobs.get(this.id);
+    if (!job) return;
+    const { latest } = job;
+    setText(this.phase, job.phase);
+    this.phase.dataset.phase = job.phase;
+    const target = job.target === null ? "" : ` of ${count(job.target)} (${Math.floor(100 * Math.min((latest?.progress ?? 0) / job.target, 1))}%)`;
+    const values = [
+      job.desired === null || job.desired === job.replicas ? count(job.replicas) : `${count(job.replicas)} of ${count(job.desired)}`,
+      latest ? `${significant(latest.gain)} at scale ${significant(latest.scale)}` : NONE,
+      percent(latest ? latest.gain / latest.scale : null),
+      latest ? `${count(latest.local_bsz)}${latest.accumulation > 1 ? ` × ${latest.accumulation}` : ""}` : NONE,
+      latest ? `${count(latest.progress)}${target}` : NONE,
+      duration(job.seconds_left),
+      count(job.generation), count(job.disruptions), count(job.failures),
+      duration(Date.now() / 1000 - job.created_at),
+    ];
+    this.facts.forEach(({ value }, at) => setText(value, values[at]));
+    const last = this.reports.at(-1);
+    if (latest && last && (latest.generation > last.generation || (latest.generation === last.generation && latest.step > last.step))) {
+      this.reports.push(latest);
+      // Thinned, so that a page that stays open for days stays small.
+      if (this.reports.length > MAX_POINTS) this.reports = this.reports.filter((_, at) => at % 2 || at > MAX_POINTS / 2);
+      this.draw();
+      if (latest.generation !== last.generation) this.readDetails();
+    }
+  }
+
+  async readHistory() {
+    await this.attempt(async (signal) => {
+      const history = await get(`jobs/${encodeURIComponent(this.id)}/gain/history?points=${POINTS}`, signal);
+      this.reports = history.points;
+      this.draw();
+    });
+  }
+
+  async readDetails() {
+    const path = `jobs/${encodeURIComponent(this.id)}`;
+    await this.attempt(async (signal) => {
+      const [job, { generations }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
+      this.generations = generations;
+      this.showGenerations();
+      this.showReplicas(job);
+      this.draw();
+      const gain = job.latest ? await get(`${path}/gain`, signal) : null;
+      this.showDecision(gain, job);
+    });
+  }
+
+  async attempt(read) {
+    try {
+      await read(this.abort.signal);
+      this.notice.hidden = true;
+    } catch (error) {
+      if (this.abort.signal.aborted) return;
+      this.notice.hidden = false;
+      setText(this.notice, error instanceof ServiceError ? error.message : "The metrics service does not answer.");
+    }
+  }
+
+  setAxis(byProgress) {
+    this.byProgress = byProgress;
+    history.replaceState(null, "", this.link());
+    this.draw();
+  }
+
+  link() {
+    return `#/jobs/${encodeURIComponent(this.id)}${this.byProgress ? "?x=progress" : ""}`;
+  }
+
+  async copyLink() {
+    try {
+      await navigator.clipboard.writeText(new URL(this.link(), document.baseURI).href);
+      setText(this.copy, "Copied");
+    } catch {
+      setText(this.copy, "Copy the address of this page");
+    }
+    setTimeout(() => setText(this.copy, "Copy link"), 2000);
+  }
+
+  draw() {
+    const xs = this.reports.map((report) => (this.byProgress ? report.progress : report.time));
+    const marks = this.marks();
+    this.charts.forEach((chart, at) => {
+      const ys = CHARTS[at].series.map(([, value]) => this.reports.map(value));
+      chart.setData(ys.every((curve) => curve.every((y) => y === null)) ? [] : xs, ys, { marks });
+    });
+  }
+
+  // The beginnings of generations; over progress, at the first report of each.
+  marks() {
+    const marks = this.generations.slice(1).map(({ generation, cause, started_at }) => ({ generation, x: started_at, isLoss: cause === "disruption" || cause === "failure" }));
+    if (!this.byProgress) return marks;
+    const first = new Map();
+    for (const report of this.reports) if (!first.has(report.generation)) first.set(report.generation, report.progress);
+    return marks.filter(({ generation }) => first.has(generation)).map((mark) => ({ ...mark, x: first.get(mark.generation) }));
+  }
+
+  showDecision(gain, job) {
+    if (!gain?.predictions) {
+      this.decision.replaceChildren(element("p", { class: "muted" }, "Predictions need the declaration of the job and a measured step time."));
+      return;
+    }
+    const { predictions } = gain;
+    const best = predictions.reduce((most, each) => Math.max(most, each.goodput), 0);
+    const now = predictions.find((each) => each.replicas === gain.replicas);
+    const rows = predictions.map((each) => [
+      count(each.replicas), `${count(each.local_bsz)}${each.accumulation > 1 ? ` × ${each.accumulation}` : ""}`, significant(each.scale), significant(each.gain),
+      percent(each.efficiency), significant(each.goodput), now ? `${significant(each.goodput / now.goodput)}×` : NONE,
+    ]);
+    const columns = ["Replicas", "Local batch", "Scale", "Gain", "Efficiency", "Goodput", "Relative to now"].map((title, at) => ({ title, isMinor: at === 1 || at === 2 }));
+    const most = predictions.find((each) => each.goodput === best);
+    const text = `It trains on ${count(gain.replicas)}. ${count(most.replicas)} would give the highest goodput; the controller also counts the interruption by a change, and the other jobs. Allowed are ${count(job.spec.min_replicas)} to ${count(job.spec.max_replicas)}.`;
+    this.decision.replaceChildren(element("p", {}, text), table("Predictions for other replica counts", columns, rows, (at) => predictions[at].replicas === gain.replicas));
+  }
+
+  showGenerations() {
+    const shown = this.generations.slice(-MAX_SHOWN_GENERATIONS).reverse();
+    if (!shown.length) return this.history.replaceChildren(element("p", { class: "muted" }, "No generation was active yet."));
+    const columns = ["Generation", "Replicas", "Began", "Lasted", "Because"].map((title, at) => ({ title, isText: at === 4 }));
+    const rows = shown.map((each) => [
+      count(each.generation), count(each.replicas), clock(each.started_at, { withDate: true }),
+      each.ended_at === null ? "active" : duration(each.ended_at - each.started_at), CAUSES[each.cause],
+    ]);
+    this.history.replaceChildren(table("Generations", columns, rows, (at) => shown[at].ended_at === null));
+  }
+
+  showReplicas(job) {
+    if (!job.replicas.length) return this.replicas.replaceChildren(element("p", { class: "muted" }, "No replica is registered."));
+    const columns = ["Replica", "State", "Generation", "Exit code", "Heartbeat"].map((title, at) => ({ title, isText: at === 1 }));
+    const rows = job.replicas.map((each) => [
+      count(each.replica), each.state, count(each.generation), each.exit_code === null ? NONE : String(each.exit_code),
+      each.seconds_since_heartbeat === null ? NONE : `${duration(each.seconds_since_heartbeat)} ago`,
+    ]);
+    const open = new Set([...this.replicas.querySelectorAll("details[open]")].map((node) => node.dataset.replica));
+    const logs = job.replicas.filter((each) => each.log).map((each) => element(
+      "details", { "data-replica": each.replica, open: open.size === 0 || open.has(String(each.replica)) },
+      element("summary", {}, `Output of replica ${each.replica}, which has the exit code ${each.exit_code ?? NONE}`),
+      element("pre", { tabindex: 0, "aria-label": `Output of replica ${each.replica}` }, each.log),
+    ));
+    // Without a token that may read them, logs are empty texts instead of null.
+    const isHidden = !getToken() && job.replicas.some((each) => each.log === "");
+    this.replicas.replaceChildren(
+      table("Replicas", columns, rows),
+      ...logs,
+      ...(isHidden ? [element("p", { class: "notice" }, "The output of failed replicas is shown with a read token: use the button Read token.")] : []),
+    );
+  }
+
+  close() {
+    clearInterval(this.timer);
+    this.abort.abort();
+    for (const chart of this.charts) chart.remove();
+  }
+}

@@ -1,0 +1,170 @@
+// All jobs, and the use of the cluster.
+
+import { Chart } from "./chart.js";
+import { element, setAttributes, setText } from "./dom.js";
+import { NONE, clock, count, duration, percent, significant } from "./format.js";
+import { get } from "./service.js";
+
+const PHASES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Queued", "Stopped", "Complete"];
+const USAGE_INTERVAL = 5000;
+const RANGES = [["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
+
+const share = (job) => (job.latest && job.target ? Math.min(job.latest.progress / job.target, 1) : null);
+const waiting = (job) => (job.phase === "Queued" ? Date.now() / 1000 - job.created_at : null);
+
+// `value` sorts; `show` is the text.
+const COLUMNS = [
+  { key: "name", title: "Job", value: (job) => job.id, show: (job) => job.id.replace(/^default\./, ""), isText: true },
+  { key: "state", title: "State", value: (job) => PHASES.indexOf(job.phase), show: (job) => job.phase, isText: true },
+  { key: "replicas", title: "Replicas", value: (job) => job.replicas, show: (job) => (job.desired === null || job.desired === job.replicas ? `${job.replicas}` : `${job.replicas} of ${job.desired}`) },
+  { key: "batch", title: "Local batch", value: (job) => job.latest?.local_bsz, show: (job) => (job.latest ? `${job.latest.local_bsz}${job.latest.accumulation > 1 ? ` × ${job.latest.accumulation}` : ""}` : NONE), isMinor: true },
+  { key: "gain", title: "Gain", value: (job) => job.latest?.gain, show: (job) => significant(job.latest?.gain), isMinor: true },
+  { key: "efficiency", title: "Efficiency", value: (job) => efficiency(job), show: (job) => percent(efficiency(job)), isMinor: true },
+  { key: "progress", title: "Progress", value: (job) => share(job) ?? job.latest?.progress, show: (job) => (share(job) === null ? (job.latest ? `${count(job.latest.progress)} steps` : NONE) : `${Math.floor(100 * share(job))}%`) },
+  { key: "left", title: "Time left", value: (job) => job.seconds_left, show: (job) => duration(job.seconds_left) },
+  { key: "queued", title: "Queued for", value: waiting, show: (job) => duration(waiting(job)), isMinor: true },
+];
+
+function efficiency(job) {
+  return job.latest ? job.latest.gain / job.latest.scale : null;
+}
+
+export class JobsView {
+  constructor(stream) {
+    this.stream = stream;
+    this.rows = new Map();
+    this.sort = { column: COLUMNS[1], isDescending: false };
+    this.facts = ["Replicas in use", "Jobs", "Running", "Queued", "Complete"].map((name) => ({ name, value: element("dd", {}, NONE) }));
+    this.filter = element("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => this.arrange() });
+    this.phase = element("select", { id: "phase", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...PHASES.map((phase) => element("option", {}, phase)));
+    this.range = element("select", { id: "range", onchange: () => this.readUsage() }, ...RANGES.map(([name, seconds]) => element("option", { value: seconds }, name)));
+    this.shown = element("span", { class: "muted", role: "status" });
+    this.body = element("tbody");
+    this.heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes(column) }, element("button", { type: "button", onclick: () => this.sortBy(column) }, column.title)));
+    this.usage = new Chart({
+      title: "Replicas in use, by job", headingLevel: 2, series: [], isStacked: true, isStepped: true, least: 0,
+      formatX: (x, span) => clock(x, { withSeconds: span < 600, withDate: span > 90000 }), formatY: (y) => significant(y),
+    });
+    this.node = element(
+      "div", {},
+      element("h1", {}, "Jobs"),
+      element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
+      element("div", { class: "controls" }, element("label", { for: "range" }, "Time shown"), this.range),
+      this.usage.node,
+      element("h2", {}, "All jobs"),
+      element("div", { class: "controls" }, element("label", { for: "filter" }, "Name contains"), this.filter, element("label", { for: "phase" }, "State"), this.phase, this.shown),
+      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All jobs" }, element("table", {}, element("thead", {}, element("tr", {}, ...this.heads)), this.body)),
+    );
+    this.timer = setInterval(() => document.hidden || this.readUsage(), USAGE_INTERVAL);
+    this.readUsage();
+    this.update(stream.jobs, null);
+  }
+
+  title() {
+    return "AdaScale jobs";
+  }
+
+  // `changed`: the ids of the jobs that have changed; null if all have.
+  update(jobs, changed) {
+    for (const id of changed ?? new Set([...jobs.keys(), ...this.rows.keys()])) {
+      const job = jobs.get(id);
+      if (job) this.updateRow(job);
+      else this.rows.delete(id);
+    }
+    const tally = new Map();
+    let replicas = 0;
+    for (const job of jobs.values()) {
+      tally.set(job.phase, (tally.get(job.phase) ?? 0) + 1);
+      replicas += job.replicas;
+    }
+    const values = [replicas, jobs.size, tally.get("Running") ?? 0, tally.get("Queued") ?? 0, tally.get("Complete") ?? 0];
+    this.facts.forEach(({ value }, at) => setText(value, count(values[at])));
+    this.arrange();
+  }
+
+  updateRow(job) {
+    let row = this.rows.get(job.id);
+    if (!row) {
+      const link = element("a", { href: `#/jobs/${encodeURIComponent(job.id)}` });
+      const texts = COLUMNS.map(() => element("span"));
+      const bar = element("progress", { max: 1, "aria-label": `Progress of ${job.id}` });
+      texts[1].className = "phase";
+      link.append(texts[0]);
+      const cells = COLUMNS.map((column, at) => element(at ? "td" : "th", { scope: at ? null : "row", class: classes(column) }, ...(at === 0 ? [link] : column.key === "progress" ? [bar, texts[at]] : [texts[at]])));
+      row = { node: element("tr", { "data-job": job.id }, ...cells), texts, bar };
+      this.rows.set(job.id, row);
+    }
+    row.job = job;
+    COLUMNS.forEach((column, at) => setText(row.texts[at], column.show(job)));
+    row.texts[1].dataset.phase = job.phase;
+    const progress = share(job);
+    row.bar.hidden = progress === null;
+    if (progress !== null) row.bar.value = progress;
+  }
+
+  sortBy(column) {
+    this.sort = { column, isDescending: this.sort.column === column && !this.sort.isDescending };
+    this.arrange();
+  }
+
+  arrange() {
+    const { column, isDescending } = this.sort;
+    this.heads.forEach((head, at) => setAttributes(head, { "aria-sort": COLUMNS[at] === column ? (isDescending ? "descending" : "ascending") : null }));
+    const text = this.filter.value.trim().toLowerCase(), phase = this.phase.value;
+    const rows = [...this.rows.values()].filter(({ job }) => (!phase || job.phase === phase) && job.id.includes(text));
+    const direction = isDescending ? -1 : 1;
+    rows.sort((a, b) => direction * compare(column.value(a.job), column.value(b.job)) || compare(a.job.id, b.job.id));
+    // Only rows that are at another place are moved, so the focus stays.
+    let place = this.body.firstChild;
+    const kept = new Set(rows);
+    for (const child of [...this.body.children]) {
+      if (!kept.has(this.rowOf(child))) {
+        if (child === place) place = child.nextSibling;
+        child.remove();
+      }
+    }
+    for (const { node } of rows) {
+      if (node === place) place = place.nextSibling;
+      else this.body.insertBefore(node, place);
+    }
+    const all = this.stream.isTruncated ? `the first ${count(this.rows.size)}` : count(this.rows.size);
+    setText(this.shown, rows.length === this.rows.size && !this.stream.isTruncated ? "" : `${count(rows.length)} of ${all} shown`);
+  }
+
+  rowOf(node) {
+    const row = this.rows.get(node.dataset.job);
+    return row?.node === node ? row : undefined;
+  }
+
+  async readUsage() {
+    try {
+      const seconds = Number(this.range.value);
+      const usage = await get(`usage?seconds=${seconds}&points=240`);
+      const xs = usage.others.map((_, at) => usage.start + (at + 0.5) * usage.interval);
+      const series = usage.jobs.map(({ job }, at) => ({ name: job.replace(/^default\./, ""), style: at + 1 }));
+      const ys = usage.jobs.map(({ replicas }) => replicas);
+      if (usage.other_jobs) {
+        series.push({ name: `${count(usage.other_jobs)} other job${usage.other_jobs > 1 ? "s" : ""}`, style: 9 });
+        ys.push(usage.others);
+      }
+      this.usage.setData(ys.length ? xs : [], ys, { series, range: [usage.start, usage.start + seconds] });
+    } catch {
+      // The status of the stream shows that the service does not answer.
+    }
+  }
+
+  close() {
+    clearInterval(this.timer);
+    this.usage.remove();
+  }
+}
+
+function classes(column) {
+  return [column.isText && "text", column.isMinor && "minor"].filter(Boolean).join(" ") || null;
+}
+
+function compare(a, b) {
+  const isMissing = (value) => value === null || value === undefined;
+  if (isMissing(a) || isMissing(b)) return isMissing(a) - isMissing(b);
+  return a < b ? -1 : a > b ? 1 : 0;
+}

@@ -1,0 +1,103 @@
+// The page: its views by the hash of the address, the stream of jobs, the token and the theme.
+
+import { setText } from "./dom.js";
+import { JobView } from "./job_view.js";
+import { JobsView } from "./jobs_view.js";
+import { JobStream, getToken, setToken } from "./service.js";
+
+const HIDDEN_FOR = 60000;
+const THEME = "adascale-theme";
+
+const main = document.getElementById("main");
+const status = document.getElementById("status");
+const dialog = document.getElementById("token-dialog");
+const theme = document.getElementById("theme");
+
+let view = null;
+let hiding = 0;
+
+const stream = new JobStream({
+  onJobs: (jobs, changed) => document.hidden || view?.update(jobs, changed),
+  onStatus: (state, message) => {
+    status.dataset.state = state;
+    setText(status, state === "live" ? "Live" : state === "refused" ? "A token is needed" : `Disconnected: ${message} Trying again.`);
+    if (state === "refused") askForToken(message);
+  },
+});
+
+function open() {
+  const [path, query = ""] = location.hash.slice(1).split("?");
+  const job = /^\/jobs\/([^/]+)$/.exec(path);
+  const isMoved = view !== null;
+  view?.close();
+  view = job ? new JobView(stream, fullId(decode(job[1])), new URLSearchParams(query)) : new JobsView(stream);
+  main.replaceChildren(view.node);
+  document.title = view.title();
+  if (isMoved) {
+    main.focus({ preventScroll: true });
+    scrollTo(0, 0);
+  }
+}
+
+function decode(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+function fullId(id) {
+  return id.includes(".") ? id : `default.${id}`;
+}
+
+function askForToken(reason) {
+  if (reason) setText(document.getElementById("token-reason"), reason);
+  if (!dialog.open) dialog.showModal();
+}
+
+function useToken(token) {
+  setToken(token);
+  setText(document.getElementById("token-button"), token ? "Read token: set" : "Read token");
+  stream.stop();
+  stream.start();
+  open();
+}
+
+function setTheme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+}
+
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+document.getElementById("token-button").addEventListener("click", () => askForToken(""));
+dialog.addEventListener("close", () => {
+  const field = document.getElementById("token");
+  if (dialog.returnValue === "use" && field.value.trim()) useToken(field.value.trim());
+  if (dialog.returnValue === "clear") useToken("");
+  field.value = "";
+  dialog.returnValue = "";
+});
+theme.addEventListener("change", () => {
+  localStorage.setItem(THEME, theme.value);
+  setTheme(theme.value);
+});
+// A page that is not seen takes nothing from the service.
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(hiding);
+  if (document.hidden) hiding = setTimeout(() => stream.stop(), HIDDEN_FOR);
+  else {
+    stream.start();
+    view?.update(stream.jobs, null);
+  }
+});
+addEventListener("hashchange", open);
+
+theme.value = localStorage.getItem(THEME) ?? "auto";
+setTheme(theme.value);
+if (getToken()) setText(document.getElementById("token-button"), "Read token: set");
+open();
+stream.start();

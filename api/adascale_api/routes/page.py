@@ -1,0 +1,71 @@
+"""The page that shows the jobs, and what only the page reads."""
+
+from functools import cache, partial
+from typing import Annotated
+
+from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from adascale_api.page_files import HEADERS, PageFile, load_page
+from adascale_api.routes.common import READER, ServiceOf, errors
+from adascale_api.store import generations
+from adascale_core.usage import UsageView, usage
+
+MAX_USAGE_SECONDS = 366 * 86400
+MAX_POINTS = 1000
+LISTED_JOBS = 8
+"""Jobs whose use is listed; the use of the others is summed."""
+
+router = APIRouter(tags=["page"])
+_files = cache(load_page)
+
+
+@router.get("/", include_in_schema=False)
+async def get_page(request: Request) -> Response:
+    """The page. It holds no data: it reads them as any other client does."""
+    return _answer(request, _files()["index.html"])
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def get_page_file(request: Request, name: str) -> Response:
+    """A file of the page."""
+    file = _files().get(name)
+    if file is None:
+        raise HTTPException(404)
+    return _answer(request, file)
+
+
+@router.get("/events", dependencies=READER, include_in_schema=False)
+async def get_events(service: ServiceOf) -> Response:
+    """The summaries of all jobs and their changes, as server-sent events. Without logs and addresses."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(service.feed.connect(), headers=headers, media_type="text/event-stream")
+
+
+@router.get(
+    "/usage",
+    summary="Read how many replicas jobs have used over time",
+    dependencies=READER,
+    responses=errors(401, 403, 422, 503),
+)
+async def get_usage(
+    service: ServiceOf,
+    seconds: Annotated[
+        int, Query(ge=60, le=MAX_USAGE_SECONDS, description="The length of the time until now.")
+    ] = 3600,
+    points: Annotated[int, Query(ge=1, le=MAX_POINTS, description="The number of intervals.")] = 240,
+) -> UsageView:
+    """Returns the mean number of replicas in each interval, for each of the jobs that have used most, and for
+    all others together."""
+    now = service.clock()
+    used = await service.database.read(
+        partial(generations.used_replicas, since=now - seconds, now=now), is_long=True
+    )
+    return usage(used, now - seconds, now, points, LISTED_JOBS)
+
+
+def _answer(request: Request, file: PageFile) -> Response:
+    headers = {**HEADERS, "ETag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)

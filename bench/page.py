@@ -1,0 +1,235 @@
+"""Measures the live page in Chromium with many jobs: first paint, update, memory.
+
+    python bench/page.py --jobs 500 --reports 1000000
+
+Stores jobs with their reports, starts the metrics service, and opens the page. Then every job reports once a
+second, while the list of jobs and the page of one job are open. `--serve` keeps the service running instead,
+to look at the page. Needs Chromium; see CONTRIBUTING.md.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+from reports_per_second import REPORT, processor_time, wait_for_port
+from service_at_scale import memory
+
+from adascale_api.database import Database
+from adascale_api.sql import Transaction
+from adascale_api.store import jobs, replicas, reports
+from adascale_api.store.jobs import write_changes
+from adascale_api.store.reports import Retention
+from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.names import ENV_TOKEN
+
+HOUR = 3600.0
+TARGET = 100_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--reports", type=int, default=1_000_000, help="of all jobs (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of updates (default: %(default)s)")
+    parser.add_argument("--chromium", default="/usr/bin/chromium", help="default: %(default)s")
+    parser.add_argument("--serve", action="store_true", help="only run the service, until Ctrl-C")
+    options = parser.parse_args()
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/bench.db"
+        asyncio.run(store_jobs(url, options.jobs, options.reports // options.jobs))
+        port_file = Path(folder) / "port"
+        command = [sys.executable, "-m", "adascale_api", "--port", "0", "--port-file", str(port_file)]
+        kept = str(max(options.reports // options.jobs, 2000))
+        service = subprocess.Popen(
+            [*command, "--database", url, "--keep-newest-reports", kept],
+            env={**os.environ, ENV_TOKEN: token},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            port = wait_for_port(service, port_file)
+            ended = threading.Event()
+            agents = threading.Thread(target=report_all, args=(port, token, options.jobs, ended), daemon=True)
+            agents.start()
+            if options.serve:
+                print(f"http://127.0.0.1:{port}/", flush=True)
+                service.wait()
+            else:
+                measure(f"http://127.0.0.1:{port}/", service.pid, options)
+            ended.set()
+            agents.join()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            service.terminate()
+            service.wait()
+
+
+async def store_jobs(url: str, count: int, size: int) -> None:
+    database = Database(url)
+    generator = random.Random(1)
+    for number in range(count):
+        job_id = f"team-{number % 7}.job-{number:03}"
+
+        def store(transaction: Transaction, job_id: str = job_id, number: int = number) -> None:
+            began = time.time() - HOUR * generator.uniform(0.1, 1.0)
+            is_queued = number % 10 == 9
+            jobs.declare(transaction, job_id, JobSpec(32, 4096, (8, 512), 1, 8, TARGET), began)
+            if is_queued:
+                return
+            write_changes(transaction, began)
+            agents: dict[int, str] = {}
+            for generation, replica_count in enumerate((1, 4, 2), 1):
+                now = began + (generation - 1) * 0.3 * (time.time() - began)
+                begin(transaction, job_id, generation, replica_count, agents, now)
+                write_changes(transaction, now)
+                transaction.activated.clear()
+            new = [
+                a_report(step / size, 1 + 3 * step // size, step, began + (time.time() - began) * step / size)
+                for step in range(size)
+            ]
+            kept = Retention(newest=max(size, 2000))
+            for start in range(0, size, 500):
+                reports.post(transaction, job_id, new[start : start + 500], time.time(), kept)
+
+        await database.write(store)
+    await database.close()
+
+
+def begin(
+    transaction: Transaction, job_id: str, generation: int, count: int, agents: dict[int, str], now: float
+) -> None:
+    """Take a job into a generation: replicas join those of the generation before, or leave them."""
+    jobs.allocate(transaction, job_id, Allocation(generation, count), now)
+    for index in range(count):
+        if index not in agents:
+            agents[index] = f"agent-{index}-{generation}.1"
+            waiting = a_registration(index, agents[index], ReplicaState.WAITING, 0, count)
+            replicas.register(transaction, job_id, waiting, now)
+    for index in [index for index in agents if index >= count]:
+        del agents[index]
+    for index in range(count):
+        running = a_registration(index, agents[index], ReplicaState.RUNNING, generation, count)
+        replicas.register(transaction, job_id, running, now)
+
+
+def a_registration(index: int, agent: str, state: ReplicaState, generation: int, size: int) -> Registration:
+    return Registration(
+        *(index, agent, state, generation, f"10.0.0.{index}", 40000 + index),
+        rank=index if generation else None,
+        replicas=size if generation else None,
+        assigned=generation,
+        stepped=generation,
+    )
+
+
+def a_report(share: float, generation: int, step: int, now: float) -> GainReport:
+    scale = (4.0, 16.0, 8.0)[generation - 1]
+    gain = scale / (1 + scale * math.exp(-3 * share) / 8) * random.uniform(0.95, 1.05)
+    return replace(
+        REPORT,
+        generation=generation,
+        step=step,
+        progress=share * TARGET * 0.8,
+        scale=scale,
+        replicas=(1, 4, 2)[generation - 1],
+        local_bsz=128,
+        gain=max(gain, 1.0),
+        loss=2.3 * math.exp(-2 * share) * random.uniform(0.9, 1.1) + 0.1,
+        step_time=0.05 * random.uniform(0.95, 1.05),
+        time=now,
+        target=float(TARGET),
+    )
+
+
+def report_all(port: int, token: str, count: int, ended: threading.Event) -> None:
+    """Report for all jobs once per second, and send the heartbeats of their replicas."""
+
+    def send(method: str, path: str, body: dict[str, object]) -> None:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/jobs/{path}",
+            method=method,
+            data=json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            answer.read()
+
+    step = 1_000_000
+    while not ended.wait(1.0):
+        step += 1
+        for number in range(count):
+            if number % 10 == 9 or ended.is_set():
+                continue
+            job = f"team-{number % 7}.job-{number:03}"
+            if (step + number) % 5 == 0:
+                for index in (0, 1):
+                    agent = f"agent-{index}-{index + 1}.1"
+                    running = a_registration(index, agent, ReplicaState.RUNNING, 3, 2)
+                    send("PUT", f"{job}/replicas/{index}", running.to_json())
+            report = a_report(0.99 + (step - 1_000_000) * 1e-4, 3, step, time.time())
+            send("POST", f"{job}/gain", report.to_json())
+
+
+def measure(url: str, service: int, options: argparse.Namespace) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=options.chromium,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+        )
+        jobs = browser.new_page(viewport={"width": 1280, "height": 900})
+        follow(jobs, url, f"tbody tr:nth-child({options.jobs})", "all jobs")
+        job = browser.new_page(viewport={"width": 1280, "height": 900})
+        follow(job, f"{url}#/jobs/team-0.job-000", "figure:nth-child(6) .curve", "a job")
+        before = processor_time(service)
+        time.sleep(options.seconds)
+        share = (processor_time(service) - before) / options.seconds
+        for name, page in (("all jobs", jobs), ("a job", job)):
+            tasks = page.evaluate("window.longTasks")
+            frames = page.evaluate("performance.memory.usedJSHeapSize") / 2**20
+            longest = max(tasks, default=0)
+            print(
+                f"{name}: {len(tasks)} tasks of more than 50 ms, the longest {longest:.0f} ms; "
+                f"{frames:.0f} MiB of JavaScript"
+            )
+        print(f"service: {share:.2f} cores with the reports of all jobs, {memory(service):.0f} MiB")
+        browser.close()
+
+
+def follow(page: Page, url: str, shown: str, name: str) -> None:
+    page.add_init_script(
+        "window.longTasks = []; new PerformanceObserver((list) => list.getEntries().forEach("
+        "(entry) => window.longTasks.push(entry.duration))).observe({type: 'longtask'});"
+    )
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        page.goto("about:blank")
+        page.goto(url)
+        page.locator(shown).first.wait_for(state="attached")
+        times.append(time.perf_counter() - started)
+    paint = page.evaluate(
+        "performance.getEntriesByName('first-contentful-paint').map((entry) => entry.startTime)[0]"
+    )
+    page.evaluate("window.longTasks.length = 0")
+    print(f"{name}: first paint {paint:.0f} ms, all shown after {statistics.median(times) * 1e3:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

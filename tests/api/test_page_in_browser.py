@@ -1,0 +1,212 @@
+"""The page in Chromium: what it shows, by keyboard, on a phone, and for assistive technology."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from adascale_core.messages import JobSpec, Registration, ReplicaState
+from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect  # noqa: E402
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+READ_TOKEN = "the-read-token-of-these-tests"
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    # Playwright's loop runs in a greenlet of its own.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A service with a job that trains, one that waits, and one that has failed."""
+    environ = {"ADASCALE_TOKEN": TOKEN, "ADASCALE_READ_TOKEN": READ_TOKEN}
+    with ServiceProcess(tmp_path_factory.mktemp("page"), environ=environ) as service:
+        with Client(service.port) as client:
+            fill(client)
+        yield service
+
+
+def fill(client: Client) -> None:
+    client.put("/jobs/team.digits", JobSpec(8, 256, (4, 64), 1, 4, 20_000).to_json())
+    client.put("/jobs/team.queued", JobSpec(8, max_replicas=4).to_json())
+    client.put("/jobs/team.digits/allocation", {"generation": 1, "replicas": 1})
+    client.register("team.digits", a_registration(0, node="<b>node</b>"))
+    client.register("team.digits", running(0, 1, 1))
+    client.post_gain(
+        "team.digits", *(a_report(step, progress=2.0 * step, time=1.76e9 + step) for step in range(50))
+    )
+    client.put("/jobs/team.digits/allocation", {"generation": 2, "replicas": 2})
+    client.register("team.digits", a_registration(1))
+    client.register("team.digits", running(0, 2, 2))
+    client.register("team.digits", running(1, 2, 2))
+    later = (
+        a_report(step, generation=2, progress=100 + 4.0 * (step - 50), replicas=2, time=1.76e9 + step)
+        for step in range(50, 100)
+    )
+    client.post_gain("team.digits", *later)
+    client.put("/jobs/team.failed/allocation", {"generation": 1, "replicas": 1})
+    client.register("team.failed", a_registration())
+    failed = a_registration(replica_state=ReplicaState.FAILED, generation=1, log=HOSTILE, exit_code=1)
+    client.register("team.failed", failed)
+
+
+def running(rank: int, generation: int, replicas: int) -> Registration:
+    return a_registration(
+        rank,
+        ReplicaState.RUNNING,
+        generation=generation,
+        assigned=generation,
+        stepped=generation,
+        replicas=replicas,
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Browser, shown: ServiceProcess) -> Iterator[Page]:
+    """A page that fails the test by any error, and by any request to another host."""
+    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
+        opened = context.new_page()
+        opened.set_default_timeout(30_000)
+        problems: list[str] = []
+        opened.on("pageerror", lambda error: problems.append(str(error)))
+        opened.on("console", lambda message: _note_error(message, problems))
+        opened.on("request", lambda request: _check_host(request.url, shown.port, problems))
+        yield opened
+        assert problems == []
+
+
+def _note_error(message: ConsoleMessage, problems: list[str]) -> None:
+    if message.type == "error":
+        problems.append(message.text)
+
+
+def _check_host(url: str, port: int, problems: list[str]) -> None:
+    if not url.startswith(f"http://127.0.0.1:{port}/"):
+        problems.append(url)
+
+
+def show(page: Page, service: ServiceProcess, route: str = "#/") -> None:
+    page.goto(f"http://127.0.0.1:{service.port}/{route}")
+    expect(page.locator("#status")).to_have_text("Live", timeout=30_000)
+
+
+def row(page: Page, job: str) -> list[str]:
+    return list(page.get_by_role("row", name=re.compile(re.escape(job))).locator("td, th").all_inner_texts())
+
+
+def test_the_list_shows_the_jobs_and_follows_them(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown)
+    expect(page.get_by_role("row", name=re.compile("team.queued"))).to_contain_text("Queued")
+    expect(page.get_by_role("row", name=re.compile("team.failed"))).to_contain_text("Failed")
+    assert row(page, "team.digits")[1:6] == ["Running", "2", "8", "2", "50%"]
+    with Client(shown.port) as client:
+        last = {"generation": 2, "progress": 600.0, "replicas": 2, "local_bsz": 16, "time": 1.76e9 + 200}
+        client.post_gain("team.digits", a_report(200, gain=3.0, **last))
+        expect(page.get_by_role("row", name=re.compile("team.digits"))).to_contain_text("16")
+        assert row(page, "team.digits")[4:7] == ["3", "75%", "3%"]
+        client.put("/jobs/team.new", JobSpec(8).to_json())
+        expect(page.get_by_role("link", name="team.new")).to_be_visible()
+        client.call("DELETE", "/jobs/team.new")
+        expect(page.get_by_role("link", name="team.new")).to_have_count(0)
+
+
+def test_a_job_is_opened_by_keyboard_and_its_charts_are_read_by_keyboard(
+    page: Page, shown: ServiceProcess
+) -> None:
+    show(page, shown)
+    page.get_by_role("link", name="team.digits").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="team.digits", level=1)).to_be_visible()
+    chart = page.get_by_role("slider", name="Gain and scale")
+    expect(chart).to_have_attribute("aria-valuetext", re.compile("gain"))
+    chart.focus()
+    page.keyboard.press("Home")
+    first = chart.get_attribute("aria-valuetext")
+    page.keyboard.press("ArrowRight")
+    assert first is not None
+    expect(chart).not_to_have_attribute("aria-valuetext", first)
+
+
+def test_a_link_shows_a_job_over_progress_with_its_generations(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown, "#/jobs/team.digits?x=progress")
+    expect(page.get_by_role("radio", name="progress")).to_be_checked()
+    chart = page.get_by_role("slider", name="Gain and scale")
+    expect(chart.locator("path.curve")).to_have_count(2)
+    expect(chart.locator("line.mark")).to_have_count(1)
+    expect(page.get_by_role("region", name="Generations")).to_contain_text("replicas changed")
+    expect(page.get_by_role("region", name="Predictions for other replica counts")).to_be_visible()
+    page.get_by_role("radio", name="time").check()
+    assert page.url.endswith("#/jobs/team.digits")
+
+
+def test_logs_need_the_read_token_and_are_shown_as_text(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown, "#/jobs/team.failed")
+    expect(page.get_by_text("is shown with a read token")).to_be_visible()
+    assert page.locator("pre").count() == 0
+    page.get_by_role("button", name="Read token").click()
+    page.get_by_label("Token", exact=True).fill(READ_TOKEN)
+    page.get_by_role("button", name="Use").click()
+    expect(page.locator("pre")).to_have_text(HOSTILE)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("pre img, pre script").count() == 0
+
+
+def test_no_markup_can_be_set(browser: Browser, shown: ServiceProcess) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        show(page, shown)
+        script = """(markup) => {
+            try { document.body.innerHTML = markup; } catch (error) { return error.name; }
+        }"""
+        assert page.evaluate(script, HOSTILE) == "TypeError"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("route", ["#/", "#/jobs/team.digits", "#/jobs/team.failed"])
+def test_the_page_is_accessible(
+    browser: Browser, shown: ServiceProcess, route: str, scheme: Literal["light", "dark"], size: str
+) -> None:
+    width, height = SIZES[size]
+    with browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme) as context:
+        page = context.new_page()
+        show(page, shown, route)
+        expect(page.locator(".chart path").first).to_be_attached()
+        results = axe.Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+        # Nothing but tables scrolls sideways.
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_page_continues_after_a_restart_of_the_service(browser: Browser, tmp_path: Path) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        with ServiceProcess(tmp_path, environ={"ADASCALE_TOKEN": TOKEN}) as service:
+            port = service.port
+            show(page, service)
+        expect(page.locator("#status")).to_contain_text("Disconnected", timeout=30_000)
+        with ServiceProcess(tmp_path, "--port", str(port), environ={"ADASCALE_TOKEN": TOKEN}):
+            expect(page.locator("#status")).to_have_text("Live", timeout=60_000)

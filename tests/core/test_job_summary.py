@@ -1,0 +1,80 @@
+"""What a list shows of a job."""
+
+from dataclasses import replace
+
+import pytest
+
+from adascale_core.job_summary import JobPhase, summarize
+from adascale_core.messages import (
+    ActiveAllocation,
+    Allocation,
+    GainReport,
+    JobSpec,
+    Registration,
+    ReplicaState,
+)
+from adascale_core.rendezvous import Rendezvous
+
+REPORT = GainReport(
+    generation=2, step=100, progress=400.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0,
+    gain=2.0, grad_sqr=0.5, grad_var=1.5, step_time=0.1, time=1.76e9, target=600.0,
+)  # fmt: skip
+
+
+DESIRED = Allocation(2, 2)
+
+
+def a_state(
+    desired: Allocation | None = DESIRED,
+    active: int | None = 2,
+    states: tuple[ReplicaState, ...] = (ReplicaState.RUNNING, ReplicaState.RUNNING),
+    broken: bool = False,
+    complete: bool = False,
+) -> Rendezvous:
+    replicas = {
+        index: Registration(index, f"a{index}.1", state, active or 0, "127.0.0.1", 4000)
+        for index, state in enumerate(states)
+    }
+    allocation = None if active is None else ActiveAllocation(active, 2)
+    return Rendezvous(desired=desired, active=allocation, replicas=replicas, broken=broken, complete=complete)
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "replicas"),
+    [
+        (a_state(None, None, ()), JobPhase.QUEUED, 0),
+        (a_state(active=None, states=(ReplicaState.WAITING,)), JobPhase.STARTING, 0),
+        (a_state(states=(ReplicaState.WAITING, ReplicaState.WAITING)), JobPhase.STARTING, 0),
+        (a_state(), JobPhase.RUNNING, 2),
+        (a_state(Allocation(3, 4)), JobPhase.RESCALING, 2),
+        (a_state(broken=True, states=(ReplicaState.HOLDING,)), JobPhase.RECOVERING, 0),
+        (a_state(broken=True, states=(ReplicaState.FAILED, ReplicaState.FAILED)), JobPhase.FAILED, 0),
+        (a_state(Allocation(3, 0)), JobPhase.RESCALING, 2),
+        (a_state(Allocation(3, 0), states=()), JobPhase.STOPPED, 0),
+        (a_state(complete=True), JobPhase.COMPLETE, 0),
+    ],
+)
+def test_the_phase_follows_from_the_generations_and_replicas(
+    state: Rendezvous, phase: JobPhase, replicas: int
+) -> None:
+    summary = summarize("a.b", None, state, None, 0.0)
+    assert (summary.phase, summary.replicas) == (phase, replicas)
+
+
+@pytest.mark.parametrize(
+    ("steps", "latest", "state", "left"),
+    [
+        (None, REPORT, a_state(), 10.0),  # 200 steps at 20 per second, to the target of the report
+        (1400, REPORT, a_state(), 50.0),  # to the declared target
+        (None, replace(REPORT, progress=700.0), a_state(), 0.0),
+        (None, replace(REPORT, target=None), a_state(), None),
+        (None, replace(REPORT, step_time=0.0), a_state(), None),
+        (None, REPORT, a_state(complete=True), None),
+        (None, None, a_state(), None),
+    ],
+)
+def test_the_time_left_is_that_of_the_present_goodput(
+    steps: int | None, latest: GainReport | None, state: Rendezvous, left: float | None
+) -> None:
+    summary = summarize("a.b", JobSpec(8, scale_invariant_steps=steps), state, latest, 0.0)
+    assert summary.seconds_left == (None if left is None else pytest.approx(left))
