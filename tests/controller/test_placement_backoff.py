@@ -19,7 +19,7 @@ def update(backoff: PlacementBackoff, now: float, **changes: Any) -> None:
     """Record that 4 replicas are being placed while 2 train."""
     state: dict[str, Any] = {
         "generation": 5, "count": 4, "training": 2, "problem": UNSCHEDULABLE, "placed": 2,
-        "valid": [1, 2, 4, 8], "capacity": 8, "now": now,
+        "valid": lambda: [1, 2, 4, 8], "capacity": lambda: 8, "now": now,
     }  # fmt: skip
     backoff.update(**{**state, **changes})
 
@@ -33,21 +33,21 @@ def backoff_after(elapsed: float = TIMEOUT_TRAINING, **changes: Any) -> Placemen
 
 
 def test_a_count_fails_after_a_timeout() -> None:
-    assert backoff_after(TIMEOUT_TRAINING - 1).limit(8, TIMEOUT_TRAINING) is None
-    assert backoff_after().limit(8, TIMEOUT_TRAINING) == 2
+    assert backoff_after(TIMEOUT_TRAINING - 1).limit(lambda: 8, TIMEOUT_TRAINING) is None
+    assert backoff_after().limit(lambda: 8, TIMEOUT_TRAINING) == 2
 
 
 def test_the_timeout_is_shorter_while_nothing_trains() -> None:
     waiting = backoff_after(TIMEOUT_WAITING, training=0, placed=1)
-    assert waiting.limit(8, TIMEOUT_WAITING) == 1
+    assert waiting.limit(lambda: 8, TIMEOUT_WAITING) == 1
 
 
 def test_a_failed_count_is_limited_until_its_pause_is_over_or_capacity_grows() -> None:
     backoff = backoff_after()
     end = TIMEOUT_TRAINING + FIRST_PAUSE
-    assert backoff.limit(8, end - 1) == 2
-    assert backoff.limit(9, end - 1) is None
-    assert backoff.limit(8, end) is None
+    assert backoff.limit(lambda: 8, end - 1) == 2
+    assert backoff.limit(lambda: 9, end - 1) is None
+    assert backoff.limit(lambda: 8, end) is None
     assert backoff.failed_placement(end - 1) is not None
     assert backoff.failed_placement(end) is None
 
@@ -84,5 +84,5 @@ def test_a_count_that_trains_is_no_longer_limited() -> None:
 def test_a_count_without_a_smaller_valid_count_does_not_fail() -> None:
     smallest = backoff_after(count=1, training=0, placed=0)
     assert smallest.failed_placement(TIMEOUT_TRAINING) is None
-    only = backoff_after(count=4, training=0, placed=0, valid=[4, 8])
+    only = backoff_after(count=4, training=0, placed=0, valid=lambda: [4, 8])
     assert only.failed_placement(TIMEOUT_TRAINING) is None

@@ -8,7 +8,7 @@ be scheduled again after a pause, which doubles with each failure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from adascale_controller.operator.types.actions import FailedPlacement
 
@@ -29,15 +29,15 @@ class PlacementBackoff:
         self._failed: FailedPlacement | None = None
         self._problem_since: tuple[int, float] | None = None
 
-    def limit(self, capacity: int, now: float) -> int | None:
+    def limit(self, capacity: Callable[[], int], now: float) -> int | None:
         """Return the largest count that may be scheduled now. None for no limit.
 
         Args:
-            capacity: how many of the job's replicas seem to fit.
+            capacity: returns how many of the job's replicas seem to fit; called only if a placement has failed.
             now: seconds since 1970.
         """
         failed = self.failed_placement(now)
-        return None if failed is None or capacity > failed.capacity else failed.limit
+        return None if failed is None or capacity() > failed.capacity else failed.limit
 
     def failed_placement(self, now: float) -> FailedPlacement | None:
         """Return the failed placement whose pause is not over at `now`, in seconds since 1970."""
@@ -51,8 +51,8 @@ class PlacementBackoff:
         training: int,
         problem: tuple[str, str] | None,
         placed: int,
-        valid: Sequence[int],
-        capacity: int,
+        valid: Callable[[], Sequence[int]],
+        capacity: Callable[[], int],
         now: float,
     ) -> None:
         """Record the state of the current allocation.
@@ -62,8 +62,8 @@ class PlacementBackoff:
             training: the replicas that train in the meantime.
             problem: reason and message, if a replica can't start.
             placed: how many ranks, counted from 0, are placed.
-            valid: the counts that the job may run on, ascending.
-            capacity: how many of the job's replicas seem to fit.
+            valid: returns the counts that the job may run on, ascending.
+            capacity: returns how many of the job's replicas seem to fit.
             now: seconds since 1970.
         """
         if problem is None:
@@ -74,13 +74,16 @@ class PlacementBackoff:
         if self._problem_since is None or self._problem_since[0] != generation:
             self._problem_since = (generation, now)
         timeout = TIMEOUT_TRAINING if training else TIMEOUT_WAITING
-        if now - self._problem_since[1] < timeout or not valid:
+        if now - self._problem_since[1] < timeout:
             return
-        limit = max((other for other in valid if other <= max(placed, training)), default=valid[0])
+        counts = valid()
+        if not counts:
+            return
+        limit = max((other for other in counts if other <= max(placed, training)), default=counts[0])
         if limit >= count:
             return
         pause = FIRST_PAUSE
         if self._failed is not None and self._failed.count <= count:
             pause = min(2 * self._failed.pause, MAX_PAUSE)
         self._problem_since = None
-        self._failed = FailedPlacement(count, limit, *problem, now + pause, capacity, pause)
+        self._failed = FailedPlacement(count, limit, *problem, now + pause, capacity(), pause)

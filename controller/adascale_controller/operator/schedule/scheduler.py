@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 
 from adascale_controller.failing_counts import FailingCount, FailingCounts
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
+from adascale_controller.operator.schedule.node_selection import NodeSelection
+from adascale_controller.operator.schedule.nodes import free_nodes, pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
 from adascale_controller.operator.types.actions import FailedPlacement, Isolation
 from adascale_controller.operator.types.kubernetes import ApiObject
@@ -30,6 +33,8 @@ class _JobMemory:
     measurements: JobMeasurements = field(default_factory=JobMeasurements)
     backoff: PlacementBackoff = field(default_factory=PlacementBackoff)
     failing_counts: FailingCounts = field(default_factory=FailingCounts)
+    request: tuple[int, Mapping[str, int]] = (-1, MappingProxyType({}))
+    """What a pod requests, and the generation of the AdaScaleJob for which that was computed."""
 
 
 class Scheduler:
@@ -37,6 +42,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self._memories: dict[str, _JobMemory] = {}
+        self._node_selection = NodeSelection()
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
@@ -69,9 +75,10 @@ class Scheduler:
         """
         jobs_by_id = {job.resource.id: job for job in jobs}
         demands = {}
+        self._node_selection.update(nodes or ())
         for job_id, job in jobs_by_id.items():
             with isolation(job_id):
-                demands[job_id] = _demand(job, nodes or ())
+                demands[job_id] = self._demand(job)
         capacity: Capacity
         if nodes is None:
             max_replicas = (job.resource.valid_job.spec.max_replicas for job in jobs_by_id.values())
@@ -95,6 +102,20 @@ class Scheduler:
                 decisions[state.id] = replace(decision, reason=str(failing))
         return decisions
 
+    def _demand(self, observed: ObservedJob) -> Demand:
+        """Return what a job requests of the nodes."""
+        job = observed.resource
+        pod_spec = job.template["spec"]
+        memory = self._memories.setdefault(job.uid, _JobMemory())
+        if memory.request[0] != job.generation:
+            memory.request = (job.generation, pod_request(pod_spec))
+        return Demand(
+            request=memory.request[1],
+            nodes=self._node_selection.eligible(pod_spec),
+            placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
+            one_node=observed.single_node,
+        )
+
     def _state(self, observed: ObservedJob, capacity: Capacity) -> JobState:
         """Return a job's state for the decision."""
         job, view = observed.resource.valid_job, observed.service or JobView.empty()
@@ -103,7 +124,7 @@ class Scheduler:
         state = memory.measurements.job_state(job, view, training_target(job, view))
         current = observed.current_allocation
         trains_current = view.desired == current and observed.training_replicas > 0
-        most = capacity.max_replicas(job.id)
+        most = partial(capacity.max_replicas, job.id)  # Costly on many nodes, and rarely needed.
         _update_backoff(memory.backoff, observed, most)
         _update_failing_counts(memory.failing_counts, observed, view)
         limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
@@ -116,17 +137,6 @@ class Scheduler:
         )
 
 
-def _demand(observed: ObservedJob, nodes: Sequence[ApiObject]) -> Demand:
-    """Return what a job requests of the nodes."""
-    pod_spec = observed.resource.template["spec"]
-    return Demand(
-        request=pod_request(pod_spec),
-        nodes=eligible_nodes(pod_spec, nodes),
-        placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
-        one_node=observed.single_node,
-    )
-
-
 def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: JobView) -> None:
     counts.update(view)
     for pod in failed_pods(observed.own_pods):
@@ -137,7 +147,9 @@ def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: J
             counts.fail(end.termination.generation, view, failure, at_once=single)
 
 
-def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: int) -> None:
+def _update_backoff(
+    backoff: PlacementBackoff, observed: ObservedJob, capacity: Callable[[], int]
+) -> None:
     current = observed.current_allocation
     if current is None or current.replicas == 0:
         return
@@ -153,7 +165,7 @@ def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: 
         training=observed.training_replicas,
         problem=(problem.reason, problem.message) if problem is not None else None,
         placed=placed,
-        valid=[
+        valid=lambda: [
             count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas
         ],
         capacity=capacity,

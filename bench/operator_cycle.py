@@ -1,0 +1,449 @@
+"""Measures the processor time of the operator's cycles for many jobs, without an API server.
+
+    .venv/bin/python bench/operator_cycle.py [--jobs 1000] [--nodes 500] [--gpus 8] [--profile]
+
+The real control loop runs with an API server and a metrics service in memory, in which pods start and agents
+register at once. When all jobs train, it measures cycles in which nothing has changed, cycles after a change
+of one job (its spec, a new job, a lost pod), and cycles after new reports of all jobs. The memory is that of the
+process, with the objects of the API server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import random
+import resource
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from statistics import median
+from typing import Any
+
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.object_cache import ObjectCache
+from adascale_controller.operator.runtime.settings import OperatorSettings
+from adascale_controller.operator.types.actions import Event
+from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Resource, timestamp
+from adascale_core import names
+from adascale_core.instruction import Instruction, instruction
+from adascale_core.messages import (
+    Allocation,
+    AllocationView,
+    GainReport,
+    JobSpec,
+    Registration,
+    ReplicaState,
+    StepTime,
+)
+from adascale_core.rendezvous import Rendezvous, allocate, register
+from adascale_core.views import JobView, ReplicaView
+
+Object = dict[str, Any]
+TEMPLATES = 20
+RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS, Resource.NODES)
+SETTLE_CYCLES = 40
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--nodes", type=int, default=500)
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
+    parser.add_argument("--rounds", type=int, default=5, help="measured cycles of each kind")
+    parser.add_argument("--profile", action="store_true", help="print what the idle cycles spend time on")
+    asyncio.run(measure(parser.parse_args()))
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    """Run the jobs until they are stable, and measure."""
+    world = World(arguments.nodes, arguments.gpus)
+    for number in range(arguments.jobs):
+        world.submit(number)
+    first = await world.cycle()
+    print(f"{arguments.jobs} jobs, {arguments.nodes} nodes of {arguments.gpus} GPUs; processor time in ms")
+    print(f"{'first cycle':32}{1000 * first:10.0f}")
+    for _ in range(SETTLE_CYCLES):
+        world.writes = 0
+        await world.cycle()
+        if not world.writes:
+            break
+    kinds: dict[str, Callable[[int], None]] = {
+        "nothing has changed": lambda _: None,
+        "the spec of one job": lambda number: world.edit(number),
+        "a new job": lambda number: world.submit(arguments.jobs + number),
+        "a lost pod": lambda number: world.lose_pod(number),
+        "reports of all jobs": lambda _: world.report_all(),
+    }
+    for name, change in kinds.items():
+        profile = cProfile.Profile()
+        times = []
+        for number in range(arguments.rounds):
+            change(number)
+            if arguments.profile and name == "nothing has changed":
+                profile.enable()
+            times.append(await world.cycle())
+            profile.disable()
+            for _ in range(3):
+                await world.cycle()
+        print(f"{name:32}{1000 * median(times):10.0f}")
+        if arguments.profile and name == "nothing has changed":
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(40)
+    print(f"{'peak memory, MiB':32}{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:10.0f}")
+
+
+class World:
+    """An API server and a metrics service in memory, whose pods and agents act at once."""
+
+    def __init__(self, nodes: int, gpus: int) -> None:
+        self.objects: dict[Resource, dict[str, Object]] = {kind: {} for kind in RESOURCES}
+        self.jobs: dict[str, ServiceJob] = {}
+        self.writes = 0
+        self._version = 0
+        self._gpus = gpus
+        self._free = {}
+        self._random = random.Random(0)
+        for number in range(nodes):
+            name = f"node-{number:04d}"
+            ready = {"type": "Ready", "status": "True"}
+            allocatable = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+            self._free[name] = gpus
+            self.write(
+                Resource.NODES,
+                {
+                    "metadata": {"name": name, "uid": name, "labels": {"zone": str(number % 3)}},
+                    "spec": {},
+                    "status": {"conditions": [ready], "allocatable": allocatable},
+                },
+            )
+        self.cache = ObjectCache()
+        self._loop = ControlLoop(
+            self.cache,
+            InMemoryCluster(self),
+            InMemoryService(self),
+            OperatorSettings("http://api"),
+            RESOURCES,
+        )
+
+    async def cycle(self) -> float:
+        """Run a cycle, let pods and agents act, and return the processor time of the cycle in seconds."""
+        for kind, objects in self.objects.items():
+            for raw in objects.values():
+                self.cache.put(kind, raw)
+        begun = time.process_time()
+        await self._loop.cycle()
+        seconds = time.process_time() - begun
+        self._run_pods()
+        self._run_agents()
+        return seconds
+
+    def write(self, kind: Resource, raw: Object) -> Object:
+        """Store a new version of an object."""
+        self._version += 1
+        raw = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self._version)}}
+        self.objects[kind][raw["metadata"]["name"]] = raw
+        return raw
+
+    # -- changes ------------------------------------------------------------------------------------------
+
+    def submit(self, number: int) -> None:
+        """Create an AdaScaleJob with one of the templates."""
+        template = number % TEMPLATES
+        container = {
+            "name": "worker",
+            "image": f"trainer:{template}",
+            "resources": {"limits": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"}},
+        }
+        self.write(
+            Resource.ADASCALEJOBS,
+            {
+                "metadata": {
+                    **{"name": f"job-{number:05d}", "namespace": "team", "uid": f"job-{number}"},
+                    **{"generation": 1, "creationTimestamp": timestamp(time.time())},
+                },
+                "spec": {
+                    **{"batchSize": 32, "maxBatchSize": 1024, "localBszBounds": {"lower": 16, "upper": 64}},
+                    **{"maxReplicas": 4, "minReplicas": 1, "checkpoint": {"claimName": "shared"}},
+                    "template": {"spec": {"containers": [container]}},
+                },
+            },
+        )
+
+    def edit(self, number: int) -> None:
+        """Change the largest batch of a job."""
+        raw = self.objects[Resource.ADASCALEJOBS][f"job-{number:05d}"]
+        metadata = {**raw["metadata"], "generation": raw["metadata"]["generation"] + 1}
+        spec = {**raw["spec"], "maxBatchSize": raw["spec"]["maxBatchSize"] - 32}
+        self.write(Resource.ADASCALEJOBS, {**raw, "metadata": metadata, "spec": spec})
+
+    def lose_pod(self, number: int) -> None:
+        """Fail a pod, as the kubelet does on an eviction."""
+        name = f"job-{number:05d}-0"
+        raw = self.objects[Resource.PODS][name]
+        terminated = {"exitCode": 137, "reason": "Error"}
+        status = {
+            **{"phase": "Failed", "reason": "Evicted"},
+            "containerStatuses": [{"name": "worker", "state": {"terminated": terminated}}],
+        }
+        self.write(Resource.PODS, {**raw, "status": status})
+
+    def report_all(self) -> None:
+        """Have all jobs report another step."""
+        for job in self.jobs.values():
+            job.report(self._random)
+
+    # -- what the cluster does ----------------------------------------------------------------------------
+
+    def _run_pods(self) -> None:
+        for name, raw in self.objects[Resource.JOBS].items():
+            count = 0 if raw["spec"]["suspend"] else raw["spec"]["parallelism"]
+            for rank in range(4):
+                pod = f"{name}-{rank}"
+                if rank >= count and pod in self.objects[Resource.PODS]:
+                    self._delete_pod(pod)
+                elif rank < count and pod not in self.objects[Resource.PODS]:
+                    self._create_pod(pod, name, rank, raw)
+
+    def _create_pod(self, name: str, job: str, rank: int, owner: Object) -> None:
+        node = max(self._free, key=lambda each: self._free[each])
+        self._free[node] -= 1
+        pod = owner["spec"]["template"]["spec"]
+        running = {"name": "worker", "state": {"running": {}}}
+        self.write(
+            Resource.PODS,
+            {
+                "metadata": {
+                    **{"name": name, "namespace": "team", "uid": f"{name}-{self._version}"},
+                    "labels": {names.LABEL_JOB: job},
+                    "annotations": {COMPLETION_INDEX: str(rank)},
+                    "ownerReferences": [
+                        {"kind": "Job", "uid": owner["metadata"]["uid"], "controller": True}
+                    ],
+                    "creationTimestamp": timestamp(time.time()),
+                },
+                "spec": {**deepcopy(pod), "nodeName": node},
+                "status": {"phase": "Running", "containerStatuses": [running]},
+            },
+        )
+
+    def _delete_pod(self, name: str) -> None:
+        raw = self.objects[Resource.PODS].pop(name)
+        self._free[raw["spec"]["nodeName"]] += 1
+        self._version += 1
+        metadata = {**raw["metadata"], "resourceVersion": str(self._version)}
+        self.cache.remove(Resource.PODS, {**raw, "metadata": metadata})
+
+    def _run_agents(self) -> None:
+        replicas: dict[str, dict[int, str]] = {}
+        for raw in self.objects[Resource.PODS].values():
+            if raw["status"]["phase"] == "Running":
+                metadata = raw["metadata"]
+                rank = int(metadata["annotations"][COMPLETION_INDEX])
+                replicas.setdefault(metadata["labels"][names.LABEL_JOB], {})[rank] = metadata["uid"]
+        for name, instances in replicas.items():
+            job = self.jobs.get(f"team.{name}")
+            if job is not None:
+                job.register(instances, self._random)
+
+    def delete_pod(self, name: str) -> None:
+        """Delete a pod, as a call of the API server."""
+        self.writes += 1
+        self._delete_pod(name)
+
+
+class ServiceJob:
+    """A job of the metrics service, with the real rules for generations."""
+
+    def __init__(self, job_id: str) -> None:
+        self.id = job_id
+        self.spec: JobSpec | None = None
+        self.state = Rendezvous()
+        self.latest: GainReport | None = None
+        self.version = 1
+        self._view: JobView | None = None
+
+    def view(self) -> JobView:
+        """Return what the service answers about the job."""
+        if self._view is None:
+            view, latest = self.state.view(self.version), self.latest
+            step_times = (
+                (StepTime(latest.replicas, latest.local_bsz, latest.accumulation, latest.step_time, 5),)
+                if latest is not None
+                else ()
+            )
+            self._view = JobView(
+                id=self.id,
+                spec=self.spec,
+                version=self.version,
+                desired=view.desired,
+                active=view.active,
+                broken=view.broken,
+                complete=view.complete,
+                failures=self.state.failures,
+                disruptions=self.state.disruptions,
+                restarts_without_progress=self.state.restarts_without_progress,
+                replicas=tuple(ReplicaView.of(each, 0.0) for each in self.state.replicas.values()),
+                latest=latest,
+                step_times=step_times,
+                created_at=0.0,
+            )
+        return self._view
+
+    def changed(self) -> None:
+        """Count a change."""
+        self.version += 1
+        self._view = None
+
+    def register(self, instances: dict[int, str], chance: random.Random) -> None:
+        """Register the replicas, and have them follow the generations."""
+        before = self.state
+        for _ in range(2):
+            for rank, instance in sorted(instances.items()):
+                known = self.state.replicas.get(rank)
+                same = known is not None and known.instance == instance
+                generation = known.generation if known is not None and same else 0
+                running = generation > 0
+                what = instruction(self.state.view(1), rank, instance, generation, holds=False)
+                if what is Instruction.ASSIGN and self.state.active is not None:
+                    generation, running = self.state.active.generation, True
+                self.state = register(
+                    self.state,
+                    Registration(
+                        *(rank, instance, ReplicaState.RUNNING if running else ReplicaState.WAITING),
+                        *(generation, "10.0.0.1", 1),
+                        assigned=generation,
+                        rank=rank,
+                        stepped=generation,
+                    ),
+                    self.spec,
+                )
+        if self.state != before:
+            self.changed()
+            self.report(chance)
+
+    def report(self, chance: random.Random) -> None:
+        """Report a step of the active generation."""
+        active = self.state.active
+        if active is None:
+            return
+        step = self.latest.step + 1 if self.latest is not None else 1
+        scale = float(active.replicas)
+        seconds = 0.1 * (1.0 + 0.1 * active.replicas) * chance.uniform(0.98, 1.02)
+        self.latest = GainReport(
+            **{"generation": active.generation, "step": step, "progress": float(step), "epoch": 0},
+            **{"replicas": active.replicas, "local_bsz": 32, "accumulation": 1, "scale": scale},
+            **{"gain": 1.0 + 0.6 * (scale - 1), "grad_sqr": 1.0, "grad_var": 3.0, "step_time": seconds},
+            time=time.time(),
+        )
+        self.changed()
+
+
+class InMemoryService:
+    """The metrics service, as the operator calls it."""
+
+    def __init__(self, world: World) -> None:
+        self._jobs = world.jobs
+        self._world = world
+
+    def list_jobs(self) -> Sequence[JobView]:
+        """Return all jobs."""
+        return [job.view() for job in self._jobs.values()]
+
+    def declare_job(self, job_id: str, spec: JobSpec) -> None:
+        """Declare a job, or change its spec."""
+        self._world.writes += 1
+        job = self._jobs.setdefault(job_id, ServiceJob(job_id))
+        job.spec = spec
+        job.changed()
+
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job."""
+        self._world.writes += 1
+        self._jobs.pop(job_id, None)
+
+    def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
+        """Request an allocation for a job."""
+        self._world.writes += 1
+        job = self._jobs[job_id]
+        job.state = allocate(job.state, allocation, job.spec)
+        job.changed()
+        return job.state.view(job.version)
+
+
+class InMemoryCluster:
+    """The API server, as the operator calls it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
+        """Return all objects of a resource."""
+        return list(self._world.objects[resource].values()), 0
+
+    async def may_list(self, resource: Resource) -> bool:
+        """Whether the operator may list a resource."""
+        return True
+
+    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
+        """Return the claim, which exists."""
+        return {"spec": {"accessModes": ["ReadWriteMany"]}}
+
+    async def list_events(
+        self, namespace: str, involved_uid: str, reason: str | None = None
+    ) -> Sequence[ApiObject]:
+        """Return no events."""
+        return ()
+
+    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
+        """Write the status of an AdaScaleJob."""
+        self._world.writes += 1
+        raw = self._world.objects[Resource.ADASCALEJOBS][name]
+        return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": dict(status)})
+
+    async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
+        """Create an Indexed Job."""
+        self._world.writes += 1
+        raw = deepcopy(dict(manifest))
+        raw["metadata"]["uid"] = f"uid-{raw['metadata']['name']}"
+        raw["metadata"]["creationTimestamp"] = timestamp(time.time())
+        return self._world.write(Resource.JOBS, raw)
+
+    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
+        """Change an Indexed Job."""
+        self._world.writes += 1
+        raw = self._world.objects[Resource.JOBS][name]
+        return self._world.write(Resource.JOBS, {**raw, "spec": {**raw["spec"], **patch["spec"]}})
+
+    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
+        """Is not needed here."""
+        raise ClusterError("not expected")
+
+    async def create_claim(self, manifest: ApiObject) -> None:
+        """Is not needed here."""
+
+    async def delete_pod(self, namespace: str, name: str) -> None:
+        """Delete a pod at once."""
+        self._world.delete_pod(name)
+
+    async def release_pod(self, namespace: str, name: str) -> None:
+        """Is not needed here."""
+
+    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+        """Is not needed here."""
+        raise ClusterError("not expected")
+
+    async def record_event(
+        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
+    ) -> None:
+        """Record an Event."""
+        self._world.writes += 1
+
+
+if __name__ == "__main__":
+    main()

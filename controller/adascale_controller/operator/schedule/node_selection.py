@@ -1,0 +1,59 @@
+"""Which nodes accept the pods of a template, computed once for equal templates and unchanged nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from adascale_controller.operator.observe.observer import is_ready
+from adascale_controller.operator.schedule.nodes import eligible_nodes
+from adascale_controller.operator.types.kubernetes import ApiObject
+
+_SELECTING_FIELDS = ("nodeName", "nodeSelector", "tolerations")
+"""Fields of a PodSpec on which `eligible_nodes` depends, besides its node affinity."""
+
+
+class NodeSelection:
+    """Remembers the eligible nodes of each kind of template, until a node changes in what selects it."""
+
+    def __init__(self) -> None:
+        self._nodes: Sequence[ApiObject] = ()
+        self._attributes: dict[str, tuple[str, str]] = {}
+        """Name of a node -> its resource version, and what selects it."""
+        self._present: tuple[str, ...] = ()
+        self._eligible: dict[str, frozenset[str]] = {}
+
+    def update(self, nodes: Sequence[ApiObject]) -> None:
+        """Use these nodes from now on, which are all nodes of the cluster."""
+        known, self._attributes = self._attributes, {}
+        for node in nodes:
+            name, version = str(node["metadata"]["name"]), str(node["metadata"]["resourceVersion"])
+            before = known.get(name)
+            attributes = before[1] if before is not None and before[0] == version else _attributes(node)
+            self._attributes[name] = (version, attributes)
+        present = tuple(attributes for _, attributes in self._attributes.values())
+        if present != self._present:
+            self._eligible.clear()
+        self._nodes, self._present = nodes, present
+
+    def eligible(self, spec: ApiObject) -> frozenset[str]:
+        """As `eligible_nodes`."""
+        affinity = spec.get("affinity")
+        selecting = [spec.get(field) for field in _SELECTING_FIELDS]
+        key = json.dumps([*selecting, affinity], sort_keys=True, default=str)
+        found = self._eligible.get(key)
+        if found is None:
+            found = self._eligible[key] = eligible_nodes(spec, self._nodes)
+        return found
+
+
+def _attributes(node: ApiObject) -> str:
+    spec = node.get("spec") or {}
+    selecting = [
+        node["metadata"]["name"],
+        node["metadata"].get("labels"),
+        spec.get("taints"),
+        spec.get("unschedulable"),
+        is_ready(node),
+    ]
+    return json.dumps(selecting, sort_keys=True, default=str)
