@@ -4,9 +4,11 @@
 
 The real control loop runs with an API server and a metrics service in memory, in which pods start and agents
 register at once. When all jobs train, it measures cycles in which nothing has changed, cycles after a change
-of one job (its spec, a new job, a lost pod), and cycles after new reports of all jobs. The memory is that of the
-process, with the objects of the API server.
+of one job (its spec, a new job, a lost pod), and cycles after new reports of all jobs. The memory is that of
+the process, with the objects of the API server.
 """
+
+# ruff: noqa: ARG002 -- the API server in memory has the arguments of the real one.
 
 from __future__ import annotations
 
@@ -164,12 +166,19 @@ class World:
             Resource.ADASCALEJOBS,
             {
                 "metadata": {
-                    **{"name": f"job-{number:05d}", "namespace": "team", "uid": f"job-{number}"},
-                    **{"generation": 1, "creationTimestamp": timestamp(time.time())},
+                    "name": f"job-{number:05d}",
+                    "namespace": "team",
+                    "uid": f"job-{number}",
+                    "generation": 1,
+                    "creationTimestamp": timestamp(time.time()),
                 },
                 "spec": {
-                    **{"batchSize": 32, "maxBatchSize": 1024, "localBszBounds": {"lower": 16, "upper": 64}},
-                    **{"maxReplicas": 4, "minReplicas": 1, "checkpoint": {"claimName": "shared"}},
+                    "batchSize": 32,
+                    "maxBatchSize": 1024,
+                    "localBszBounds": {"lower": 16, "upper": 64},
+                    "maxReplicas": 4,
+                    "minReplicas": 1,
+                    "checkpoint": {"claimName": "shared"},
                     "template": {"spec": {"containers": [container]}},
                 },
             },
@@ -188,7 +197,8 @@ class World:
         raw = self.objects[Resource.PODS][name]
         terminated = {"exitCode": 137, "reason": "Error"}
         status = {
-            **{"phase": "Failed", "reason": "Evicted"},
+            "phase": "Failed",
+            "reason": "Evicted",
             "containerStatuses": [{"name": "worker", "state": {"terminated": terminated}}],
         }
         self.write(Resource.PODS, {**raw, "status": status})
@@ -219,12 +229,12 @@ class World:
             Resource.PODS,
             {
                 "metadata": {
-                    **{"name": name, "namespace": "team", "uid": f"{name}-{self._version}"},
+                    "name": name,
+                    "namespace": "team",
+                    "uid": f"{name}-{self._version}",
                     "labels": {names.LABEL_JOB: job},
                     "annotations": {COMPLETION_INDEX: str(rank)},
-                    "ownerReferences": [
-                        {"kind": "Job", "uid": owner["metadata"]["uid"], "controller": True}
-                    ],
+                    "ownerReferences": [{"kind": "Job", "uid": owner["metadata"]["uid"], "controller": True}],
                     "creationTimestamp": timestamp(time.time()),
                 },
                 "spec": {**deepcopy(pod), "nodeName": node},
@@ -336,9 +346,18 @@ class ServiceJob:
         scale = float(active.replicas)
         seconds = 0.1 * (1.0 + 0.1 * active.replicas) * chance.uniform(0.98, 1.02)
         self.latest = GainReport(
-            **{"generation": active.generation, "step": step, "progress": float(step), "epoch": 0},
-            **{"replicas": active.replicas, "local_bsz": 32, "accumulation": 1, "scale": scale},
-            **{"gain": 1.0 + 0.6 * (scale - 1), "grad_sqr": 1.0, "grad_var": 3.0, "step_time": seconds},
+            generation=active.generation,
+            step=step,
+            progress=float(step),
+            epoch=0,
+            replicas=active.replicas,
+            local_bsz=32,
+            accumulation=1,
+            scale=scale,
+            gain=1.0 + 0.6 * (scale - 1),
+            grad_sqr=1.0,
+            grad_var=3.0,
+            step_time=seconds,
             time=time.time(),
         )
         self.changed()

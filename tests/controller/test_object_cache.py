@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,3 +60,30 @@ def test_the_order_of_changes_does_not_matter(changes: list[tuple[bool, int]], r
         (cache.put if alive else cache.remove)(Resource.JOBS, version(number))
     newest = max(shuffled, default=(0, False))
     assert versions(cache) == ([newest[0]] if newest[1] else [])
+
+
+def node(number: int, *, ready: str = "True", heartbeat: str = "", **spec: Any) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": ready, "lastHeartbeatTime": heartbeat}]
+    return {
+        "metadata": {"name": "node1", "resourceVersion": str(number)},
+        "spec": spec,
+        "status": {"conditions": conditions, "allocatable": {"cpu": "4"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_news"),
+    [
+        (node(2, heartbeat="10:05"), False),
+        (node(2, ready="Unknown"), True),
+        (node(2, unschedulable=True), True),
+    ],
+)
+def test_the_heartbeat_of_a_node_is_no_news(changed: dict[str, Any], is_news: bool) -> None:
+    cache = ObjectCache()
+    cache.put(Resource.NODES, node(1))
+    assert cache.changed.is_set()
+    cache.changed.clear()
+    cache.put(Resource.NODES, changed)
+    assert cache.changed.is_set() is is_news
+    assert cache.all(Resource.NODES) == [changed]

@@ -24,7 +24,12 @@ from adascale_core.messages import Allocation
 logger = logging.getLogger(__name__)
 
 TELEMETRY_INTERVAL = 10.0
-"""Seconds between two writes of a status in which only telemetry has changed."""
+"""Seconds between two writes of a status in which only telemetry has changed, at least."""
+MAX_TELEMETRY_RATE = 16.0
+"""Such writes per second, for all jobs together."""
+
+
+OnWritten = Callable[[Resource, ApiObject, bool], None]
 
 
 @dataclass
@@ -46,7 +51,8 @@ class Applier:
     Args:
         cluster: the API server.
         service: the metrics service.
-        on_written: is called with each object that the API server returns.
+        on_written: is called with each object that the API server returns, and with whether more than its
+            telemetry has changed.
         identity: the name of the operator in its Events.
     """
 
@@ -54,7 +60,7 @@ class Applier:
         self,
         cluster: Cluster,
         service: AllocationService,
-        on_written: Callable[[Resource, ApiObject], None],
+        on_written: OnWritten,
         identity: str,
     ) -> None:
         self._cluster = cluster
@@ -62,12 +68,19 @@ class Applier:
         self._on_written = on_written
         self._identity = identity
         self._status_written_at: dict[str, float] = {}
+        self._telemetry_interval = TELEMETRY_INTERVAL
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._status_written_at = {
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
+        self._telemetry_interval = max(TELEMETRY_INTERVAL, len(uids) / MAX_TELEMETRY_RATE)
+
+    def telemetry_due(self, observed: ObservedJob, actions: Actions) -> bool:
+        """Whether the telemetry in the status has changed, and its interval has passed."""
+        written_at = self._status_written_at.get(observed.resource.uid, float("-inf"))
+        return actions.telemetry_changed and observed.now - written_at >= self._telemetry_interval
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
         """Carry out the actions for a job, the status first.
@@ -122,10 +135,9 @@ class Applier:
 
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
         job, now = observed.resource, observed.now
-        due = now - self._status_written_at.get(job.uid, float("-inf")) >= TELEMETRY_INTERVAL
-        if actions.status_changed or (actions.telemetry_changed and due):
+        if actions.status_changed or self.telemetry_due(observed, actions):
             written = await self._cluster.apply_status(job.namespace, job.name, job.uid, actions.status)
-            self._on_written(Resource.ADASCALEJOBS, written)
+            self._on_written(Resource.ADASCALEJOBS, written, actions.status_changed)
             self._status_written_at[job.uid] = now
 
     async def _write_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
@@ -142,7 +154,7 @@ class Applier:
                 active_deadline_seconds=actions.active_deadline_seconds,
             )
             written = await self._cluster.patch_indexed_job(job.namespace, job.name, indexed_job.uid, patch)
-            self._on_written(Resource.JOBS, written)
+            self._on_written(Resource.JOBS, written, True)
 
     async def _create_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
         workload, parallelism = observed.workload, actions.create_indexed_job
@@ -164,6 +176,6 @@ class Applier:
             # The manifest changes with the spec only: no use in trying again before.
             applied.template_rejection = error.reply
             return
-        self._on_written(Resource.JOBS, created)
+        self._on_written(Resource.JOBS, created, True)
         for warning in template_warnings(workload):
             await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))

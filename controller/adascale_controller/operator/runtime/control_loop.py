@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.observer import Observer, Snapshot, jobs_with_pods, observe
-from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
+from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
 from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
@@ -20,7 +21,8 @@ from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.service_jobs import ServiceJobs
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.kubernetes import Resource, object_key
+from adascale_controller.operator.types.actions import Actions
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource, object_key
 from adascale_controller.operator.types.workload import PodSettings
 from adascale_core.decision import Decision
 from adascale_core.views import JobView
@@ -37,6 +39,12 @@ STALE_RESYNC_INTERVAL = 5.0
 """Seconds between two lists of all objects while the caches are known to be stale."""
 MAX_CONCURRENT = 8
 """Jobs whose actions are applied at the same time."""
+MAX_TELEMETRY_WRITES = 50
+"""Statuses in which only telemetry has changed that a cycle writes."""
+SLICE = 50
+"""Jobs after which the lease, the probes and the watches get their turn."""
+MAX_IDLE_SHARE = 0.05
+"""The share of the time that cycles take in which no object and no generation has changed."""
 
 
 class ControlLoop:
@@ -48,7 +56,7 @@ class ControlLoop:
         service: the metrics service.
         settings: of the operator.
         resources: the watched resources.
-        on_cycle: is called after each cycle.
+        on_progress: is called whenever the actions for a job are applied, and after each cycle.
         clock: returns seconds since 1970.
     """
 
@@ -60,20 +68,23 @@ class ControlLoop:
         settings: OperatorSettings,
         resources: Collection[Resource],
         *,
-        on_cycle: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._cache = cache
         self._cluster = cluster
         self._resources = resources
-        self._on_cycle = on_cycle
+        self._on_progress = on_progress
         self._clock = clock
         self._errors = ErrorIsolation()
         self._service_jobs = ServiceJobs(service, settings.namespace)
         self._observer = Observer(PodSettings(api_url=settings.pod_api_url or settings.api_url))
         self._fetcher = LookupFetcher(cluster, cache.changed.set)
         self._scheduler = Scheduler()
-        self._applier = Applier(cluster, service, cache.put, settings.identity)
+        self._applier = Applier(cluster, service, self._store_written, settings.identity)
+        self._structure: dict[str, object] | None = None
+        """What the last cycle has read of the generations of all jobs."""
+        self._next_full_cycle = float("-inf")
 
     async def run(self) -> None:
         """Run cycles until cancelled."""
@@ -84,14 +95,15 @@ class ControlLoop:
                     await self._cache.changed.wait()
             except TimeoutError:
                 pass
+            has_news = self._cache.changed.is_set() or time.monotonic() >= self._next_full_cycle
             self._cache.changed.clear()
             interval = STALE_RESYNC_INTERVAL if self._errors.cache_is_stale else RESYNC_INTERVAL
             if time.monotonic() - listed_at > interval:
                 listed_at = time.monotonic()
                 self._errors.cache_is_stale = False
                 await self._resync()
-            await self.cycle()
-            self._on_cycle()
+            await self.cycle(only_with_news=not has_news)
+            self._on_progress()
             await asyncio.sleep(PAUSE)
 
     async def list_all(self) -> None:
@@ -104,14 +116,28 @@ class ControlLoop:
             objects, version = await self._cluster.list(resource)
             self._cache.replace(resource, objects, version)
 
-    async def cycle(self) -> None:
-        """Observe, schedule, reconcile and apply all jobs once."""
+    async def cycle(self, *, only_with_news: bool = False) -> None:
+        """Observe, schedule, reconcile and apply all jobs once.
+
+        Args:
+            only_with_news: do nothing if the generations of all jobs are as in the last cycle.
+        """
         views = await self._service_jobs.list()
+        structure = None if views is None else {view.id: _structure(view) for view in views.values()}
+        if only_with_news and structure == self._structure:
+            return
+        self._structure = structure
+        begun = time.process_time()
+        await self._full_cycle(views)
+        used = time.process_time() - begun
+        self._next_full_cycle = time.monotonic() + used / MAX_IDLE_SHARE
+
+    async def _full_cycle(self, views: Mapping[str, JobView] | None) -> None:
         snapshot = self._snapshot()
         self._retain(snapshot)
         jobs = await self._observe(snapshot, views)
         assessments = {}
-        for job in jobs:
+        async for job in _in_slices(jobs):
             with self._errors.isolate(job.resource.id):
                 assessments[job.resource.id] = assess(job)
         runnable = [
@@ -119,18 +145,48 @@ class ControlLoop:
             for job in jobs
             if job.resource.id in assessments and assessments[job.resource.id].phase is JobPhase.RUNNABLE
         ]
-        decisions = self._scheduler.schedule(runnable, snapshot.nodes, snapshot.pods, self._errors.isolate)
+        # In a thread, so that the lease, the probes and the watches go on.
+        decisions = await asyncio.to_thread(
+            self._scheduler.schedule, runnable, snapshot.nodes, snapshot.pods, self._errors.isolate
+        )
+        urgent, telemetry = [], []
+        async for job in _in_slices(jobs):
+            with self._errors.isolate(job.resource.id):
+                actions = self._reconcile(job, assessments, decisions)
+                if actions is None:
+                    continue
+                if actions.are_urgent:
+                    urgent.append((job, actions))
+                elif self._applier.telemetry_due(job, actions):
+                    telemetry.append((job, actions))
+                else:
+                    self._errors.clear(job.resource.id)
+        await self._apply(urgent)
+        await self._apply(telemetry[:MAX_TELEMETRY_WRITES])
+        if views is not None:
+            present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
+            await self._service_jobs.deregister_deleted(
+                views, present, lambda: jobs_with_pods(self._cache.all(Resource.PODS))
+            )
+
+    def _reconcile(
+        self, job: ObservedJob, assessments: Mapping[str, Assessment], decisions: Mapping[str, Decision]
+    ) -> Actions | None:
+        """Return the actions for a job; None if an error kept it from being scheduled: it stays as it is."""
+        assessment, decision = assessments.get(job.resource.id), decisions.get(job.resource.id)
+        if assessment is None or (decision is None and assessment.phase is JobPhase.RUNNABLE):
+            return None
+        failed_placement = self._scheduler.failed_placement(job)
+        failing_count = self._scheduler.failing_count(job)
+        return reconcile(job, assessment, decision, failed_placement, failing_count)
+
+    async def _apply(self, planned: Iterable[tuple[ObservedJob, Actions]]) -> None:
+        """Carry out the actions for these jobs, `MAX_CONCURRENT` jobs at a time."""
         limit = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def reconcile_and_apply(job: ObservedJob, decision: Decision | None) -> None:
-            assessment = assessments.get(job.resource.id)
-            if assessment is None or (decision is None and assessment.phase is JobPhase.RUNNABLE):
-                return  # An error kept the job from being scheduled: it stays as it is.
+        async def apply(job: ObservedJob, actions: Actions) -> None:
             async with limit:
                 with self._errors.isolate(job.resource.id):
-                    failed_placement = self._scheduler.failed_placement(job)
-                    failing_count = self._scheduler.failing_count(job)
-                    actions = reconcile(job, assessment, decision, failed_placement, failing_count)
                     applied = await self._applier.apply(job, actions)
                     if applied.claim_created:
                         self._fetcher.expire_claim(job.resource.uid)
@@ -138,19 +194,18 @@ class ControlLoop:
                         self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
                         self._cache.changed.set()
                     self._errors.clear(job.resource.id)
+                self._on_progress()
 
-        await asyncio.gather(*(reconcile_and_apply(job, decisions.get(job.resource.id)) for job in jobs))
-        if views is not None:
-            present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
-            await self._service_jobs.deregister_deleted(
-                views, present, lambda: jobs_with_pods(self._cache.all(Resource.PODS))
-            )
+        await asyncio.gather(*(apply(job, actions) for job, actions in planned))
+
+    def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
+        self._cache.put(resource, raw, is_news=is_news)
 
     async def _observe(self, snapshot: Snapshot, views: Mapping[str, JobView] | None) -> list[ObservedJob]:
         cached = self._observer.read(snapshot, self._errors.isolate)
         await self._fetcher.fetch(cached, self._clock())
         jobs = []
-        for job in cached:
+        async for job in _in_slices(cached):
             with self._errors.isolate(job.resource.id):
                 lookups = self._fetcher.results(job)
                 if lookups is not None:
@@ -179,3 +234,23 @@ class ControlLoop:
             await self.list_all()
         except ClusterError as error:
             logger.warning("%s; the watches continue", error)
+
+
+T = TypeVar("T")
+
+
+async def _in_slices(items: Sequence[T]) -> AsyncIterator[T]:
+    """Yield items, and let other tasks run after each `SLICE` of them."""
+    for number, item in enumerate(items, start=1):
+        yield item
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
+
+
+def _structure(view: JobView) -> object:
+    """Return what a job's actions depend on at once, unlike its reports."""
+    states = [(replica.replica, replica.state) for replica in view.replicas]
+    return (
+        *(view.spec, view.desired, view.active, view.broken, view.complete),
+        *(view.failures, view.disruptions, view.restarts_without_progress, states),
+    )

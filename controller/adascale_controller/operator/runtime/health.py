@@ -11,7 +11,7 @@ from aiohttp import web
 from adascale_core.errors import AdaScaleError
 
 MAX_SILENCE = 120.0
-"""Seconds without a cycle after which the probe fails."""
+"""Seconds without progress after which the probe fails."""
 
 
 class ProbeAddressError(AdaScaleError):
@@ -21,19 +21,19 @@ class ProbeAddressError(AdaScaleError):
 
 
 class Health:
-    """Records the cycles of the operator. Before the first cycle, the operator may wait for its lease."""
+    """Records the progress of the operator, once it has its lease."""
 
     def __init__(self) -> None:
-        self._last_cycle: float | None = None
+        self._progress_at: float | None = None
 
-    def record_cycle(self) -> None:
-        """Record that a cycle has ended."""
-        self._last_cycle = time.monotonic()
+    def record_progress(self) -> None:
+        """Record that the control loop has started, that a cycle has ended, or a part of it."""
+        self._progress_at = time.monotonic()
 
     @property
     def silence(self) -> float:
-        """Seconds since the last cycle. 0 before the first cycle."""
-        return 0.0 if self._last_cycle is None else time.monotonic() - self._last_cycle
+        """Seconds without progress. 0 before the control loop has started."""
+        return 0.0 if self._progress_at is None else time.monotonic() - self._progress_at
 
     @asynccontextmanager
     async def serve(self, address: str | None) -> AsyncIterator[None]:
@@ -63,5 +63,5 @@ class Health:
 
     async def _answer(self, _request: web.Request) -> web.Response:
         if self.silence > MAX_SILENCE:
-            return web.Response(status=503, text=f"no cycle for {self.silence:.0f} s\n")
+            return web.Response(status=503, text=f"no progress for {self.silence:.0f} s\n")
         return web.Response(text="ok\n")

@@ -88,8 +88,9 @@ async def _run_control_loop(
     service = MetricsServiceClient(settings.api_url, token_file=settings.token_file)
     cache = ObjectCache()
     resources = await _retry(lambda: _watched_resources(settings, cluster))
-    loop = ControlLoop(cache, cluster, service, settings, resources, on_cycle=health.record_cycle)
+    loop = ControlLoop(cache, cluster, service, settings, resources, on_progress=health.record_progress)
     await _retry(loop.list_all)
+    health.record_progress()
     logger.info("Running in %s", settings.namespace or "all namespaces")
     coroutines = [run_informers(cache, resources, settings), loop.run(), *background]
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]

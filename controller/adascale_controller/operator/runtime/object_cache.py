@@ -30,15 +30,22 @@ class ObjectCache:
         objects = self._objects[resource]
         return [objects[key] for key in sorted(objects)]
 
-    def put(self, resource: Resource, raw: ApiObject) -> None:
-        """Store an object unless the cache has it in a newer version."""
+    def put(self, resource: Resource, raw: ApiObject, *, is_news: bool = True) -> None:
+        """Store an object unless the cache has it in a newer version.
+
+        Args:
+            resource: its resource.
+            raw: the object.
+            is_news: whether a reader has to look at it now. A heartbeat of a node never is.
+        """
         key = object_key(raw)
         cached = self._objects[resource].get(key)
         newest = self._deleted[resource].get(key, -1) if cached is None else _version(cached)
         if newest >= _version(raw):
             return
         self._objects[resource][key] = raw
-        self.changed.set()
+        if is_news and not (resource is Resource.NODES and cached is not None and _is_heartbeat(cached, raw)):
+            self.changed.set()
 
     def remove(self, resource: Resource, raw: ApiObject) -> None:
         """Remove a deleted object, of which `raw` is the last version."""
@@ -62,6 +69,17 @@ class ObjectCache:
                 self.changed.set()
         deleted = self._deleted[resource].items()
         self._deleted[resource] = {key: in_version for key, in_version in deleted if in_version > version}
+
+
+def _is_heartbeat(before: ApiObject, node: ApiObject) -> bool:
+    """Whether a node has changed in nothing that concerns its pods."""
+    return _without_heartbeat(before) == _without_heartbeat(node)
+
+
+def _without_heartbeat(node: ApiObject) -> list[object]:
+    metadata, status = node["metadata"], node.get("status") or {}
+    conditions = {raw["type"]: raw["status"] for raw in status.get("conditions") or ()}
+    return [metadata.get("labels"), node.get("spec"), status.get("allocatable"), conditions]
 
 
 def _version(raw: ApiObject) -> int:

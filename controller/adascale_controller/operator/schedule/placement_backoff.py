@@ -33,7 +33,7 @@ class PlacementBackoff:
         """Return the largest count that may be scheduled now. None for no limit.
 
         Args:
-            capacity: returns how many of the job's replicas seem to fit; called only if a placement has failed.
+            capacity: returns how many of the job's replicas seem to fit; called after a failed placement.
             now: seconds since 1970.
         """
         failed = self.failed_placement(now)

@@ -147,9 +147,7 @@ def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: J
             counts.fail(end.termination.generation, view, failure, at_once=single)
 
 
-def _update_backoff(
-    backoff: PlacementBackoff, observed: ObservedJob, capacity: Callable[[], int]
-) -> None:
+def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: Callable[[], int]) -> None:
     current = observed.current_allocation
     if current is None or current.replicas == 0:
         return

@@ -84,3 +84,16 @@ class Actions:
     release_pods: tuple[str, ...] = ()
     delete_job: bool = False
     events: tuple[Event, ...] = ()
+
+    @property
+    def are_urgent(self) -> bool:
+        """Whether they have more than telemetry."""
+        changes = (self.declare, self.allocate, self.create_indexed_job, self.resize)
+        return (
+            self.status_changed
+            or self.deregister
+            or self.delete_indexed_job
+            or self.delete_job
+            or bool(self.delete_pods or self.release_pods)
+            or any(change is not None for change in changes)
+        )
