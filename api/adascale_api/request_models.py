@@ -42,6 +42,7 @@ class GainReportBody(RequestBody):
             generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
             scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
             time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
+            lr_factor=3.2,
         )
     )  # fmt: skip
 
@@ -71,6 +72,12 @@ class GainReportBody(RequestBody):
         default=None, ge=0, le=1e15, description="The progress at which training ends; null if unbounded."
     )
     nodes: Replicas = Field(default=1, description="Number of nodes on which the replicas ran.")
+    lr_factor: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e9,
+        description="The factor of the learning rate for this gain; null if not reported.",
+    )
 
     def to_report(self) -> GainReport:
         """Return the report as a message of the core."""

@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -56,6 +56,7 @@ TABLES: dict[str, str] = {
         loss {double},
         target {double},
         nodes INTEGER NOT NULL,
+        lr_factor {double},
         PRIMARY KEY (job_key, generation, step)
     """,
     # The latest step times of a batch plan on a number of nodes, as doubles. They outlive the reports.

@@ -48,6 +48,7 @@ class GainReport(Message):
         loss: mean training loss since the last report; None if the program does not report it.
         target: the progress at which training ends; None if the program decides.
         nodes: the number of nodes on which the replicas ran.
+        lr_factor: the factor by which the learning rate is multiplied for this gain; None if not reported.
     """
 
     generation: int
@@ -66,6 +67,7 @@ class GainReport(Message):
     loss: float | None = None
     target: float | None = None
     nodes: int = 1
+    lr_factor: float | None = None
 
     @property
     def efficiency(self) -> float:

@@ -128,6 +128,22 @@ def test_clipping_does_not_change_the_statistics() -> None:
     assert ours.gain() == pytest.approx(other.gain(), rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_reported_factor_is_that_of_the_learning_rate_in_the_step(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    model = network()
+    inner = kind(model.parameters(), lr=0.02)  # type: ignore[call-arg]
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
+    seen: list[float] = []
+    inner.register_step_pre_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
+    data = learnable_batches(8)
+    for start in range(0, 8, 2):
+        train_step(optimizer, model, data[start : start + 2])
+    assert optimizer.lr_factor > 1.1
+    assert 0.02 * optimizer.lr_factor == pytest.approx(seen[-1])
+
+
 def test_hyperparameters_are_restored_after_the_step() -> None:
     model = network()
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)

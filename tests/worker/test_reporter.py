@@ -198,6 +198,7 @@ class FixedEstimates:
 
     grad_sqr = 1.0
     grad_var = 2.0
+    lr_factor = 1.25
 
     def gain(self) -> float:
         return 1.5
@@ -217,6 +218,7 @@ def test_a_report_has_the_mean_of_the_losses_since_the_last_report() -> None:
 
     shapes = (torch.tensor(1.0), torch.tensor([2.0, 4.0]), 5.0, torch.tensor(3.0, dtype=torch.bfloat16))
     assert loss_of_report(*shapes) == 3.0
+    assert reporter.reports[-1].lr_factor == 1.25
     assert loss_of_report() is None
     assert loss_of_report(torch.tensor(float("nan"))) is None
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"

@@ -170,6 +170,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         return self._estimator.gain(self.scale, pg_idx)
 
+    @property
+    def lr_factor(self) -> float:
+        """The factor of the learning rates at `gain()`; groups with other gains have other factors."""
+        group = {**self.param_groups[0], "lr": 1.0}
+        return float(self._rule.hyperparameters_at(group, self.gain()).get("lr", 1.0))
+
     def predict_gain(self, scale: float) -> float:
         """Return the gain of all groups together at another scale.
 

@@ -96,6 +96,7 @@ class Telemetry:
                 time=time.time(),
                 loss=self._mean_loss(),
                 target=progress.target,
+                lr_factor=optimizer.lr_factor,
             )
         )
 

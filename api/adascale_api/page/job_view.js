@@ -15,6 +15,7 @@ const CHARTS = [
   { title: "Efficiency", series: [["efficiency", (each) => each.gain / each.scale]], formatY: percent, least: 0 },
   { title: "Replicas", series: [["replicas", (each) => each.replicas]], formatY: significant, isStepped: true, least: 0 },
   { title: "Loss", series: [["loss", (each) => each.loss]], formatY: significant },
+  { title: "Learning-rate factor", series: [["factor", (each) => each.lr_factor]], formatY: significant, least: 0 },
   { title: "Goodput (steps at the initial batch size per second)", series: [["goodput", (each) => (each.step_time > 0 ? each.gain / each.step_time : null)]], formatY: significant, least: 0 },
   { title: "Local batch size", series: [["samples", (each) => each.local_bsz * each.accumulation]], formatY: significant, isStepped: true, least: 0 },
 ];
