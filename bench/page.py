@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -168,8 +169,11 @@ def report_all(port: int, token: str, count: int, ended: threading.Event) -> Non
             data=json.dumps(body).encode(),
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request) as answer:
-            answer.read()
+        try:
+            with urllib.request.urlopen(request) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            print(f"{method} {path}: {error}")
 
     step = 1_000_000
     while not ended.wait(1.0):

@@ -506,6 +506,7 @@ class _Readers:
         self._threads.shutdown()
         for connection in self._connections:
             connection.close()
+        self._connections.clear()  # `interrupt` may be called once more
 
 
 def open_database(url: str) -> Connector:

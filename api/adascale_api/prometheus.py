@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adascale_api.databases.base import Failure
 from adascale_api.http_protocol import ConnectionLimits
 from adascale_api.sql import Transaction
 from adascale_api.store.reports import latest_gauges
@@ -21,10 +22,10 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _GAUGES = (
     ("gain", "Worth of one step, in steps at the initial batch size."),
-    ("efficiency", "Gain divided by scale."),
-    ("progress", "Progress so far, in steps at the initial batch size."),
+    ("efficiency_ratio", "Gain divided by scale."),
+    ("progress_steps", "Progress so far, in steps at the initial batch size."),
     ("replicas", "Replicas of the job."),
-    ("local_batch_size", "Samples in a micro-batch of one replica."),
+    ("local_batch_size_samples", "Samples in a micro-batch of one replica."),
 )
 
 
@@ -47,7 +48,7 @@ class Metrics:
         self._stored = self.reports.labels("stored")
         self._repeated = self.reports.labels("repeated")
         self.requests = Histogram(
-            "adascale_request_seconds",
+            "adascale_request_duration_seconds",
             "Seconds from the arrival of a request to the end of its answer, including a requested wait.",
             ["method", "route", "status"],
             registry=self.registry,
@@ -127,8 +128,9 @@ class _Health:
         failures = CounterMetricFamily(
             "adascale_database_failures", "Failed transactions, by reason.", labels=["reason"]
         )
-        for reason, count in condition.failures.items():
-            failures.add_metric([reason], count)
+        for failure in Failure:
+            reason = failure.name.lower()
+            failures.add_metric([reason], condition.failures.get(reason, 0))
         yield failures
         if self._connections is not None:
             yield CounterMetricFamily(
@@ -144,12 +146,13 @@ def _jobs_text(latest: list[tuple[str, float, float, float, int, int]]) -> str:
     Formatted here, because the client library takes ten times as long for thousands of jobs.
     """
     # Ids of jobs have no character that must be escaped.
+    # `job` and `namespace` are labels that Prometheus sets itself.
     samples: list[list[str]] = [
-        [f'adascale_job_gain{{job="{row[0]}"}} {row[1]}' for row in latest],
-        [f'adascale_job_efficiency{{job="{row[0]}"}} {row[1] / row[2]}' for row in latest],
-        [f'adascale_job_progress{{job="{row[0]}"}} {row[3]}' for row in latest],
-        [f'adascale_job_replicas{{job="{row[0]}"}} {row[4]}.0' for row in latest],
-        [f'adascale_job_local_batch_size{{job="{row[0]}"}} {row[5]}.0' for row in latest],
+        [f'adascale_job_gain{{adascale_job="{row[0]}"}} {row[1]}' for row in latest],
+        [f'adascale_job_efficiency_ratio{{adascale_job="{row[0]}"}} {row[1] / row[2]}' for row in latest],
+        [f'adascale_job_progress_steps{{adascale_job="{row[0]}"}} {row[3]}' for row in latest],
+        [f'adascale_job_replicas{{adascale_job="{row[0]}"}} {row[4]}.0' for row in latest],
+        [f'adascale_job_local_batch_size_samples{{adascale_job="{row[0]}"}} {row[5]}.0' for row in latest],
     ]
     lines: list[str] = []
     for (name, description), of_gauge in zip(_GAUGES, samples, strict=True):

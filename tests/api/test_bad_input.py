@@ -121,7 +121,7 @@ def test_a_connection_that_closes_within_a_body_stores_nothing(
     ):
         with socket.create_connection(("127.0.0.1", service.port)) as connection:
             connection.sendall(f"{head}{kind}{length}".encode())
-    ended = 'adascale_request_seconds_count{method="POST",route="/jobs/{job}/gain",status="400"} 2.0'
+    ended = 'adascale_request_duration_seconds_count{method="POST",route="/jobs/{job}/gain",status="400"} 2.0'
     wait_until(lambda: ended in client.call("GET", "/metrics").body, "the end of both requests")
     assert client.call("GET", f"/jobs/{job}").status == 404
 

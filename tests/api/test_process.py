@@ -176,7 +176,7 @@ def test_a_signal_stops_the_service_and_answers_waiting_requests(
 
         waiting = [threads.submit(wait) for _ in range(4)]
         with Client(service.port) as client:
-            metric = 'adascale_request_seconds_count{method="GET",route="/jobs/{job}/allocation"'
+            metric = 'adascale_request_duration_seconds_count{method="GET",route="/jobs/{job}/allocation"'
             wait_until(lambda: open_connections(service) >= 5, "the waiting")
             assert metric not in str(client.call("GET", "/metrics").body)
         service.process.send_signal(number)
@@ -437,13 +437,13 @@ def test_metrics_cover_the_jobs_and_the_requests(service: ServiceProcess, client
     answer = client.call("GET", "/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     for line in (
-        f'adascale_job_gain{{job="{job}"}} 3.0',
-        f'adascale_job_efficiency{{job="{job}"}} 0.75',
-        f'adascale_job_progress{{job="{job}"}} 5.0',
-        f'adascale_job_replicas{{job="{job}"}} 2.0',
-        f'adascale_job_local_batch_size{{job="{job}"}} 8.0',
+        f'adascale_job_gain{{adascale_job="{job}"}} 3.0',
+        f'adascale_job_efficiency_ratio{{adascale_job="{job}"}} 0.75',
+        f'adascale_job_progress_steps{{adascale_job="{job}"}} 5.0',
+        f'adascale_job_replicas{{adascale_job="{job}"}} 2.0',
+        f'adascale_job_local_batch_size_samples{{adascale_job="{job}"}} 8.0',
         'adascale_reports_total{result="stored"}',
-        'adascale_request_seconds_count{method="POST",route="/jobs/{job}/gain",status="200"}',
-        'adascale_request_seconds_count{method="GET",route="none",status="404"}',
+        'adascale_request_duration_seconds_count{method="POST",route="/jobs/{job}/gain",status="200"}',
+        'adascale_request_duration_seconds_count{method="GET",route="none",status="404"}',
     ):
         assert line in answer.body, line

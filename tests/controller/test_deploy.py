@@ -16,7 +16,7 @@ from adascale_core import names
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PARTS = ("worker", "api", "controller")
-OVERLAYS = (".", "all-namespaces", "kind", "one-namespace", "plain", "postgres")
+OVERLAYS = (".", "all-namespaces", "kind", "monitoring", "one-namespace", "plain", "postgres")
 
 
 def read(*files: str) -> list[dict[str, Any]]:

@@ -111,7 +111,8 @@ def latest_reports(transaction: Transaction, after: str, last: str) -> dict[str,
 
 
 def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
-    """Return (job id, gain, scale, progress, replicas, local batch size) of each job's latest report."""
+    """Return (job id, gain, scale, progress, replicas, local batch size) of the latest report of each
+    job that is not complete."""
     return transaction.all(_ALL_LATEST)
 
 
@@ -223,7 +224,7 @@ _FROM_LATEST = """
 _ALL_LATEST = Sql(
     f"""
     SELECT jobs.id, gain, scale, progress, replicas, local_bsz {_FROM_LATEST}
-    WHERE jobs.id IS NOT NULL
+    WHERE jobs.id IS NOT NULL AND complete = 0
     ORDER BY jobs.id
     """
 )
