@@ -144,6 +144,33 @@ def test_a_finish_on_one_rank_that_then_leaves_its_loop_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("end", "rank", "other"), [("break", 0, 1), ("break", 1, 0), ("next epoch", 0, 1)])
+def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
+    tmp_path: Path, end: str, rank: int, other: int
+) -> None:
+    ended = run(tmp_path, *TORCHRUN, END=end, ON_RANK=rank, EPOCHS=10_000)
+    assert ended.returncode == 1, "torchrun's own code"
+    condition = {"break": "if ends():", "next epoch": 'if end == "next epoch"'}[end]
+    lines = Path(PROGRAM).read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 2) if text.strip().startswith(condition))
+    message = (
+        f"adascale: rank {rank} left its loop over trainer.dataloader() ({PROGRAM}, line {line}) after step "
+        f"3, but rank {other} is in step 4, which needs all 2 replicas. Leave the loop on all replicas"
+    )
+    assert message in ended.stderr
+    assert 'Traceback (most recent call last):\n  File "' + PROGRAM not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_loop_that_all_ranks_leave_after_the_same_step_trains(tmp_path: Path) -> None:
+    ended = run(tmp_path, *TORCHRUN, END="break", AT=5, EPOCHS=3)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [
+        f"rank {rank} ends after 5 steps, finished: False" for rank in range(2)
+    ]
+
+
+@pytest.mark.slow
 def test_a_finish_on_all_ranks_that_then_exit_saves_the_end_of_training(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, END="finish and exit", STEPS=100_000)
     assert ended.returncode == 0, ended.stderr

@@ -90,6 +90,18 @@ def test_parameters_without_gradients_are_refused_on_two_replicas_and_train_on_o
     require_trained(run("unused parameters"))
 
 
+WRONG_OBJECTS = [
+    pytest.param(loop, message, marks=pytest.mark.slow)
+    for loop, message in (
+        ("swapped arguments", "program_reentry got model of type SGD: call program_reentry(model, optimizer"),
+        ("registers a list", "program_reentry got register of type list: it must be a dict of objects"),
+        ("data-parallel already", "program_reentry got a model of type DataParallel"),
+        ("scheduler of another optimizer", "the scheduler (StepLR) belongs to another optimizer"),
+        ("another optimizer", "step() was called of an optimizer (SGD) that has parameters of the one"),
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
@@ -99,6 +111,7 @@ def test_parameters_without_gradients_are_refused_on_two_replicas_and_train_on_o
             "two models",
             "program_reentry was called before: call it once per trainer. To train several models",
         ),
+        *WRONG_OBJECTS,
     ],
 )
 def test_a_wrong_optimizer_is_refused(loop: str, message: str) -> None:
@@ -125,6 +138,31 @@ def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
     assert result[1].count(message) == 2, "both ranks name the reason"
 
 
+@pytest.mark.slow
+def test_a_second_backward_pass_of_the_same_output_is_refused_on_two_replicas_and_trains_on_one() -> None:
+    cause = (
+        r"adascale: the weights of the 2 replicas differ after step 1: .*The program calls backward\(\) 2 "
+        r"times for each batch, and only the first call after model\(\.\.\.\) averages its gradients"
+    )
+    require_refused(run("backward twice", replicas=2), cause)
+    assert "Warning" not in require_trained(run("backward twice"))
+
+
+@pytest.mark.slow
+def test_two_forward_and_backward_passes_per_step_train_with_a_warning_that_they_are_not_measured() -> None:
+    output = require_trained(run("backward twice, forward twice", replicas=2))
+    assert "RuntimeWarning: got 2 backward passes in a step, where 1 are expected" in output
+    assert "and call backward() once." in output
+
+
+@pytest.mark.slow
+def test_a_step_on_one_rank_only_is_refused() -> None:
+    message = (
+        r"adascale: trainer\.dataloader\(\) has delivered 1000 batches since the last optimizer\.step\(\)"
+    )
+    require_refused(run("steps on rank 0", replicas=2), message)
+
+
 # -- steps and epochs -----------------------------------------------------------------------------------
 
 
@@ -136,6 +174,7 @@ def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
         ("steps twice", r"optimizer\.step\(\) was called twice for one batch"),
         ("without zero_grad", r"the gradients of the step before were not deleted"),
         ("without backward", r"optimizer\.step\(\) was called 3 times without gradients"),
+        ("one iterator for all epochs", r"trainer\.step\(1\) was called, but epoch 1 has had no batch"),
     ],
 )
 @pytest.mark.parametrize("replicas", REPLICAS)

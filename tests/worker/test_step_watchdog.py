@@ -68,7 +68,12 @@ class Observed:
         self.reports: list[Stall | None] = []
         self.inside_epoch = inside_epoch
         self.watchdog = StepWatchdog(
-            self.timer, lambda: self.inside_epoch, lambda: "rank 0", lambda: 1, None, self.reports.append
+            self.timer,
+            lambda: self.inside_epoch,
+            lambda: "rank 0",
+            lambda: 1,
+            None,
+            report=self.reports.append,
         )
 
     def look(self, *times: float) -> list[bool]:

@@ -123,6 +123,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)
 
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes of this step so far; 0 if the step is not measured."""
+        return self._estimator.statistics.reader.passes
+
     # -- results ----------------------------------------------------------------------------------------
 
     @property

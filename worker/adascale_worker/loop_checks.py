@@ -77,6 +77,8 @@ class LoopChecks:
         self._steps = 0
         self._steps_without_gradients = 0
         self._has_stale_gradients = False
+        self.passes_per_batch = 0
+        """The most backward passes for one batch so far; 0 if unknown."""
         self._warnings = OneTimeWarnings()
         # Two parameters, in case one of them is not used in every pass.
         ends = self._parameters[:1] + self._parameters[-1:]
@@ -87,6 +89,11 @@ class LoopChecks:
         self._requires_all = requires_all
         self._unused: UnusedParameters | None = None
         self.begin_generation()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether `optimizer.step()` was called for the present batch."""
+        return self._has_stepped
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -110,12 +117,14 @@ class LoopChecks:
         self._has_stepped = False
         self._batches_since_step += 1
         if self._batches_since_step == MAX_BATCHES_WITHOUT_STEP:
-            self._warnings.warn(
-                "no step",
+            found = (
                 f"trainer.dataloader() has delivered {MAX_BATCHES_WITHOUT_STEP} batches since the last "
                 "optimizer.step(): an epoch ends after its steps, so without steps it does not end. Call "
-                "step() of the optimizer that was passed to program_reentry once per batch",
+                "step() of the optimizer that was passed to program_reentry once per batch"
             )
+            if self._group.replicas > 1:
+                raise WorkerError(f"{found}, on all {self._group.replicas} replicas")
+            self._warnings.warn("no step", found)
 
     def zeroed_gradients(self) -> None:
         """Record that the program has deleted its gradients."""
@@ -138,6 +147,14 @@ class LoopChecks:
         ):
             self._has_stale_gradients = bool(parameter.grad.any())
         self._has_backward = True
+
+    def count_passes(self, batches: int) -> None:
+        """Record how many backward passes the program makes for each batch, in a step that is measured.
+
+        Args:
+            batches: the micro-batches of this step.
+        """
+        self.passes_per_batch = max(self.passes_per_batch, self._optimizer.backward_passes // batches)
 
     def discarded_step(self) -> None:
         """Record that the trainer has discarded a step, and its gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -303,10 +304,26 @@ class ReplicaGroup:
             dist.all_reduce(tensor)
             return tuple(tensor.tolist())
 
-    def announce(self, event: str) -> None:
-        """Let the other replicas know that this one has reached `event`. Not a collective call."""
+    def announce(self, event: str, value: str = "") -> None:
+        """Let the other replicas know that this one has reached `event`. Not a collective call.
+
+        Does nothing if the store is gone, with the process that serves it.
+        """
         if self.replicas > 1:
-            default_store().set(f"adascale/{event}/{self.rank}", "")
+            with contextlib.suppress(RuntimeError):
+                default_store().set(f"adascale/{event}/{self.rank}", value)
+
+    def announced(self, event: str) -> list[str | None]:
+        """Return the values that the ranks have announced with `event`; None for a rank that has not."""
+        values: list[str | None] = [None] * self.replicas
+        if self.replicas > 1:
+            with contextlib.suppress(RuntimeError):
+                store = default_store()
+                for rank in range(self.replicas):
+                    key = f"adascale/{event}/{rank}"
+                    if store.check([key]):
+                        values[rank] = store.get(key).decode()
+        return values
 
     def missing(self, event: str, timeout: float) -> list[int]:
         """Return the ranks that have not announced `event` within `timeout` seconds.

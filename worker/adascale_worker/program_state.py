@@ -170,8 +170,13 @@ def require_stateful(registered: Mapping[str, Any]) -> None:
     """Check that the state of registered objects can be saved and restored.
 
     Raises:
-        WorkerError: an object lacks `state_dict` or `load_state_dict`.
+        WorkerError: they are not a mapping, or an object lacks `state_dict` or `load_state_dict`.
     """
+    if not isinstance(registered, Mapping):
+        raise WorkerError(
+            f"program_reentry got register of type {type(registered).__name__}: it must be a dict of objects "
+            "by name, register={name: object}"
+        )
     for name, value in registered.items():
         methods = ("state_dict", "load_state_dict")
         missing = [method for method in methods if not callable(getattr(value, method, None))]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
+from adascale_core.exit_codes import EXIT_SINGLE_REPLICA
 from adascale_worker.step_timer import StepTimer
 from adascale_worker.user_code import is_own, location
 
@@ -25,6 +26,8 @@ WARN_AFTER = 30.0
 """Seconds without a step after which it is reported, at least..."""
 WARN_FACTOR = 10.0
 """...and multiples of the median step time."""
+EXPLAIN_AFTER = 5.0
+"""Seconds without a step after which a replica that waits for others looks for the reason."""
 POLL_INTERVAL = 1.0
 """Seconds between two looks at the main thread."""
 WAITING_FACTOR = 1.5
@@ -58,6 +61,8 @@ class StepWatchdog:
         describe: returns the name of this replica, for messages, as in `rank 1`.
         replicas: returns the number of replicas.
         timeout: seconds without a step after which the process ends; None for never.
+        explain: returns why the step of a replica that waits for others cannot end; None if it may. Called in
+            a thread.
         report: called in a thread with a stall, and with None when a step ends it.
     """
 
@@ -68,6 +73,7 @@ class StepWatchdog:
         describe: Callable[[], str],
         replicas: Callable[[], int],
         timeout: float | None,
+        explain: Callable[[], str | None] = lambda: None,
         report: Callable[[Stall | None], None] = lambda _: None,
     ) -> None:
         self._timer = timer
@@ -75,6 +81,7 @@ class StepWatchdog:
         self._describe = describe
         self._replicas = replicas
         self._timeout = timeout
+        self._explain = explain
         self._report = report
         self._main = threading.get_ident()
         self._pid = os.getpid()
@@ -108,6 +115,8 @@ class StepWatchdog:
             self._end_stall()
             return
         seconds = now - self._since
+        if seconds >= EXPLAIN_AFTER and self._find(seconds).waiting:
+            self._end_if_explained()
         if not self._is_long(seconds):
             return
         stall = self._find(seconds)
@@ -116,6 +125,16 @@ class StepWatchdog:
             self._report(stall)
         self._stall = stall
         self._enforce_timeout(stall)
+
+    def _end_if_explained(self) -> None:
+        failure = self._explain()
+        if failure is None:
+            return
+        sys.stderr.write(f"adascale: {failure}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        # The main thread does not return from the collective call.
+        os._exit(EXIT_SINGLE_REPLICA)
 
     def _is_long(self, seconds: float) -> bool:
         if self._timeout is not None and seconds >= self._timeout:

@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_client import MetricsServiceClient
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_core.names import ENV_ADDRESS
 from adascale_worker import environment
 from adascale_worker.accumulation import GradientAccumulation
@@ -41,9 +40,10 @@ from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_feed import DataFeed
+from adascale_worker.data_loop import DataLoop
 from adascale_worker.data_parallel import DataParallelModel, warm_up
 from adascale_worker.device import select_device
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
 from adascale_worker.membership import Membership
@@ -51,6 +51,7 @@ from adascale_worker.membership_links import listen
 from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.program_checks import OtherOptimizers, require_program
 from adascale_worker.program_state import (
     ProgramState,
     Stateful,
@@ -138,6 +139,7 @@ class ElasticTrainer:
         self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
         self._loop: TrainingLoop | None = None
         self._watchdog: StepWatchdog | None = None
+        self._other_optimizers: OtherOptimizers | None = None
         self._backward_guard: BackwardGuard | None = None
         arguments = environment.JobSettings(
             batch_size=batch_size,
@@ -308,8 +310,9 @@ class ElasticTrainer:
 
         Raises:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
-            WorkerError: the state of an object could not be loaded again, or `program_reentry` was called
-                before.
+            WorkerError: an argument has the wrong type, the model is data-parallel already, the scheduler
+                belongs to another optimizer, the state of an object could not be loaded again, or
+                `program_reentry` was called before.
             UnsupportedOptimizerError: AdaScale does not support the optimizer.
         """
         self._uncaught_errors.install()
@@ -322,6 +325,7 @@ class ElasticTrainer:
         trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
         require_choice(hyperparameters)
+        require_program(model, optimizer, lr_scheduler)
         check_optimizer_parameters(model, optimizer, group.replicas)
         forward, buffers = ForwardRecord(), ModelBuffers(model)
         parallel = DataParallelModel(
@@ -376,6 +380,11 @@ class ElasticTrainer:
         )
         if lr_scheduler is not None:
             patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
+        # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
+        self._other_optimizers = OtherOptimizers(
+            optimizer, lambda: checks.has_stepped or not loop.inside_epoch
+        )
+        self._other_optimizers.install()
         self._loop = loop
         self._watchdog = StepWatchdog(
             trainer.telemetry.step_timer,
@@ -383,6 +392,7 @@ class ElasticTrainer:
             lambda: f"rank {self.rank}",
             lambda: self.replicas,
             environment.read_step_timeout(os.environ),
+            loop.explain_stall,
         )
         self._watchdog.start()
         self._handle_shutdown()
@@ -493,10 +503,12 @@ class ElasticTrainer:
         stream = self._trainer.feed.open(dataset, shuffle=shuffle, options=options)
         self._trainer.progress.target = self._trainer.target(stream.length)
         self._trainer.planner.acknowledge()
-        return loop.epoch(dataset, stream, options)
+        return DataLoop(loop.epoch(dataset, stream, options))
 
     def step(self, epoch: int) -> None:
         """End the epoch `epoch`. Call it after the data loop of each epoch.
+
+        If the program leaves the data loop before its end, all replicas have to leave it after the same step.
 
         Chooses the local batch size again, from the gain and the measured step times, and saves the end of
         training when all scale-invariant steps or epochs are done.
@@ -505,7 +517,9 @@ class ElasticTrainer:
             epoch: number of the current epoch, from 0.
 
         Raises:
-            WorkerError: `epoch` is not the current epoch, or `program_reentry` has not been called.
+            WorkerError: `epoch` is not the current epoch or has had no batch, or `program_reentry` has not
+                been called.
+            ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
         self._require_loop().end_epoch(epoch)
@@ -541,6 +555,8 @@ class ElasticTrainer:
             self._backward_guard.uninstall()
         self._trainer.group.destroy()
         self._stop_watchdog()
+        if self._other_optimizers is not None:
+            self._other_optimizers.uninstall()
         self._shutdown_signal.uninstall()
         self._uncaught_errors.uninstall()
         self._exit_status.uninstall()
@@ -559,7 +575,7 @@ class ElasticTrainer:
             failure = self._loop.end_of_program()
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
-                self._fast_exit.code = EXIT_INVALID_PROGRAM
+                self._fast_exit.code = exit_code(failure)
             elif self._membership is not None:
                 self._membership.report_finished()
         self._trainer.checkpointing.close()

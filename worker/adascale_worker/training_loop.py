@@ -20,8 +20,9 @@ from adascale_worker.agent_channel import Assignment
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
-from adascale_worker.errors import CheckpointError, WorkerError
+from adascale_worker.errors import CheckpointError, ReplicationError, WorkerError
 from adascale_worker.loop_checks import LoopChecks, check_optimizer_parameters
+from adascale_worker.loop_departures import LoopDepartures
 from adascale_worker.membership import LeaveError, Membership
 from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
 from adascale_worker.model_buffers import ModelBuffers
@@ -88,6 +89,7 @@ class TrainingLoop:
         self._checks = checks
         self._weights = FiniteWeights(program.optimizer, trainer.settings.max_nonfinite_steps, trainer.group)
         self._comparison = WeightComparison(program.model, trainer.group)
+        self._departures = LoopDepartures(trainer.group)
         self._state = TrainingState(trainer, program)
         self._shutdown_signal = shutdown_signal
         self._fast_exit = fast_exit
@@ -96,9 +98,13 @@ class TrainingLoop:
         self._delivered = 0
         self._inside_epoch = False
         self._current_epoch: object = None
+        self._is_looping = False
+        """Whether a loop over `epoch` has begun and not ended."""
         self._finish_request: str | None = None
         self._finish_line = ""
         self._ended_epoch: int | None = None
+        self._step_at_end = 0
+        """The last step at the end of the last epoch."""
         self._epoch_of_program = 0
         """The epoch of the program's loop."""
         self._overtaken_epoch: int | None = None
@@ -196,6 +202,7 @@ class TrainingLoop:
         self._agreement = Agreement()
         self._checks.begin_generation()
         self._overtake()
+        self._announce_place()
         self.begin()
         # Batches of the new plan come from the trainer, so the program uses their size.
         trainer.planner.acknowledge()
@@ -217,6 +224,31 @@ class TrainingLoop:
         """Find out whether the copied state is in a later epoch than the program's loop."""
         if self._current_epoch is not None and self._trainer.progress.epoch > self._epoch_of_program:
             self._overtaken_epoch = self._epoch_of_program
+
+    def _announce_place(self) -> None:
+        epoch, has_looped = self._trainer.progress.epoch, self._current_epoch is not None
+        if self._is_looping or (has_looped and epoch <= self._epoch_of_program):
+            self._departures.begin_generation(self._epoch_of_program, inside=self._is_looping)
+        else:
+            self._departures.begin_generation(epoch, inside=True)
+
+    def _leave_loop(self, *, early: bool) -> None:
+        """Announce that the program has left its data loop, if it is in one."""
+        if self._is_looping:
+            self._is_looping = False
+            self._departures.leave(
+                self._epoch_of_program,
+                self._trainer.progress.step,
+                calling_line(),
+                early=early,
+                expected=self._finish_request is not None or self._trainer.finished,
+            )
+
+    def explain_stall(self) -> str | None:
+        """Return an error message if the present step cannot end because others have left their loop."""
+        if not self._inside_epoch or self._trainer.group.has_failed:
+            return None
+        return self._departures.find_failure(self._trainer.progress.step)
 
     def _recover(self) -> None:
         """Discard the step in which members were lost, and enter another generation."""
@@ -323,6 +355,7 @@ class TrainingLoop:
             return
         flags = self._requests().flags()
         self.adascale.flags = flags
+        self._checks.count_passes(trainer.planner.plan.accumulation)
         try:
             group.wait_for_device()
             self.adascale.step()
@@ -353,7 +386,7 @@ class TrainingLoop:
         self._weights.check_step(step, gradients_are_finite=self.adascale.gradients_are_finite)
         if self._agreement.compare_weights:
             self._agreement.compare_weights = False
-            self._comparison.compare(step)
+            self._comparison.compare(step, self._checks.passes_per_batch)
             self._withdraw_requests()
 
     def _requests(self) -> Requests:
@@ -430,7 +463,10 @@ class TrainingLoop:
         end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
         batches: Iterator[Any] | None = None
         generation = trainer.generation
+        self._leave_loop(early=True)
+        self._departures.wait()
         self._epoch_of_program = progress.epoch
+        self._is_looping = True
         self._current_epoch = this_epoch = object()
         self._accumulation.restart_step()
         self._checks.begin_epoch()
@@ -455,11 +491,13 @@ class TrainingLoop:
                     except PeersLostError:
                         continue
                 if self._overtaken_epoch is not None:
+                    self._leave_loop(early=False)
                     return
                 if self._accumulation.at_first_micro_batch:
                     seed_generators(trainer.feed.seed, progress.consumed, trainer.group.rank)
                     if trainer.finished or progress.progress >= end:
                         self._ended_epoch = progress.epoch
+                        self._leave_loop(early=False)
                         return
                     self._buffers.begin_step()
                 if batches is None or generation != trainer.generation:
@@ -473,6 +511,10 @@ class TrainingLoop:
                 self._checks.delivered_batch()
                 yield batch
                 self._inside_epoch = False
+        except GeneratorExit:
+            if self._current_epoch is this_epoch:
+                self._leave_loop(early=True)
+            raise
         finally:
             self._inside_epoch = False
             trainer.telemetry.step_timer.pause()
@@ -485,9 +527,12 @@ class TrainingLoop:
 
         Raises:
             WorkerError: `epoch` is not the current epoch.
+            ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the state at the end of training cannot be saved.
         """
         trainer = self._trainer
+        self._leave_loop(early=True)
+        self._departures.wait()
         if epoch == self._overtaken_epoch:
             # The state is already that of the end of this epoch.
             self._overtaken_epoch = None
@@ -499,6 +544,7 @@ class TrainingLoop:
                 f"trainer.step({epoch}) was called, but the current epoch is {trainer.progress.epoch}: start "
                 "with the epoch that program_reentry returns, and call trainer.step(epoch) once per epoch"
             )
+        self._require_loop_in_epoch(epoch)
         self._accumulation.restart_step()
         trainer.progress.epoch += 1
         if trainer.finished:
@@ -514,6 +560,18 @@ class TrainingLoop:
         except PeersLostError:
             # The members enter another generation at the beginning of the next epoch.
             return
+
+    def _require_loop_in_epoch(self, epoch: int) -> None:
+        """Check that an epoch which ends has had a data loop or steps, if the program has data loops."""
+        step = self._trainer.progress.step
+        is_empty = self._epoch_of_program != epoch and self._step_at_end == step
+        if self._current_epoch is not None and is_empty and not self._trainer.finished:
+            raise WorkerError(
+                f"trainer.step({epoch}) was called, but epoch {epoch} has had no batch: call "
+                "trainer.dataloader(dataset) in each epoch, because the iterator that it returns ends with "
+                "its epoch"
+            )
+        self._step_at_end = step
 
     # -- the end of training ----------------------------------------------------------------------------
 
@@ -540,34 +598,39 @@ class TrainingLoop:
         self._trainer.progress.finish_reason = next(reason for reason in reasons if reason is not None)
         self._save_final()
 
-    def end_of_program(self) -> str | None:
-        """Report the last step, and return an error message if training is not finished, else None."""
+    def end_of_program(self) -> WorkerError | None:
+        """Report the last step, and return an error if training is not finished, else None."""
         trainer = self._trainer
         trainer.telemetry.report_last(trainer.planner.plan, trainer.progress, self.adascale)
         if self._stepped_at > float("-inf") and not trainer.checkpointing.has_final:
             try:
                 self._require_finite_weights()
             except NonFiniteWeightsError as error:
-                return str(error)
+                return error
         unfinished = trainer.unfinished
         if self._finish_request is not None and not trainer.finished:
             return self._finished_alone()
+        try:
+            self._leave_loop(early=True)
+            self._departures.wait(lambda: self._shutdown_signal.received is not None)
+        except ReplicationError as error:
+            return error
         if unfinished is None:
             return None
-        return (
+        return WorkerError(
             f"the program ended at {unfinished}. Train until trainer.finished is true, or call "
             "trainer.finish(reason) to end training earlier"
         )
 
-    def _finished_alone(self) -> str | None:
-        """Return an error message if another replica has not called `finish`, and still trains."""
+    def _finished_alone(self) -> WorkerError | None:
+        """Return an error if another replica has not called `finish`, and still trains."""
         trainer, group = self._trainer, self._trainer.group
         missing = group.missing(FINISH, FINISH_TIMEOUT)
         if not missing:
             return None
         # In place of the checkpoint of `finish`, which says that training is finished.
         trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
-        return (
+        return WorkerError(
             f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
             f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
             "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "

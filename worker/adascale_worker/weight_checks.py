@@ -51,11 +51,12 @@ class WeightComparison:
         """Whether the interval since the last comparison has passed. Always False on one replica."""
         return self._group.replicas > 1 and time.monotonic() - self._compared_at >= COMPARISON_INTERVAL
 
-    def compare(self, step: int) -> None:
+    def compare(self, step: int, passes_per_batch: int = 1) -> None:
         """Compare the weights. A collective call, which raises on all replicas or on none.
 
         Args:
             step: number of the step that was made last.
+            passes_per_batch: how many backward passes the program makes for each batch.
 
         Raises:
             DifferentWeightsError: the replicas have different weights.
@@ -73,10 +74,23 @@ class WeightComparison:
             if difference > TOLERANCE * magnitude:
                 raise DifferentWeightsError(
                     f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
-                    f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. Every "
-                    "gradient has to come from model(...), and code that changes weights has to do the "
-                    "same on all replicas"
+                    f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
+                    f"{_cause(passes_per_batch)}"
                 )
+
+
+def _cause(passes_per_batch: int) -> str:
+    """Return what a program has to change so that its weights do not differ."""
+    if passes_per_batch > 1:
+        return (
+            f"The program calls backward() {passes_per_batch} times for each batch, and only the first call "
+            "after model(...) averages its gradients over the replicas. Add up the losses, and call "
+            "backward() once"
+        )
+    return (
+        "Every gradient has to come from model(...), and code that changes weights has to do the same on all "
+        "replicas"
+    )
 
 
 def _probe(parameter: Tensor) -> Tensor:

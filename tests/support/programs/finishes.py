@@ -1,10 +1,10 @@
 """A training program that ends as END says, in step AT.
 
 END: `exit` (sys.exit(0)), `exit 3`, `raise 3` (raise SystemExit(3)), `raise 4 in main`, `raise main` (as
-raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `error`, `finish` (and
-continues its loop), `finish and exit`, `finish and break`, or `` (does all epochs). ON_RANK: the rank that
-ends so; without it, all ranks. EPOCHS: epochs of its loop; if REQUIRED is set, it requires as many. STEPS:
-`scale_invariant_steps`.
+raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch` (leaves its data
+loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`, `finish and break`, or ``
+(does all epochs). ON_RANK: the rank that ends so; without it, all ranks. EPOCHS: epochs of its loop; if
+REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`.
 """
 
 import os
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer, training_loop
+from adascale_worker import ElasticTrainer, step_watchdog, training_loop
 from support.training import samples
 
+step_watchdog.EXPLAIN_AFTER = 1.0
 training_loop.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", training_loop.FINISH_TIMEOUT))
 end, at = os.environ.get("END", ""), int(os.environ.get("AT", "3"))
 epochs = int(os.environ.get("EPOCHS", "3"))
@@ -61,6 +62,8 @@ def train() -> None:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             step += 1
+            if end == "next epoch" and step % 6 == at and trainer.rank == int(os.environ["ON_RANK"]):
+                break
             if ends():
                 return
         trainer.step(epoch)

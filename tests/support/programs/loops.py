@@ -54,7 +54,19 @@ if loop == "a part is not optimized":
     model.parts["other"] = nn.Linear(6, 2)
 if loop == "unfreezes":
     model.parts["head"].bias.requires_grad_(False)
+if loop == "data-parallel already":
+    model = nn.DataParallel(model)  # type: ignore[assignment]
+if loop == "swapped arguments":
+    trainer.program_reentry(optimizer, model)  # type: ignore[arg-type]
+if loop == "registers a list":
+    trainer.program_reentry(model, optimizer, register=[model])  # type: ignore[arg-type]
+if loop == "scheduler of another optimizer":
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
 state = trainer.program_reentry(model, optimizer)
+if loop == "another optimizer":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = trainer.dataloader(samples())
 if loop == "adds a parameter group":
     optimizer.add_param_group({"params": [outside]})
 if loop == "two models":
@@ -68,7 +80,9 @@ count = 0
 for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
     if trainer.finished:
         break
-    for _, x, y in trainer.dataloader(samples()):
+    if loop != "one iterator for all epochs":
+        batches = trainer.dataloader(samples())
+    for _, x, y in batches:
         count += 1
         if loop == "unfreezes" and count == 5:
             model.parts["head"].bias.requires_grad_(True)
@@ -84,6 +98,20 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             loss = nn.functional.cross_entropy(model.parts["head"](x), y)
         else:
             loss = nn.functional.cross_entropy(logits(x), y)
+        if loop.startswith("backward twice"):
+            optimizer.zero_grad()
+            loss.backward(retain_graph=loop == "backward twice")
+            if loop != "backward twice":
+                loss = nn.functional.cross_entropy(logits(x), y)
+            (0.1 * loss).backward()
+            optimizer.step()
+            continue
+        if loop == "steps on rank 0":
+            if trainer.is_main:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            continue
         if loop.startswith("skips") and count % 3 == 0:
             # As a GradScaler does after gradients that are not finite.
             loss.backward()

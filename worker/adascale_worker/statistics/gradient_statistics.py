@@ -324,10 +324,10 @@ class GradientStatistics:
             return True
         self._warnings.warn(
             "passes",
-            f"got {passes} backward passes in a step, num_gradients_to_accumulate is "
-            f"{self._settings.accumulation}: such steps are left out of the estimates. Add up losses before "
-            "one backward(). A loop without a trainer that accumulates gradients calls "
-            "AdaScale.set_num_gradients_to_accumulate() and AdaScale.set_scale() with its numbers",
+            f"got {passes} backward passes in a step, where {self._settings.accumulation} are expected: such "
+            "steps are left out of the estimates, so the gain is not measured. Add up the losses of a batch, "
+            "and call backward() once. Only a loop without ElasticTrainer accumulates gradients itself, and "
+            "calls AdaScale.set_num_gradients_to_accumulate() and AdaScale.set_scale() with its numbers",
         )
         return False
 

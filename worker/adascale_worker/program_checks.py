@@ -1,0 +1,82 @@
+"""Checks of what the program passes to `program_reentry`, and of the optimizers that it steps afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from adascale_worker.errors import WorkerError
+
+
+def require_program(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None
+) -> None:
+    """Check the types of the program's objects, and that they belong together.
+
+    Raises:
+        WorkerError: an object has the wrong type, the model is data-parallel already, or the scheduler
+            belongs to another optimizer.
+    """
+    for name, value, kind in (
+        ("model", model, torch.nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+    ):
+        if not isinstance(value, kind):
+            raise WorkerError(
+                f"program_reentry got {name} of type {type(value).__name__}: call "
+                "program_reentry(model, optimizer, lr_scheduler), with one torch.nn.Module and one "
+                "torch.optim.Optimizer"
+            )
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise WorkerError(
+            f"program_reentry got a model of type {type(model).__name__}, but it makes the model "
+            "data-parallel itself: pass the model before it is wrapped"
+        )
+    scheduled = getattr(lr_scheduler, "optimizer", optimizer)
+    if lr_scheduler is not None and scheduled.param_groups is not optimizer.param_groups:
+        raise WorkerError(
+            f"the scheduler ({type(lr_scheduler).__name__}) belongs to another optimizer than the one passed "
+            "to program_reentry, whose learning rate it would not change: make it from that one"
+        )
+
+
+class OtherOptimizers:
+    """Refuses steps of an optimizer that changes the parameters in place of the trainer's.
+
+    Args:
+        optimizer: the one that was passed to `program_reentry`.
+        may_step: returns whether others may step now.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, may_step: Callable[[], bool]) -> None:
+        self._optimizer = optimizer
+        self._may_step = may_step
+        self._own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._handle: RemovableHandle | None = None
+
+    def install(self) -> None:
+        """Observe the steps of all optimizers."""
+        self._handle = register_optimizer_step_post_hook(self._check)
+
+    def uninstall(self) -> None:
+        """Observe no more steps. May be called again."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _check(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer is self._optimizer or self._may_step():
+            return
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) in self._own for parameter in parameters):
+            raise WorkerError(
+                f"step() was called of an optimizer ({type(optimizer).__name__}) that has parameters of the "
+                "one passed to program_reentry, but is another object, whose steps the trainer does "
+                "not count. Make the optimizer once, pass it to program_reentry, and call its step()"
+            )
