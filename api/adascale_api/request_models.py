@@ -18,7 +18,7 @@ from adascale_api.field_types import (
     Steps,
 )
 from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.names import MAX_REPLICAS
+from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
 
 MAX_REPORTS = 1000
 """Reports in one request."""
@@ -143,7 +143,7 @@ class RegistrationBody(RequestBody):
         json_schema_extra=_example(
             replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
             exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
-            version="0.1.0", node="node-a", key="",
+            version="0.1.0", node="node-a", key="", stall="",
         )
     )  # fmt: skip
 
@@ -189,6 +189,11 @@ class RegistrationBody(RequestBody):
         default="",
         max_length=128,
         description="A random secret; the first becomes that of the job's members.",
+    )
+    stall: str = Field(
+        default="",
+        max_length=MAX_STALL_LENGTH,
+        description="While no step of its trainer ends: where that is, or that it waits for the others.",
     )
 
     def to_registration(self) -> Registration:

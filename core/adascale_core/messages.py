@@ -343,6 +343,8 @@ class Registration(Message):
         version: the version of the package.
         node: the node that it runs on; empty if unknown.
         key: a random secret. The first one that the service gets becomes the job's.
+        stall: while no step of its trainer ends: where that is, or that it waits for the others, as in
+            `is at train.py, line 41, in load`. Empty while steps end.
     """
 
     replica: int
@@ -362,6 +364,7 @@ class Registration(Message):
     version: str = ""
     node: str = ""
     key: str = ""
+    stall: str = ""
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:

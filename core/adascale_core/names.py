@@ -126,3 +126,8 @@ LEAVE_GRACE = 10.0
 """For a trainer to hold after its generation is broken, before its agent kills it.
 
 Below HEARTBEAT_TIMEOUT."""
+
+WAITS_FOR_OTHERS = "waits for the others"
+"""The `stall` of a replica that is not behind."""
+MAX_STALL_LENGTH = 1024
+"""Characters of the `stall` of a replica."""

@@ -19,8 +19,10 @@ from adascale_core.messages import (
     JobSpec,
     Message,
     Registration,
+    ReplicaState,
     StepTime,
 )
+from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_core.prediction import Prediction
 
 
@@ -285,6 +287,16 @@ class JobView(Message):
     def generation(self) -> int:
         """The number of the desired allocation; 0 if there is none."""
         return self.desired.generation if self.desired else 0
+
+    @property
+    def stall(self) -> str | None:
+        """Where the replicas are while no step ends, those that are behind first; None while steps end."""
+        stalls = [
+            (each.stall == WAITS_FOR_OTHERS, f"replica {each.replica} {each.stall}")
+            for each in self.replicas
+            if each.stall and each.state is ReplicaState.RUNNING
+        ]
+        return "; ".join(text for _, text in sorted(stalls)) or None
 
     def replica(self, index: int) -> ReplicaView | None:
         """The last registration of a replica; None if there is none."""

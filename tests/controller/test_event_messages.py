@@ -15,7 +15,7 @@ from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_core.messages import Allocation, GainReport, Registration, ReplicaState
+from adascale_core.messages import GainReport, Registration, ReplicaState
 from adascale_core.views import JobView, ReplicaView
 
 REPORT = GainReport(
@@ -42,6 +42,11 @@ class Recorded:
         return [
             line.split("  ", 2)[-1].removeprefix("0:00  ") for line in self.output.getvalue().splitlines()
         ]
+
+
+def running(rank: int, stall: str) -> ReplicaView:
+    registration = Registration(rank, "first", ReplicaState.RUNNING, 1, "127.0.0.1", 1, stall=stall)
+    return ReplicaView.of(registration, 0.0)
 
 
 def recorded(path: Path) -> Recorded:
@@ -106,14 +111,14 @@ def test_a_stall_is_reported_once_with_the_last_output(tmp_path: Path) -> None:
 
 def test_a_stall_names_the_replica_that_is_behind(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    waits = "adascale: no step for 31 s: rank 0 waits for the others, at train.py, line 9, in main\n"
-    behind = "adascale: no step for 31 s: rank 1 is at train.py, line 41, in load. Its stack:\n"
-    run.folder.replica_log(0).write_text(waits)
-    run.folder.replica_log(1).write_text(f'{behind}  File "train.py", line 41, in load\n    lock.acquire()\n')
+    stalls = ("waits for the others", "is at train.py, line 41, in load")
+    replicas = (running(index, stall) for index, stall in enumerate(stalls))
+    view = replace(VIEW, replicas=tuple(replicas))
     for now in (1.0, STALL_TIMEOUT + 1.1):
-        run.events.report_stall(replace(VIEW, desired=Allocation(1, 2), active=None), now)
+        run.events.report_stall(view, now)
     assert run.messages == [
-        "No step for 35 s: replica 1 is at train.py, line 41, in load; its stack is in replica-1.log"
+        "No step for 35 s: replica 1 is at train.py, line 41, in load; replica 0 waits for the others. The "
+        "log of a replica that is behind has its stack"
     ]
 
 

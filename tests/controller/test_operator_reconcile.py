@@ -234,6 +234,22 @@ def test_nothing_changes_while_the_metrics_service_does_not_answer() -> None:
 # -- suspending, replacing all pods --------------------------------------------------------------------------
 
 
+def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind() -> None:
+    training = training_job()
+    assert training.service is not None
+    stalls = ("waits for the others", "is at train.py, line 41, in load")
+    replicas = tuple(replace(replica(rank), stall=stall) for rank, stall in enumerate(stalls))
+    actions = actions_for(replace(training, service=replace(training.service, replicas=replicas)), 2)
+    running = condition(actions, RUNNING)
+    assert (running.status, running.reason) == (True, Reason.STALLED)
+    assert running.message == (
+        "Training on 2 replicas, but no step ends: replica 1 is at train.py, line 41, in load; "
+        "replica 0 waits for the others"
+    )
+    assert Reason.STALLED in events(actions)
+    assert condition(actions_for(training, 2), RUNNING).reason == Reason.TRAINING
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"), [({"suspend": True}, Reason.SUSPENDED), ({"replicas": 0}, Reason.SCALED_TO_ZERO)]
 )

@@ -117,6 +117,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         version=words,
         node=words,
         key=words,
+        stall=words,
     ),
 )
 

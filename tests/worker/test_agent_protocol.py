@@ -237,6 +237,15 @@ def test_the_job_is_complete_when_rank_0_has_finished_whatever_its_index(job: Jo
     assert job.service.job()["complete"]
 
 
+def test_a_stall_is_registered_until_a_step_ends(job: Job) -> None:
+    job.service.allocate(1, 1)
+    job.start(0)
+    job.wait_for_members(1, 0)
+    for stall in ("is at train.py, line 41, in load", ""):
+        job.trainer(0).do(type="stalled", stall=stall)
+        wait_until(lambda stall=stall: job.service.job()["replicas"][0]["stall"] == stall, repr(stall))  # type: ignore[misc]
+
+
 def test_restarts_without_a_step_are_counted_and_delayed(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, AUTOMATIC="0")

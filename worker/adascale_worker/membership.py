@@ -278,6 +278,10 @@ class Membership:
             self._says_terminated = True
             self._channel.send("terminated")
 
+    def report_stall(self, stall: str) -> None:
+        """Report where this trainer is while no step ends; empty when a step has ended."""
+        self._channel.send("stalled", stall=stall)
+
     def report_final(self) -> None:
         """Report that the end of training is saved."""
         self._channel.send("final")

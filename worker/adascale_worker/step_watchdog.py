@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from adascale_core.exit_codes import EXIT_SINGLE_REPLICA
+from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.step_timer import StepTimer
 from adascale_worker.user_code import is_own, location
 
@@ -50,6 +51,9 @@ class Stall:
     seconds: float
     line: str
     waiting: bool
+
+    def __str__(self) -> str:
+        return WAITS_FOR_OTHERS if self.waiting else f"is at {self.line}"
 
 
 class StepWatchdog:

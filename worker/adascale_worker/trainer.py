@@ -61,7 +61,7 @@ from adascale_worker.program_state import (
 from adascale_worker.reporter import Reporter
 from adascale_worker.settings import resolve_settings
 from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
-from adascale_worker.step_watchdog import StepWatchdog
+from adascale_worker.step_watchdog import Stall, StepWatchdog
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_loop import TrainingLoop
 from adascale_worker.training_progress import TrainingProgress
@@ -393,6 +393,7 @@ class ElasticTrainer:
             lambda: self.replicas,
             environment.read_step_timeout(os.environ),
             loop.explain_stall,
+            self._report_stall,
         )
         self._watchdog.start()
         self._handle_shutdown()
@@ -465,6 +466,10 @@ class ElasticTrainer:
             self._uncaught_errors.recognizes_lost_peers = True
         elif self._trainer.checkpointing.enabled:
             self._shutdown_signal.install(signal.SIGTERM, signal.SIGINT)
+
+    def _report_stall(self, stall: Stall | None) -> None:
+        if self._membership is not None:
+            self._membership.report_stall("" if stall is None else str(stall))
 
     def _require_loop(self) -> TrainingLoop:
         if self._loop is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from adascale_controller.formatting import duration, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
@@ -13,8 +11,6 @@ from adascale_core.views import JobView
 
 STALL_TIMEOUT = 35.0
 """Seconds without a step after which a message shows where the program is. Trainers report it after 30."""
-STALL_LINES = 100
-"""Last lines of a log that may contain a trainer's report of a stall, which a stack follows."""
 LOSS_TIMEOUT = 1.0
 """Seconds to wait for the registration of the replica that was lost."""
 
@@ -88,15 +84,11 @@ class EventMessages:
             self._display.message(f"No step for {STALL_TIMEOUT:.0f} s{self._position(view)}", "yellow")
 
     def _position(self, view: JobView) -> str:
-        """Return where the replica that is behind is, as its trainer reports it; or else the last output."""
+        """Return where the replicas are, as their trainers report it; or else the last output."""
+        if view.stall is not None:
+            return f": {view.stall}. The log of a replica that is behind has its stack"
         agents = self._replicas.agents
         members = view.active.members if view.active is not None else ()
-        desired = view.desired.replicas if view.desired is not None else 0
-        for replica in [member.replica for member in members] or range(desired):
-            for line in reversed(agents.log_tail(replica, STALL_LINES).splitlines()):
-                found = re.match(r"adascale: no step for \d+ s: rank \d+ (is at .*)\. Its stack:", line)
-                if found:
-                    return f": replica {replica} {found[1]}; its stack is in replica-{replica}.log"
         first = members[0].replica if members else 0
         line = agents.log_tail(first, 1)
         return f"; the last output of replica {first} is: {line}" if line else ""

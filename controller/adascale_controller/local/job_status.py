@@ -141,6 +141,7 @@ def render_status(status: JobStatus, now: float) -> str:
         ("efficiency", _number(members["efficiency"])),
         ("progress", _progress(status)),
         ("restarts", "" if status.restarts is None else str(status.restarts)),
+        ("stall", (status.view.stall if status.view else None) or ""),
         ("checkpoint", f"step {count(status.checkpoint.step)}" if status.checkpoint else "none"),
         ("result", format_result(members["result"])),
         ("metrics", status.url or ""),

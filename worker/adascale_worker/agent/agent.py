@@ -182,6 +182,7 @@ class Agent:
             version=package_version(),
             node=self._node,
             key=self._heartbeat.key or self._key,
+            stall=status.stall if status else "",
         )
 
     def _register(self, registration: Registration) -> None:

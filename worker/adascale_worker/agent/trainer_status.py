@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_core.messages import ReplicaState
+from adascale_core.names import MAX_STALL_LENGTH
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class TrainerStatus:
         final: whether the end of training is saved. The program may still evaluate.
         finished: whether training is finished, and the program ends by itself.
         terminated: whether it has got SIGTERM.
+        stall: while no step ends: where it is, or that it waits for the others. Empty while steps end.
     """
 
     port: int | None = None
@@ -34,6 +36,7 @@ class TrainerStatus:
     final: bool = False
     finished: bool = False
     terminated: bool = False
+    stall: str = ""
 
     def after(self, message: Mapping[str, Any]) -> TrainerStatus:
         """Return the status after a message. Messages of unknown types are ignored."""
@@ -41,7 +44,9 @@ class TrainerStatus:
             case {"type": "ready", "port": int(port)}:
                 return replace(self, port=port)
             case {"type": "running", "generation": int(generation)}:
-                return replace(self, state=ReplicaState.RUNNING, generation=generation, step=None, lost=())
+                return replace(
+                    self, state=ReplicaState.RUNNING, generation=generation, step=None, lost=(), stall=""
+                )
             case {"type": "holding", "generation": int(generation), "step": step, "lost": [*lost]}:
                 return replace(
                     self,
@@ -52,6 +57,8 @@ class TrainerStatus:
                 )
             case {"type": "stepped", "generation": int(generation)}:
                 return replace(self, stepped=max(self.stepped, generation))
+            case {"type": "stalled", "stall": str(stall)}:
+                return replace(self, stall=stall[:MAX_STALL_LENGTH])
             case {"type": "final"}:
                 return replace(self, final=True)
             case {"type": "finished"}:

@@ -89,6 +89,7 @@ _START_PROBLEMS = frozenset(
 _RECORDED = {
     ConditionType.RUNNING: _START_PROBLEMS
     | {
+        Reason.STALLED,
         Reason.INSUFFICIENT_CAPACITY,
         Reason.TEMPLATE_CHANGED,
         Reason.METRICS_SERVICE_UNAVAILABLE,

@@ -223,7 +223,11 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     if training:
         if assessment.phase is JobPhase.BLOCKED:
             return condition(True, assessment.reason, assessment.message)
-        return condition(True, Reason.TRAINING, f"Training on {plural(training, 'replica')}")
+        message = f"Training on {plural(training, 'replica')}"
+        stall = observed.service.stall if observed.service is not None else None
+        if stall is not None:
+            return condition(True, Reason.STALLED, f"{message}, but no step ends: {stall}")
+        return condition(True, Reason.TRAINING, message)
     if assessment.phase is not JobPhase.RUNNABLE:
         return condition(False, assessment.reason, assessment.message)
     if allocation is None or allocation.replicas == 0:

@@ -27,6 +27,7 @@ class Reason(StrEnum):
     """The reasons of conditions. `docs/kubernetes.md` describes what to do about each."""
 
     TRAINING = "Training"
+    STALLED = "Stalled"
     STARTING = "Starting"
     REENTERING = "Reentering"
     PREPARING_REPLICAS = "PreparingReplicas"
