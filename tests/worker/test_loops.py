@@ -125,6 +125,14 @@ def test_parameters_that_are_not_trained_are_warned_of() -> None:
 
 
 @pytest.mark.slow
+def test_a_scheduler_that_was_not_passed_is_warned_of() -> None:
+    output = require_trained(run("unknown scheduler"))
+    assert (
+        output.count("RuntimeWarning: the optimizer has a learning-rate scheduler that was not passed") == 1
+    )
+
+
+@pytest.mark.slow
 def test_parameters_that_are_unfrozen_later_are_refused_on_two_replicas_and_warned_of_on_one() -> None:
     message = "requires_grad of parameter 'parts.head.bias' was set after program_reentry"
     require_refused(run("unfreezes", replicas=2), f"adascale: {message}")
@@ -157,10 +165,14 @@ def test_two_forward_and_backward_passes_per_step_train_with_a_warning_that_they
 
 @pytest.mark.slow
 def test_a_step_on_one_rank_only_is_refused() -> None:
-    message = (
-        r"adascale: trainer\.dataloader\(\) has delivered 1000 batches since the last optimizer\.step\(\)"
-    )
-    require_refused(run("steps on rank 0", replicas=2), message)
+    message = r"trainer\.dataloader\(\) has delivered 1000 batches since the last optimizer\.step\(\)"
+    require_refused(run("steps on rank 0", replicas=2), f"adascale: {message}")
+
+
+@pytest.mark.slow
+def test_different_weights_are_found_at_the_end_of_a_short_training() -> None:
+    message = "adascale: the weights of the 2 replicas differ after step 60: a weight of 'parts.head.bias'"
+    require_refused(run("changes weights on one rank, once", replicas=2), message)
 
 
 # -- steps and epochs -----------------------------------------------------------------------------------
@@ -174,6 +186,7 @@ def test_a_step_on_one_rank_only_is_refused() -> None:
         ("steps twice", r"optimizer\.step\(\) was called twice for one batch"),
         ("without zero_grad", r"the gradients of the step before were not deleted"),
         ("without backward", r"optimizer\.step\(\) was called 3 times without gradients"),
+        ("trainer.step for each batch", r"trainer\.step\(0\) was called inside the loop over"),
         ("one iterator for all epochs", r"trainer\.step\(1\) was called, but epoch 1 has had no batch"),
     ],
 )

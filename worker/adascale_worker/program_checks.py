@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.statistics.user_warnings import warn_user
 
 
 def require_program(
@@ -43,6 +44,19 @@ def require_program(
         raise WorkerError(
             f"the scheduler ({type(lr_scheduler).__name__}) belongs to another optimizer than the one passed "
             "to program_reentry, whose learning rate it would not change: make it from that one"
+        )
+
+
+def warn_of_unknown_scheduler(
+    optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None, registered: Iterable[object]
+) -> None:
+    """Warn if the optimizer has a scheduler that was not passed to `program_reentry`."""
+    is_known = lr_scheduler is not None or any(isinstance(each, LRScheduler) for each in registered)
+    # A scheduler leaves this mark on the method that it replaces.
+    if not is_known and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        warn_user(
+            "the optimizer has a learning-rate scheduler that was not passed to program_reentry, so it does "
+            "not follow progress, and is not saved: call program_reentry(model, optimizer, scheduler)"
         )
 
 

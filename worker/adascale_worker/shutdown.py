@@ -199,7 +199,8 @@ class UncaughtErrorHandler:
     - An `AdaScaleError` is printed as its message with the line of the program that it was raised in, and
       the process exits with the error's exit code.
     - With `recognizes_lost_peers`, an error of the program's own communication that a lost peer has caused is
-      printed as one line, and the process exits with `EXIT_PEER_LOST`.
+      printed as one line, and the process exits with `EXIT_PEER_LOST`. With `explains_lost_peers`, any error
+      that a lost peer has caused is.
     - Any other error goes to the previous hook.
 
     Args:
@@ -209,6 +210,8 @@ class UncaughtErrorHandler:
     def __init__(self, fast_exit: FastExit) -> None:
         self.recognizes_lost_peers = False
         """Whether an agent starts the program again, so that another process can join the peers."""
+        self.explains_lost_peers: Callable[[], bool] = lambda: False
+        """Returns whether a lost connection means that a peer has ended, and not a wrong configuration."""
         self._fast_exit = fast_exit
         self._previous: Callable[..., Any] | None = None
 
@@ -232,6 +235,15 @@ class UncaughtErrorHandler:
             )
             # Without exit functions, which could wait for the lost peer for ever.
             _end_process(EXIT_PEER_LOST)
+        if self.explains_lost_peers() and is_lost_peer(error):
+            reason, line = str(error).splitlines()[0], raising_line(trace)
+            print(
+                "adascale: lost the connection to another replica, whose output says why it has ended "
+                f"({line}): {reason}",
+                file=sys.stderr,
+            )
+            self._fast_exit.code = EXIT_PEER_LOST
+            return
         if isinstance(error, AdaScaleError):
             line = raising_line(trace)
             print(f"adascale: {error}{f' ({line})' if line else ''}", file=sys.stderr)

@@ -51,7 +51,7 @@ from adascale_worker.membership_links import listen
 from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.program_checks import OtherOptimizers, require_program
+from adascale_worker.program_checks import OtherOptimizers, require_program, warn_of_unknown_scheduler
 from adascale_worker.program_state import (
     ProgramState,
     Stateful,
@@ -326,6 +326,7 @@ class ElasticTrainer:
         require_stateful(register or {})
         require_choice(hyperparameters)
         require_program(model, optimizer, lr_scheduler)
+        warn_of_unknown_scheduler(optimizer, lr_scheduler, (register or {}).values())
         check_optimizer_parameters(model, optimizer, group.replicas)
         forward, buffers = ForwardRecord(), ModelBuffers(model)
         parallel = DataParallelModel(
@@ -396,6 +397,8 @@ class ElasticTrainer:
             self._report_stall,
         )
         self._watchdog.start()
+        # An NCCL error before the first step can mean a wrong configuration.
+        self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
         self._handle_shutdown()
         self._exit_status.install()
         progress = trainer.progress

@@ -120,6 +120,11 @@ class TrainingLoop:
         """Whether the program is inside its data loop."""
         return self._inside_epoch
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this process has made a step."""
+        return self._stepped_at > float("-inf")
+
     # -- generations --------------------------------------------------------------------------------------
 
     def load(self) -> bool:
@@ -509,8 +514,14 @@ class TrainingLoop:
                 self._delivered += trainer.group.replicas * planner.plan.local_bsz
                 self._inside_epoch = True
                 self._checks.delivered_batch()
+                epoch = progress.epoch
                 yield batch
                 self._inside_epoch = False
+                if progress.epoch != epoch:
+                    raise WorkerError(
+                        f"trainer.step({epoch}) was called inside the loop over trainer.dataloader(), which "
+                        f"ends epoch {epoch}: call it once, after the loop"
+                    )
         except GeneratorExit:
             if self._current_epoch is this_epoch:
                 self._leave_loop(early=True)
@@ -602,7 +613,7 @@ class TrainingLoop:
         """Report the last step, and return an error if training is not finished, else None."""
         trainer = self._trainer
         trainer.telemetry.report_last(trainer.planner.plan, trainer.progress, self.adascale)
-        if self._stepped_at > float("-inf") and not trainer.checkpointing.has_final:
+        if self.has_stepped and not trainer.checkpointing.has_final:
             try:
                 self._require_finite_weights()
             except NonFiniteWeightsError as error:
@@ -644,6 +655,7 @@ class TrainingLoop:
         self._report()
         while True:
             try:
+                self._comparison.compare(self._trainer.progress.step, self._checks.passes_per_batch)
                 self._save(final=True)
                 break
             except PeersLostError:

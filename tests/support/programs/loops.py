@@ -54,6 +54,8 @@ if loop == "a part is not optimized":
     model.parts["other"] = nn.Linear(6, 2)
 if loop == "unfreezes":
     model.parts["head"].bias.requires_grad_(False)
+if loop == "unknown scheduler":
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
 if loop == "data-parallel already":
     model = nn.DataParallel(model)  # type: ignore[assignment]
 if loop == "swapped arguments":
@@ -134,9 +136,11 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
                 if parameter.grad is not None:
                     parameter.grad.nan_to_num_(0.0)
         optimizer.step()
+        if loop == "trainer.step for each batch":
+            trainer.step(epoch)
         if loop == "steps twice":
             optimizer.step()
-        if loop == "changes weights on one rank" and count == 5 and trainer.rank == 1:
+        if loop.startswith("changes weights") and count == 5 and trainer.rank == 1:
             with torch.no_grad():
                 model.parts["head"].bias.add_(1.0)  # type: ignore[operator]
     if loop != "without trainer.step":
