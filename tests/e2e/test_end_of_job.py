@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from e2e.local_run import PACED, ROOT, adascale, running, write_job
+from support.launch import wait_until
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "finishes.py"
 
@@ -116,6 +117,49 @@ def test_a_program_that_must_be_changed_is_not_restarted(
     assert "(exit code 78); it is not restarted, because it would fail again" in run.stdout
     assert " ".join(run.stdout.split()).count(output) == 1
     assert "Traceback" not in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code", "reason"),
+    [
+        ("os._exit", 78, "ended with exit code 0, but not by the end of its training"),
+        ("break", 77, "adascale: rank 0 left its loop over trainer.dataloader()"),
+    ],
+)
+def test_a_rank_that_ends_alone_fails_the_job_with_its_reason(
+    tmp_path: Path, state: Path, end: str, code: int, reason: str
+) -> None:
+    env = {"END": end, "ON_RANK": "0", "EPOCHS": "10000"}
+    bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
+    job = write(tmp_path / "job.yaml", env, minReplicas=2, maxReplicas=2, **bounds)
+    run = adascale("run", job, "--state-dir", state, "--port", 0, timeout=150)
+    assert run.returncode == 1, run.stdout
+    assert f"(exit code {code}); it is not restarted, because it would fail again" in run.stdout
+    assert reason in " ".join(run.stdout.split())
+    assert "Traceback" not in run.stdout
+
+
+HANGS = ROOT / "tests" / "support" / "programs" / "hangs.py"
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
+    tmp_path: Path, state: Path
+) -> None:
+    env = {"PYTHONPATH": str(ROOT / "tests"), "ON_RANK": "1", "SECONDS": "1000"}
+    bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
+    spec: dict[str, Any] = {"batchSize": 8, "minReplicas": 2, "maxReplicas": 2, **bounds}
+    job = write_job(tmp_path / "job.yaml", ["python", str(HANGS)], env, **spec)
+
+    def stalls() -> list[str]:
+        return sorted(replica["stall"] for replica in run.job().get("replicas", ()))
+
+    with running(job, state) as run:
+        wait_until(lambda: len(found := stalls()) == 2 and all(found), "the stalls of both replicas", 150)
+        behind, waiting = stalls()
+        assert re.fullmatch(rf"is at {re.escape(str(HANGS))}, line \d+, in __getitem__", behind)
+        assert waiting == "waits for the others"
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """A training program that ends as END says, in step AT.
 
-END: `exit` (sys.exit(0)), `exit 3`, `raise 3` (raise SystemExit(3)), `raise 4 in main`, `raise main` (as
-raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch` (leaves its data
-loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`, `finish and break`, or ``
-(does all epochs). ON_RANK: the rank that ends so; without it, all ranks. EPOCHS: epochs of its loop; if
-REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`.
+END: `exit` (sys.exit(0)), `os._exit`, `exit 3`, `raise 3` (raise SystemExit(3)), `raise 4 in main`,
+`raise main` (as raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch`
+(leaves its data loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`,
+`finish and break`, or `` (does all epochs). ON_RANK: the rank that ends so; without it, all ranks. EPOCHS:
+epochs of its loop; if REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`.
 """
 
 import os
@@ -44,6 +44,8 @@ def ends() -> bool:
         raise ArithmeticError("raised by the program")
     if end in ("exit", "finish and exit"):
         sys.exit(0)
+    if end == "os._exit":
+        os._exit(0)
     if end == "exit 3":
         sys.exit(3)
     if end.startswith("quit"):
