@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds, valid_replicas
+from adascale_core.batch import BatchBounds
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, decide
 from adascale_core.exact_allocation import maximize_exactly, maximize_greedily
-from adascale_core.gain import GradientEstimate
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import (
     HORIZON,
@@ -25,70 +24,23 @@ from adascale_core.job_utility import (
     stabilization_seconds,
     weighted,
 )
-from adascale_core.messages import StepTime
 from adascale_core.packing import Demand, Node
 from adascale_core.prediction import Prediction, predict
 from adascale_core.throughput import StepTimeModel
-
-NOW = 10_000.0
-ANY = BatchBounds(32, 4096, (1, 128))
-"""Every count up to 4096 is valid."""
-EVEN_SPLIT = BatchBounds(8)
-"""1, 2, 4 and 8 are valid."""
-NOISY = GradientEstimate(grad_sqr=1.0, grad_var=1000.0)
-"""The gain of a larger batch is nearly its scale."""
-CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.001)
-"""The gain of a larger batch is nearly 1."""
-COMPUTE = StepTimeModel(fixed=0.01, per_sample=0.01)
-"""Communication takes no time: twice the replicas are twice as fast."""
-FIXED = StepTimeModel(fixed=1.0, per_sample=1e-6)
-"""A step takes the same time with any batch size."""
-SLOW_SYNC = StepTimeModel(fixed=0.0, per_sample=0.01, sync=2.0, sync_per_replica=0.5)
-"""Communication takes more time than additional replicas save."""
-
-
-def job(
-    name: str,
-    replicas: int = 0,
-    *,
-    arrival: float = 0.0,
-    bounds: BatchBounds = ANY,
-    at_least: int = 1,
-    at_most: int = 8,
-    measured: Sequence[int] = (),
-    truth: StepTimeModel = COMPUTE,
-    estimate: GradientEstimate | None = NOISY,
-    stable_for: float | None = 1000.0,
-    remaining: float | None = None,
-    restart: float = 10.0,
-) -> JobState:
-    """Return a job with step times on the counts `measured` (default: `replicas`), two batch sizes each."""
-    counts = [count for count in measured or [replicas] if count]
-    step_times = [
-        StepTime(count, max(size // count, 1), 1, 1.0) for count in counts for size in (bounds.batch_size, 64)
-    ]
-    return JobState(
-        id=name,
-        arrival=arrival,
-        bounds=bounds,
-        min_replicas=at_least,
-        max_replicas=at_most,
-        replicas=replicas,
-        stable_since=None if stable_for is None else NOW - stable_for,
-        estimate=estimate,
-        step_times=[replace(time, step_time=truth.step_time(time.plan)) for time in step_times],
-        remaining=remaining,
-        restart_seconds=restart,
-    )
-
-
-def unmeasured(name: str, replicas: int = 0, *, arrival: float = 0.0, at_least: int = 1) -> JobState:
-    return replace(
-        job(name, replicas, arrival=arrival, at_least=at_least),
-        estimate=None,
-        step_times=(),
-        stable_since=None,
-    )
+from support.job_states import (
+    ANY,
+    CLEAR,
+    EVEN_SPLIT,
+    FIXED,
+    NOISY,
+    NOW,
+    SLOW_SYNC,
+    allowed,
+    capacities,
+    job,
+    several_jobs,
+    unmeasured,
+)
 
 
 def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW) -> dict[str, int]:
@@ -449,58 +401,6 @@ def test_a_prediction_has_an_efficiency_and_a_goodput() -> None:
 
 # -- properties -----------------------------------------------------------------------------------------
 
-models = st.builds(
-    StepTimeModel,
-    fixed=st.floats(0, 1),
-    per_sample=st.floats(1e-3, 0.1),
-    sync=st.floats(0, 1),
-    sync_per_replica=st.floats(0, 0.1),
-)
-bounds_of_jobs = st.sampled_from(
-    [
-        ANY,
-        EVEN_SPLIT,
-        BatchBounds(12),
-        BatchBounds(9),
-        BatchBounds(32, 64, (8, 32)),
-        BatchBounds(32, None, (48, 64)),
-        BatchBounds(7, None, (2, 6)),
-        BatchBounds(8, 16, (9, 32)),
-    ]
-)
-
-
-@st.composite
-def job_states(draw: st.DrawFn, name: str) -> JobState:
-    at_least = draw(st.integers(1, 4))
-    state = job(
-        name,
-        draw(st.integers(0, 9)),
-        arrival=draw(st.integers(0, 3)),
-        bounds=draw(bounds_of_jobs),
-        at_least=at_least,
-        at_most=draw(st.integers(at_least, 12)),
-        measured=draw(st.lists(st.integers(1, 9), max_size=3)),
-        truth=draw(models),
-        estimate=draw(
-            st.none() | st.builds(GradientEstimate, grad_sqr=st.floats(0, 10), grad_var=st.floats(0, 1e3))
-        ),
-        stable_for=draw(st.none() | st.sampled_from([0.0, 15.0, 1000.0])),
-        remaining=draw(st.none() | st.floats(0, 1e5)),
-        restart=draw(st.sampled_from([0.0, 1.0, 10.0, 100.0])),
-    )
-    return replace(state, largest=draw(st.integers(0, 9)))
-
-
-several_jobs = st.integers(0, 4).flatmap(lambda n: st.tuples(*(job_states(f"job-{i}") for i in range(n))))
-capacities = st.integers(0, 24)
-
-
-def allowed(state: JobState) -> list[int]:
-    return [
-        count for count in valid_replicas(state.bounds, state.max_replicas) if count >= state.min_replicas
-    ]
-
 
 @given(several_jobs, capacities)
 def test_every_count_is_valid_or_0_and_all_fit(jobs: Sequence[JobState], capacity: int) -> None:
@@ -609,6 +509,57 @@ def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capa
     decided = counts(jobs, capacity)
     reached = sum(table[decided[state.id]] for table, state in zip(tables, jobs, strict=True))
     assert reached == best
+
+
+@given(several_jobs, capacities)
+def test_a_job_that_fits_alone_runs_at_the_latest_when_all_earlier_jobs_are_complete(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    """So it starts within a bounded time, whatever arrives later."""
+    ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
+    for i, state in enumerate(ordered):
+        if min(allowed(state), default=inf) <= capacity:
+            assert counts(ordered[i:], capacity)[state.id] > 0
+
+
+@given(several_jobs, capacities)
+@settings(max_examples=40)
+def test_more_capacity_never_lowers_the_count_of_a_job_that_is_alone(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    for state in jobs:
+        assert counts([state], capacity)[state.id] <= counts([state], capacity + 1)[state.id]
+
+
+@given(several_jobs, capacities)
+@settings(max_examples=40)
+def test_more_capacity_never_lowers_the_total_utility_of_the_same_jobs(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    found = weighted([JobUtility.of(state) for state in jobs])
+    if sum(utility.counts[0] for utility in found if utility.counts) > capacity:
+        return
+    totals = []
+    for size in (capacity, capacity + 1):
+        decided = counts(jobs, size)
+        totals.append(
+            sum(utility.utilities(NOW)[0][decided[utility.job.id]] for utility in found if utility.counts)
+        )
+    assert totals[0] <= totals[1]
+
+
+@given(several_jobs, capacities)
+@settings(max_examples=40)
+def test_with_equal_smallest_counts_more_capacity_never_stops_a_job(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    """With unlike ones it may: an earlier job that now fits takes the place of smaller later jobs."""
+    smallest = min((allowed(state)[0] for state in jobs if allowed(state)), default=0)
+    equal = [state for state in jobs if allowed(state)[:1] == [smallest]]
+    running = [
+        {job for job, count in counts(equal, size).items() if count} for size in (capacity, capacity + 1)
+    ]
+    assert running[0] <= running[1]
 
 
 # -- properties on nodes --------------------------------------------------------------------------------
