@@ -17,8 +17,9 @@ to change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.exact_allocation import allocate_replicas
@@ -26,6 +27,7 @@ from adascale_core.goodput_table import candidate_counts
 from adascale_core.hill_climbing import allocate_on_nodes
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import JobUtility, weighted
+from adascale_core.node_slots import SlotCapacity
 from adascale_core.slot_allocation import allocate_slots
 
 
@@ -44,6 +46,52 @@ class Decision:
     waiting: bool = False
 
 
+@dataclass(frozen=True)
+class DecisionProblem:
+    """What a decision is about: the jobs with their predictions, and what their replicas have to fit into.
+
+    Args:
+        queue: the jobs, in the order of their arrival.
+        bound: the capacity.
+        valid: the ids of the jobs that have a valid count.
+        slots: the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes.
+    """
+
+    queue: Sequence[JobUtility]
+    bound: Capacity
+    valid: Sequence[str]
+    slots: SlotCapacity | None
+
+    @classmethod
+    def of(cls, jobs: Iterable[JobState], capacity: int | Capacity) -> Self:
+        """Return the problem; arguments as for `decide`."""
+        bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
+        ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
+        valid = [
+            job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        ]
+        slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
+        fills_nodes = slots is not None and slots.is_uniform
+        queue = weighted(
+            [
+                JobUtility.of(
+                    job, slots.node_size if slots else bound.node_size(job.id), fills_nodes=fills_nodes
+                )
+                for job in ordered
+            ]
+        )
+        return cls(queue, bound, valid, slots)
+
+    def solve(self, now: float) -> list[int]:
+        """Return the count of each job of the queue."""
+        if self.slots is not None:
+            return allocate_slots(self.queue, self.slots, now)
+        simplified = self.bound.simplified_for(self.valid)
+        if isinstance(simplified, int):
+            return allocate_replicas(self.queue, simplified, now)
+        return allocate_on_nodes(self.queue, simplified, now)
+
+
 def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> dict[str, Decision]:
     """Return the replica count of every job.
 
@@ -55,24 +103,8 @@ def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> di
     Returns:
         job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
     """
-    bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
-    ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
-    valid = [job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)]
-    slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
-    fills_nodes = slots is not None and slots.is_uniform
-    queue = weighted(
-        [
-            JobUtility.of(job, slots.node_size if slots else bound.node_size(job.id), fills_nodes=fills_nodes)
-            for job in ordered
-        ]
-    )
-    if slots is not None:
-        counts = allocate_slots(queue, slots, now)
-    elif isinstance(simplified := bound.simplified_for(valid), int):
-        counts = allocate_replicas(queue, simplified, now)
-    else:
-        counts = allocate_on_nodes(queue, simplified, now)
+    problem = DecisionProblem.of(jobs, capacity)
     return {
         utility.job.id: Decision(count, utility.reason(count), waiting=count == 0 and bool(utility.counts))
-        for utility, count in zip(queue, counts, strict=True)
+        for utility, count in zip(problem.queue, problem.solve(now), strict=True)
     }

@@ -44,6 +44,19 @@ def stabilization_seconds(restart_seconds: float) -> float:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a change of the replica count has to be worth.
+
+    Args:
+        factor: of the goodput; None if the count changes only for lack of capacity.
+        reason: why.
+    """
+
+    factor: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class JobUtility:
     """A job with its candidate counts, and predictions for the counts that it may have next.
 
@@ -154,20 +167,38 @@ class JobUtility:
         return tables[0], tables[1]
 
     def _cost_of_change(self, now: float) -> int:
+        factor = self.change(now).factor
+        return FORCED_CHANGE_COST if factor is None else round(UTILITY_UNIT * self.weight * log(factor))
+
+    def change(self, now: float) -> Change:
+        """Return what a change from the present count has to be worth.
+
+        Args:
+            now: the time, in seconds on the clock of `JobState.stable_since`.
+        """
         job = self.job
-        if job.stable_since is None or now - job.stable_since < stabilization_seconds(job.restart_seconds):
-            return FORCED_CHANGE_COST
+        if job.stable_since is None:
+            return Change(None, "its last change is in progress")
+        window, age = stabilization_seconds(job.restart_seconds), now - job.stable_since
+        if age < window:
+            return Change(
+                None, f"it changed {age:.0f} s ago, and changes again after {window:.0f} s at the earliest"
+            )
         goodput = self.goodput(job.replicas)
         if goodput is None:
-            return FORCED_CHANGE_COST
+            return Change(None, "it is not measured yet")
         left = HORIZON
         if job.remaining is not None:
             left = job.remaining / goodput - job.prepare_seconds
         if left <= job.restart_seconds:
-            return FORCED_CHANGE_COST
+            return Change(None, "it ends before a change would pay off")
         # The factor of goodput at which the job has made the same progress at its end as without the change.
-        break_even = 1 / (1 - job.restart_seconds / left)
-        return round(UTILITY_UNIT * self.weight * log(max(break_even, MIN_SPEEDUP)))
+        factor = max(1 / (1 - job.restart_seconds / left), MIN_SPEEDUP)
+        return Change(
+            factor,
+            f"a change interrupts training for {job.restart_seconds:.3g} s, "
+            f"and must be worth {factor:.2f} times the progress per second",
+        )
 
     def prediction(self, count: int) -> Prediction | None:
         """Return the prediction for a count; None if there is none."""

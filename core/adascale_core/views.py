@@ -319,3 +319,131 @@ class JobList(Message):
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The page from a JSON object's members."""
         return cls(tuple(JobView.from_json(each) for each in members["jobs"]), members["next"])
+
+
+@dataclass(frozen=True)
+class GivenReplicas(Message):
+    """Replicas that a job would have to give up.
+
+    Args:
+        job: the job id.
+        replicas: how many.
+    """
+
+    job: str
+    replicas: int
+
+
+class Verdict(StrEnum):
+    """Why a replica count was chosen or not."""
+
+    CHOSEN = "chosen"
+    NOT_MEASURED = "not_measured"
+    """The job grows step by step, to counts near those that were measured."""
+    NO_CAPACITY = "no_capacity"
+    """It does not fit beside the smallest counts of the other jobs."""
+    NO_CHANGE = "no_change"
+    """The job does not change at present."""
+    NOT_WORTH = "not_worth"
+    """It is not faster, or not by enough for its restart and its replicas."""
+    OTHER_JOBS = "other_jobs"
+    """Other jobs would lose more than this job would gain."""
+    NODES = "nodes"
+    """The free places on nodes do not allow it, or make it slower."""
+
+
+@dataclass(frozen=True)
+class CountView(Message):
+    """What a replica count would give.
+
+    Args:
+        replicas: the count.
+        goodput: predicted steps at `batch_size` per second; None if not predicted.
+        seconds_left: predicted seconds to the end of the job, the restart included; None if not known.
+        given: the replicas that other jobs would have to give up for it, the cheapest that were found.
+        verdict: why it was chosen or not.
+        reason: the same for people.
+    """
+
+    replicas: int
+    goodput: float | None
+    seconds_left: float | None
+    given: Sequence[GivenReplicas]
+    verdict: Verdict
+    reason: str
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The view from a JSON object's members."""
+        return super().from_json(
+            {
+                **members,
+                "given": tuple(GivenReplicas.from_json(each) for each in members["given"]),
+                "verdict": Verdict(members["verdict"]),
+            }
+        )
+
+
+class LimitKind(StrEnum):
+    """What limits a replica count."""
+
+    BOUNDS = "bounds"
+    SCHEDULING = "scheduling"
+    CAPACITY = "capacity"
+    NODES = "nodes"
+    MEASUREMENTS = "measurements"
+    CHANGE = "change"
+
+
+@dataclass(frozen=True)
+class LimitView(Message):
+    """Something that limits a replica count.
+
+    Args:
+        kind: what it is.
+        reason: the limit, for people.
+    """
+
+    kind: LimitKind
+    reason: str
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The view from a JSON object's members."""
+        return super().from_json({**members, "kind": LimitKind(members["kind"])})
+
+
+@dataclass(frozen=True)
+class DecisionView(Message):
+    """A decision about a job, explained.
+
+    Args:
+        job: the full job id.
+        replicas: the count that was chosen; 0 if the job does not run.
+        present: the count before the decision.
+        waiting: whether the job does not run because of insufficient capacity.
+        reason: why.
+        time: when it was decided, in seconds since 1970.
+        counts: what this and other counts would give, ascending.
+        limits: what limits the count.
+    """
+
+    job: str
+    replicas: int
+    present: int
+    waiting: bool
+    reason: str
+    time: float
+    counts: Sequence[CountView]
+    limits: Sequence[LimitView]
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The view from a JSON object's members."""
+        return super().from_json(
+            {
+                **members,
+                "counts": tuple(CountView.from_json(each) for each in members["counts"]),
+                "limits": tuple(LimitView.from_json(each) for each in members["limits"]),
+            }
+        )

@@ -1,0 +1,236 @@
+"""Why a job has its replica count, from the same inputs as the decision.
+
+For each count: the predicted goodput and end, which other jobs would have to give up replicas for it, and why
+it was not chosen. The replicas of other jobs are taken where they cost the least utility per replica, one job
+after the other; this is near the cheapest way, not always the cheapest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from adascale_core.capacity import Capacity
+from adascale_core.decision import Decision, DecisionProblem
+from adascale_core.job_state import JobState
+from adascale_core.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
+from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+
+MAX_COUNTS = 24
+"""Counts in an explanation."""
+MAX_GIVING = 8
+"""Jobs that would have to give up replicas for a count; a count that needs more is explained without them."""
+
+
+def explain(
+    jobs: Iterable[JobState],
+    capacity: int | Capacity,
+    now: float,
+    *,
+    decisions: Mapping[str, Decision],
+    time: float,
+    only: Collection[str] | None = None,
+) -> dict[str, DecisionView]:
+    """Return the explanation of each decision, by job id.
+
+    Args:
+        jobs, capacity, now: as for `decide`.
+        decisions: what `decide` returned for them. The caller may have replaced the reasons.
+        time: of the decision, in seconds since 1970.
+        only: the jobs to explain; None for all.
+    """
+    explainer = _Explainer(DecisionProblem.of(jobs, capacity), decisions, now)
+    return {
+        utility.job.id: explainer.explain(utility, time)
+        for utility in explainer.problem.queue
+        if only is None or utility.job.id in only
+    }
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Whether counts fit.
+
+    Args:
+        bound: the capacity.
+        total: how many replicas fit in any shares; None if no such number exists.
+    """
+
+    bound: Capacity
+    total: int | None
+
+    @classmethod
+    def of(cls, problem: DecisionProblem) -> _Room:
+        if problem.slots is not None:
+            return cls(problem.bound, problem.slots.total)
+        simplified = problem.bound.simplified_for(problem.valid)
+        return cls(problem.bound, simplified if isinstance(simplified, int) else None)
+
+    def fits(self, counts: Mapping[str, int]) -> bool:
+        if self.total is not None:
+            return sum(counts.values()) <= self.total
+        return self.bound.fits({job: count for job, count in counts.items() if count})
+
+
+class _Explainer:
+    def __init__(self, problem: DecisionProblem, decisions: Mapping[str, Decision], now: float) -> None:
+        self.problem = problem
+        self._now = now
+        self._decisions = decisions
+        self._counts = {job: decision.replicas for job, decision in decisions.items()}
+        self._room = _Room.of(problem)
+        self._utilities = {
+            utility.job.id: utility.utilities(now)[0] if utility.counts else {} for utility in problem.queue
+        }
+
+    def explain(self, utility: JobUtility, time: float) -> DecisionView:
+        """Return the explanation of the decision about a job."""
+        job, decision = utility.job, self._decisions[utility.job.id]
+        reason = decision.reason
+        if utility.counts and decision.replicas == job.replicas and decision.replicas:
+            change = utility.change(self._now)
+            why = change.reason if change.factor is None else "no other count is worth a change"
+            reason = f"{reason}: {why}" if reason == "unchanged" else reason
+        return DecisionView(
+            job=job.id,
+            replicas=decision.replicas,
+            present=job.replicas,
+            waiting=decision.waiting,
+            reason=reason,
+            time=time,
+            counts=tuple(self._count_views(utility, decision.replicas)),
+            limits=tuple(self._limits(utility, decision.replicas)),
+        )
+
+    def _count_views(self, utility: JobUtility, chosen: int) -> Iterable[CountView]:
+        job = utility.job
+        counts = dict(self._counts)
+        given: dict[str, int] | None = {}
+        for count in _shown(utility, chosen):
+            if given is not None and count > chosen:
+                counts[job.id] = count
+                given = self._make_room(job.id, counts)
+            goodput = utility.goodput(count)
+            seconds_left = None
+            if goodput is not None and job.remaining is not None:
+                seconds_left = job.remaining / goodput + (
+                    job.restart_seconds if count != job.replicas else 0.0
+                )
+            verdict, reason = self._verdict(utility, chosen, count, given)
+            yield CountView(
+                count,
+                goodput,
+                seconds_left,
+                tuple(GivenReplicas(name, replicas) for name, replicas in sorted((given or {}).items())),
+                verdict,
+                reason,
+            )
+
+    def _make_room(self, job: str, counts: dict[str, int]) -> dict[str, int] | None:
+        """Lower `counts` of other jobs until all fit.
+
+        Returns:
+            job id -> replicas to give up; None if all don't fit, or more than `MAX_GIVING` jobs have to give.
+        """
+        while not self._room.fits(counts):
+            best: tuple[float, str, int] | None = None
+            for other, table in self._utilities.items():
+                present = counts.get(other, 0)
+                if other == job or present not in table:
+                    continue
+                for count in table:
+                    if count < present:
+                        loss = (table[present] - table[count]) / (present - count)
+                        best = min(best or (loss, other, count), (loss, other, count))
+            if best is None:
+                return None
+            counts[best[1]] = best[2]
+        given = {
+            other: self._counts[other] - count
+            for other, count in counts.items()
+            if count < self._counts[other]
+        }
+        return given if len(given) <= MAX_GIVING else None
+
+    def _verdict(
+        self, utility: JobUtility, chosen: int, count: int, given: Mapping[str, int] | None
+    ) -> tuple[Verdict, str]:
+        table = self._utilities[utility.job.id]
+        if count == chosen:
+            return Verdict.CHOSEN, "chosen"
+        if count not in table:
+            return Verdict.NOT_MEASURED, _not_measured(utility)
+        if chosen == 0 or given is None:
+            return Verdict.NO_CAPACITY, "does not fit beside the smallest counts of the other jobs"
+        change = utility.change(self._now)
+        if utility.present_count == chosen and change.factor is None:
+            return Verdict.NO_CHANGE, change.reason
+        if chosen not in table or table[count] <= table[chosen]:
+            return Verdict.NOT_WORTH, _not_worth(utility, chosen, count)
+        if given:
+            return Verdict.OTHER_JOBS, "other jobs would lose more than this job would gain"
+        return Verdict.NODES, "the free places on the nodes do not allow it, or make it slower"
+
+    def _limits(self, utility: JobUtility, count: int) -> Iterable[LimitView]:
+        job, counts = utility.job, utility.counts
+        if not counts:
+            yield LimitView(LimitKind.BOUNDS, utility.reason(0))
+            return
+        yield LimitView(
+            LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid with its bounds and limits"
+        )
+        if job.limit is not None:
+            yield LimitView(LimitKind.SCHEDULING, f"at most {job.limit} replicas may be scheduled at present")
+        total = self._room.total
+        if total is not None:
+            free = total - sum(self._counts.values())
+            yield LimitView(LimitKind.CAPACITY, f"{max(free, 0)} of {total} replicas are free")
+        slots = self.problem.slots
+        if slots is not None and slots.is_uniform:
+            yield LimitView(
+                LimitKind.NODES,
+                f"a node holds {slots.node_size}: only counts that divide or fill nodes are considered",
+            )
+        reachable = max(self._utilities[job.id])
+        if reachable < counts[-1]:
+            yield LimitView(LimitKind.MEASUREMENTS, _not_measured(utility))
+        if count and utility.present_count:
+            yield LimitView(LimitKind.CHANGE, utility.change(self._now).reason)
+
+
+def _shown(utility: JobUtility, chosen: int) -> Sequence[int]:
+    """Return at most `MAX_COUNTS` of the candidate counts, ascending, with those that matter."""
+    counts = utility.counts
+    if len(counts) <= MAX_COUNTS:
+        return counts
+    kept = {counts[0], counts[-1], *(each for each in (chosen, utility.job.replicas) if each in counts)}
+    if utility.table is not None:
+        kept.add(utility.table.counts[-1])
+    rest = MAX_COUNTS - len(kept)
+    ratio = len(counts) ** (1 / rest)
+    for i in range(rest):
+        kept.add(counts[min(int(ratio**i), len(counts) - 1)])
+    return sorted(kept)
+
+
+def _not_measured(utility: JobUtility) -> str:
+    if utility.table is None:
+        return "it is not measured yet, so it does not grow"
+    reach = utility.table.counts[-1]
+    return (
+        f"it grows step by step, to at most {MAX_GROWTH} times the largest measured count: {reach} at present"
+    )
+
+
+def _not_worth(utility: JobUtility, chosen: int, count: int) -> str:
+    before, after = utility.goodput(chosen), utility.goodput(count)
+    if before is None or after is None:
+        return "it is not measured yet"
+    factor = f"{after / before:.2f} times the progress per second"
+    if after <= before:
+        return f"not faster: {factor}"
+    if count > chosen:
+        return (
+            f"{factor}: less than {MIN_SPEEDUP} for each doubling of the replicas, or than the restart costs"
+        )
+    return f"{factor}: less than the restart costs"

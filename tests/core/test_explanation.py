@@ -1,0 +1,182 @@
+"""Explanations agree with the decisions that they explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_core.capacity import Capacity, NodeCapacity
+from adascale_core.decision import decide
+from adascale_core.explanation import MAX_COUNTS, MAX_GIVING, explain
+from adascale_core.job_state import JobState
+from adascale_core.job_utility import JobUtility, weighted
+from adascale_core.packing import Demand, Node
+from adascale_core.views import DecisionView, LimitKind, Verdict
+from support.job_states import (
+    CLEAR,
+    COMPUTE,
+    FIXED,
+    NOW,
+    SLOW_SYNC,
+    allowed,
+    capacities,
+    job,
+    several_jobs,
+    unmeasured,
+)
+
+GPU = "nvidia.com/gpu"
+
+
+def explained(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, DecisionView]:
+    decisions = decide(jobs, capacity, NOW)
+    return explain(jobs, capacity, NOW, decisions=decisions, time=1000.0)
+
+
+def verdicts(view: DecisionView) -> dict[int, Verdict]:
+    return {each.replicas: each.verdict for each in view.counts}
+
+
+def given_by(view: DecisionView, count: int) -> Mapping[str, int]:
+    (found,) = [each for each in view.counts if each.replicas == count]
+    return {each.job: each.replicas for each in found.given}
+
+
+# -- cases ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "count", "verdict"),
+    [
+        (job("a", 4), 8, Verdict.CHOSEN),
+        (job("a", 4), 4, Verdict.NOT_WORTH),
+        (job("a", 2), 8, Verdict.NOT_MEASURED),
+        (unmeasured("a", 1), 2, Verdict.NOT_MEASURED),
+        (job("a", 4, estimate=CLEAR, truth=FIXED), 8, Verdict.NOT_WORTH),
+        (job("a", 1, measured=[1, 2, 3], estimate=CLEAR, truth=SLOW_SYNC), 3, Verdict.NOT_WORTH),
+        (job("a", 2, stable_for=None), 4, Verdict.NO_CHANGE),
+        (job("a", 2, stable_for=1.0), 4, Verdict.NO_CHANGE),
+        (job("a", 4, remaining=1.0), 8, Verdict.NO_CHANGE),
+        (job("a", 0, at_least=9, at_most=10), 9, Verdict.NO_CAPACITY),
+    ],
+)
+def test_each_count_has_a_verdict(state: JobState, count: int, verdict: Verdict) -> None:
+    assert verdicts(explained([state], 8)["a"])[count] is verdict
+
+
+def test_it_says_who_would_have_to_give_replicas() -> None:
+    jobs = [job("a", 4, truth=COMPUTE), job("b", 4, arrival=1.0, truth=COMPUTE)]
+    view = explained(jobs, 8)["a"]
+    assert view.replicas == 4
+    assert verdicts(view)[8] is Verdict.NO_CAPACITY, "b needs one replica"
+    assert verdicts(view)[6] is Verdict.OTHER_JOBS
+    assert given_by(view, 6) == {"b": 2}
+
+
+def test_a_job_that_waits_is_told_what_it_waits_for() -> None:
+    jobs = [job("a", 2, at_least=2), job("b", 0, arrival=1.0)]
+    view = explained(jobs, 2)["b"]
+    assert view.waiting
+    assert view.reason == "Insufficient capacity for 1 replica"
+    assert set(verdicts(view).values()) <= {Verdict.NO_CAPACITY, Verdict.NOT_MEASURED}
+    assert "0 of 2 replicas are free" in [limit.reason for limit in view.limits]
+
+
+def test_the_end_of_a_job_is_predicted_with_its_restart() -> None:
+    view = explained([job("a", 4, remaining=1000.0, restart=10.0)], 8)["a"]
+    for each in view.counts:
+        assert each.goodput is not None
+        assert each.seconds_left == pytest.approx(
+            1000.0 / each.goodput + (10.0 if each.replicas != 4 else 0.0)
+        )
+
+
+def test_it_names_what_limits_the_count() -> None:
+    def limits(state: JobState) -> dict[LimitKind, str]:
+        return {limit.kind: limit.reason for limit in explained([state], 64)["a"].limits}
+
+    assert limits(job("a", 2))[LimitKind.MEASUREMENTS] == (
+        "it grows step by step, to at most 2 times the largest measured count: 4 at present"
+    )
+    assert limits(replace(job("a", 2), limit=3))[LimitKind.SCHEDULING].startswith("at most 3 replicas")
+    assert "changed 1 s ago" in limits(job("a", 2, stable_for=1.0))[LimitKind.CHANGE]
+    assert "1.05 times" in limits(job("a", 2))[LimitKind.CHANGE]
+    assert "minReplicas 9" in limits(replace(job("a"), min_replicas=9))[LimitKind.BOUNDS]
+
+
+def test_on_equal_nodes_it_names_the_counts_that_are_considered() -> None:
+    demands = {"a": Demand({GPU: 1}, None, {})}
+    nodes = [Node(f"n{i}", {GPU: 4, "pods": 100}) for i in range(4)]
+    view = explained([job("a", 0, measured=[1, 2, 4], at_most=16)], NodeCapacity(nodes, demands))["a"]
+    assert {each.replicas for each in view.counts} == {1, 2, 4, 8, 12, 16}
+    assert LimitKind.NODES in {limit.kind for limit in view.limits}
+
+
+def test_only_the_named_jobs_are_explained_and_their_reasons_can_be_replaced() -> None:
+    jobs = [job("a", 4), job("b", 4)]
+    decisions = decide(jobs, 8, NOW)
+    decisions["a"] = replace(decisions["a"], reason="spec.replicas is 4")
+    found = explain(jobs, 8, NOW, decisions=decisions, time=1.0, only=["a"])
+    assert set(found) == {"a"}
+    assert found["a"].reason == "spec.replicas is 4"
+
+
+# -- properties -----------------------------------------------------------------------------------------
+
+
+@given(several_jobs, capacities)
+def test_an_explanation_agrees_with_the_decision(jobs: Sequence[JobState], capacity: int) -> None:
+    decisions = decide(jobs, capacity, NOW)
+    views = explained(jobs, capacity)
+    assert set(views) == set(decisions)
+    tables = {
+        each.job.id: each.utilities(NOW)[0] if each.counts else {}
+        for each in weighted([JobUtility.of(state) for state in jobs])
+    }
+    for state in jobs:
+        view, decision = views[state.id], decisions[state.id]
+        assert (view.replicas, view.waiting, view.present) == (
+            decision.replicas,
+            decision.waiting,
+            state.replicas,
+        )
+        assert view.reason.startswith(decision.reason)
+        chosen = [each.replicas for each in view.counts if each.verdict is Verdict.CHOSEN]
+        assert chosen == ([decision.replicas] if decision.replicas else [])
+        for each in view.counts:
+            assert each.replicas in allowed(state)
+            loss = 0
+            if each.verdict in {Verdict.OTHER_JOBS, Verdict.NODES}:
+                # Those who give stay on a valid count, all fit, and it would not be better in total.
+                after = {name: found.replicas for name, found in decisions.items()} | {
+                    state.id: each.replicas
+                }
+                for other in each.given:
+                    before, after[other.job] = after[other.job], after[other.job] - other.replicas
+                    assert other.replicas > 0
+                    loss += tables[other.job][before] - tables[other.job][after[other.job]]
+                assert sum(after.values()) <= capacity
+                assert tables[state.id][each.replicas] - tables[state.id][decision.replicas] <= loss
+
+
+@given(several_jobs, capacities)
+def test_an_explanation_survives_json_and_has_a_bounded_size(jobs: Sequence[JobState], capacity: int) -> None:
+    for view in explained(jobs, capacity).values():
+        assert DecisionView.from_json(json.loads(json.dumps(view.to_json(), allow_nan=False))) == view
+        assert len(view.counts) <= MAX_COUNTS
+        assert all(len(each.given) <= MAX_GIVING for each in view.counts)
+
+
+@given(st.integers(25, 1024), st.integers(1, 1024))
+def test_of_many_counts_some_are_shown_with_those_that_matter(most: int, present: int) -> None:
+    state = replace(job("a", present, at_most=most, measured=[1, present]), largest=present)
+    view = explained([state], 1024)["a"]
+    shown = [each.replicas for each in view.counts]
+    assert shown == sorted(set(shown))
+    assert len(shown) <= MAX_COUNTS
+    assert view.replicas in shown
