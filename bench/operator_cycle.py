@@ -42,7 +42,7 @@ from adascale_core.messages import (
     StepTime,
 )
 from adascale_core.rendezvous import Rendezvous, allocate, register
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.views import DecisionView, JobView, ReplicaView
 
 Object = dict[str, Any]
 TEMPLATES = 20
@@ -385,6 +385,9 @@ class InMemoryService:
         """Delete a job."""
         self._world.writes += 1
         self._jobs.pop(job_id, None)
+
+    def put_decision(self, decision: DecisionView) -> None:
+        """As `AllocationService.put_decision`."""
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
         """Request an allocation for a job."""

@@ -6,11 +6,17 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from adascale_api.request_body import REFERENCE
-from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_api.request_models import (
+    AllocationBody,
+    DecisionBody,
+    GainReportBody,
+    JobSpecBody,
+    RegistrationBody,
+)
 
 _REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation"})
 """Reads whose answers have less without a token."""
-_BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody)
+_BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
 
 
 class DescribedApp(FastAPI):

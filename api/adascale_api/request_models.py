@@ -19,9 +19,21 @@ from adascale_api.field_types import (
 )
 from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
+from adascale_core.views import (
+    CountView,
+    DecisionView,
+    GivenReplicas,
+    LimitKind,
+    LimitView,
+    Verdict,
+)
 
 MAX_REPORTS = 1000
 """Reports in one request."""
+MAX_DECISION_COUNTS = 64
+"""Replica counts in an explained decision."""
+MAX_DECISION_GIVEN = 16
+"""Other jobs that are named for each of them."""
 
 
 def _example(**members: Any) -> dict[str, Any]:
@@ -199,3 +211,87 @@ class RegistrationBody(RequestBody):
     def to_registration(self) -> Registration:
         """Return the registration as a message of the core."""
         return Registration(**self.__dict__)
+
+
+Explanation = Annotated[str, Field(max_length=500)]
+Amount = Annotated[float, Field(ge=0, le=1e300)]
+
+
+class GivenReplicasBody(RequestBody):
+    """Replicas that another job would have to give up."""
+
+    job: Annotated[str, Field(max_length=127)] = Field(description="The other job.")
+    replicas: Replicas = Field(description="How many replicas.")
+
+
+class CountBody(RequestBody):
+    """What a replica count would give."""
+
+    replicas: Replicas = Field(description="The replica count.")
+    goodput: Amount | None = Field(
+        description="Predicted steps at `batch_size` per second; null if not predicted."
+    )
+    seconds_left: Amount | None = Field(
+        description="Predicted seconds to the end of the job, the restart included; null if not known."
+    )
+    given: Annotated[tuple[GivenReplicasBody, ...], Field(max_length=MAX_DECISION_GIVEN)] = Field(
+        description="The replicas that other jobs would have to give up for it."
+    )
+    verdict: Verdict = Field(description="Why it was chosen or not.")
+    reason: Explanation = Field(description="The same for people.")
+
+    def to_count(self) -> CountView:
+        """Return the count as a message of the core."""
+        given = tuple(GivenReplicas(**each.__dict__) for each in self.given)
+        return CountView(**{**self.__dict__, "given": given})
+
+
+class LimitBody(RequestBody):
+    """Something that limits the replica count."""
+
+    kind: LimitKind = Field(description="What it is.")
+    reason: Explanation = Field(description="The limit, for people.")
+
+
+class DecisionBody(RequestBody):
+    """A decision about a job, explained."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            job="default.digits", replicas=2, present=2, waiting=False,
+            reason="unchanged: no other count is worth a change", time=1760000000.0,
+            counts=[
+                {
+                    "replicas": 2, "goodput": 812.5, "seconds_left": 14.8, "given": [],
+                    "verdict": "chosen", "reason": "chosen",
+                },
+                {
+                    "replicas": 4, "goodput": 1320.0, "seconds_left": 10.1,
+                    "given": [{"job": "default.other", "replicas": 2}],
+                    "verdict": "other_jobs", "reason": "other jobs would lose more than this job would gain",
+                },
+            ],
+            limits=[{"kind": "capacity", "reason": "0 of 4 replicas are free"}],
+        )
+    )  # fmt: skip
+
+    job: Annotated[str, Field(min_length=1, max_length=127)] = Field(
+        description="The job id, as in the path."
+    )
+    replicas: ReplicasOrZero = Field(description="The count that was chosen; 0 if the job does not run.")
+    present: ReplicasOrZero = Field(description="The count before the decision.")
+    waiting: bool = Field(description="Whether the job does not run because of insufficient capacity.")
+    reason: Explanation = Field(description="Why it was chosen.")
+    time: float = Field(ge=0, le=1e12, description="When it was decided, in seconds since 1970.")
+    counts: Annotated[tuple[CountBody, ...], Field(max_length=MAX_DECISION_COUNTS)] = Field(
+        description="What this and other counts would give, ascending."
+    )
+    limits: Annotated[tuple[LimitBody, ...], Field(max_length=16)] = Field(
+        description="What limits the count."
+    )
+
+    def to_decision(self, job_id: str) -> DecisionView:
+        """Return the decision about a job, by its full id, as a message of the core."""
+        counts = tuple(each.to_count() for each in self.counts)
+        limits = tuple(LimitView(**each.__dict__) for each in self.limits)
+        return DecisionView(**{**self.__dict__, "job": job_id, "counts": counts, "limits": limits})

@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -97,9 +97,14 @@ TABLES: dict[str, str] = {
         stored_at {double} NOT NULL,
         PRIMARY KEY (job_key, replica)
     """,
+    # The last explained decision about a job, as JSON.
+    "decisions": """
+        job_key BIGINT PRIMARY KEY,
+        decision TEXT NOT NULL
+    """,
 }
 
-OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "measurements")
+OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "decisions", "measurements")
 """The tables whose rows belong to a job."""
 
 

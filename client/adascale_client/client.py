@@ -17,7 +17,7 @@ from adascale_core.messages import (
     MemberView,
     Registration,
 )
-from adascale_core.views import GainView, HistoryView, JobList, JobView, StoredReports
+from adascale_core.views import DecisionView, GainView, HistoryView, JobList, JobView, StoredReports
 
 T = TypeVar("T")
 
@@ -94,6 +94,18 @@ class MetricsServiceClient:
         path = f"{_path(job_id)}/replicas/{registration.replica}"
         answer = self._transport.request("PUT", path, registration.to_json())
         return self._parse(MemberView.from_json, answer)
+
+    # -- decisions ------------------------------------------------------------------------------------------
+
+    def put_decision(self, decision: DecisionView) -> None:
+        """Store the explained decision about a job. Status 404 if the job does not exist."""
+        self._transport.request("PUT", f"{_path(decision.job)}/decision", decision.to_json())
+
+    def get_decision(self, job_id: str) -> DecisionView:
+        """Return the last decision about a job. Status 404 if there is none."""
+        return self._parse(
+            DecisionView.from_json, self._transport.request("GET", f"{_path(job_id)}/decision")
+        )
 
     # -- gain -----------------------------------------------------------------------------------------------
 

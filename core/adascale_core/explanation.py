@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from adascale_core.capacity import Capacity
 from adascale_core.decision import Decision, DecisionProblem
@@ -18,6 +19,8 @@ from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKin
 
 MAX_COUNTS = 24
 """Counts in an explanation."""
+MAX_TRIES = 8
+"""Packings of unlike replicas that are tried for a count."""
 MAX_GIVING = 8
 """Jobs that would have to give up replicas for a count; a count that needs more is explained without them."""
 
@@ -82,6 +85,9 @@ class _Explainer:
         self._utilities = {
             utility.job.id: utility.utilities(now)[0] if utility.counts else {} for utility in problem.queue
         }
+        self._steps: list[tuple[float, str, int]] = []
+        for job, count in self._counts.items():
+            self._push_step(self._steps, job, count)
 
     def explain(self, utility: JobUtility, time: float) -> DecisionView:
         """Return the explanation of the decision about a job."""
@@ -104,12 +110,12 @@ class _Explainer:
 
     def _count_views(self, utility: JobUtility, chosen: int) -> Iterable[CountView]:
         job = utility.job
-        counts = dict(self._counts)
+        counts, steps = dict(self._counts), list(self._steps)
         given: dict[str, int] | None = {}
         for count in _shown(utility, chosen):
             if given is not None and count > chosen:
                 counts[job.id] = count
-                given = self._make_room(job.id, counts)
+                given = self._make_room(job.id, counts, steps)
             goodput = utility.goodput(count)
             seconds_left = None
             if goodput is not None and job.remaining is not None:
@@ -126,31 +132,47 @@ class _Explainer:
                 reason,
             )
 
-    def _make_room(self, job: str, counts: dict[str, int]) -> dict[str, int] | None:
+    def _make_room(
+        self, job: str, counts: dict[str, int], steps: list[tuple[float, str, int]]
+    ) -> dict[str, int] | None:
         """Lower `counts` of other jobs until all fit.
 
+        Args:
+            job: the job for which they make room.
+            counts: job id -> count.
+            steps: a heap of the next step down of each other job: its loss, the job, its count.
+
         Returns:
-            job id -> replicas to give up; None if all don't fit, or more than `MAX_GIVING` jobs have to give.
+            job id -> replicas to give up; None if all don't fit, or if it would take too many steps.
         """
+        tries = MAX_TRIES
         while not self._room.fits(counts):
-            best: tuple[float, str, int] | None = None
-            for other, table in self._utilities.items():
-                present = counts.get(other, 0)
-                if other == job or present not in table:
-                    continue
-                for count in table:
-                    if count < present:
-                        loss = (table[present] - table[count]) / (present - count)
-                        best = min(best or (loss, other, count), (loss, other, count))
-            if best is None:
+            # Where replicas are not alike, each attempt packs the replicas of all jobs.
+            tries -= self._room.total is None
+            if not steps or not tries:
                 return None
-            counts[best[1]] = best[2]
+            _, other, count = heappop(steps)
+            if other != job:
+                counts[other] = count
+                self._push_step(steps, other, count)
         given = {
             other: self._counts[other] - count
             for other, count in counts.items()
             if count < self._counts[other]
         }
         return given if len(given) <= MAX_GIVING else None
+
+    def _push_step(self, steps: list[tuple[float, str, int]], job: str, present: int) -> None:
+        """Add the step down from a count that loses the least utility per replica."""
+        table = self._utilities[job]
+        if present in table:
+            losses = [
+                ((table[present] - table[count]) / (present - count), job, count)
+                for count in table
+                if count < present
+            ]
+            if losses:
+                heappush(steps, min(losses))
 
     def _verdict(
         self, utility: JobUtility, chosen: int, count: int, given: Mapping[str, int] | None
@@ -176,9 +198,7 @@ class _Explainer:
         if not counts:
             yield LimitView(LimitKind.BOUNDS, utility.reason(0))
             return
-        yield LimitView(
-            LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid with its bounds and limits"
-        )
+        yield LimitView(LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid")
         if job.limit is not None:
             yield LimitView(LimitKind.SCHEDULING, f"at most {job.limit} replicas may be scheduled at present")
         total = self._room.total

@@ -8,9 +8,26 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_api.request_models import (
+    AllocationBody,
+    CountBody,
+    DecisionBody,
+    GainReportBody,
+    GivenReplicasBody,
+    JobSpecBody,
+    LimitBody,
+    RegistrationBody,
+)
 from adascale_core.messages import Allocation, GainReport, JobSpec, Message, Registration
-from adascale_core.views import GainView, JobList, JobView
+from adascale_core.views import (
+    CountView,
+    DecisionView,
+    GainView,
+    GivenReplicas,
+    JobList,
+    JobView,
+    LimitView,
+)
 from api.client import Client, a_registration, a_report
 
 
@@ -21,6 +38,10 @@ from api.client import Client, a_registration, a_report
         (JobSpecBody, JobSpec),
         (AllocationBody, Allocation),
         (RegistrationBody, Registration),
+        (DecisionBody, DecisionView),
+        (CountBody, CountView),
+        (LimitBody, LimitView),
+        (GivenReplicasBody, GivenReplicas),
     ],
 )
 def test_a_request_body_has_the_fields_and_defaults_of_its_message(

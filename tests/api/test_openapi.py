@@ -16,7 +16,13 @@ from schemathesis.engine.run import PhaseName
 
 from adascale_api.app import create_app
 from adascale_api.database import Database
-from adascale_api.request_models import AllocationBody, GainReportBody, JobSpecBody, RegistrationBody
+from adascale_api.request_models import (
+    AllocationBody,
+    DecisionBody,
+    GainReportBody,
+    JobSpecBody,
+    RegistrationBody,
+)
 from adascale_api.routes.common import JOB_ID_PATTERN
 from adascale_api.service import Settings
 from adascale_api.shared_token import SharedToken
@@ -27,13 +33,18 @@ EXPECTED = ["2xx", "401", "403", "404", "409"]
 CONFIG = {
     "headers": {"Authorization": f"Bearer {TOKEN}"},
     "operations": [
-        # A schema can't express rules between fields: contradicting bounds, a replica other than the
+        # A schema can't express rules between fields: contradicting bounds, a job or replica other than the
         # path's, and a generation that no job can have reached yet.
         {
             "include-name": name,
             "checks": {"positive_data_acceptance": {"expected-statuses": [*EXPECTED, "422"]}},
         }
-        for name in ("PUT /jobs/{job}", "PUT /jobs/{job}/replicas/{replica}", "POST /jobs/{job}/gain")
+        for name in (
+            "PUT /jobs/{job}",
+            "PUT /jobs/{job}/decision",
+            "PUT /jobs/{job}/replicas/{replica}",
+            "POST /jobs/{job}/gain",
+        )
     ]
     # A request may wait for a minute, which would make the test slow.
     + [{"include-name": "GET /jobs/{job}/allocation", "parameters": {"wait": 0.01}}],
@@ -80,7 +91,9 @@ def test_every_call_answers_as_the_document_says(tmp_path: Path, protect_reads: 
     assert calls > 200
 
 
-@pytest.mark.parametrize("body", [GainReportBody, JobSpecBody, AllocationBody, RegistrationBody])
+@pytest.mark.parametrize(
+    "body", [GainReportBody, JobSpecBody, AllocationBody, RegistrationBody, DecisionBody]
+)
 def test_the_example_of_a_body_is_valid(body: type[BaseModel]) -> None:
     extra = body.model_config["json_schema_extra"]
     assert isinstance(extra, dict)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,15 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.gain_watch import LiveGain, watch_gain
+from adascale_core.decision import decide
+from adascale_core.explanation import explain
 from adascale_core.messages import Allocation, JobSpec
-from adascale_core.views import GainView
+from adascale_core.views import DecisionView, GainView
 from e2e.local_run import adascale as adascale_process
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
+from support.job_states import NOW
+from support.job_states import job as job_state
 from support.service import TOKEN, Service
 
 REPORT = {
@@ -152,6 +157,38 @@ def test_a_state_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> No
     failed = adascale("run", job, "--state-dir", "/proc/state")
     assert failed.returncode == 2
     assert "cannot create the state folder /proc/state" in failed.stderr
+
+
+# -- explain ---------------------------------------------------------------------------------------------
+
+
+def test_explain_shows_the_decision_with_its_limits_and_what_other_counts_would_give(
+    service: Service,
+) -> None:
+    job = replace(job_state("default.digits", 2), remaining=1000.0)
+    decisions = decide([job], 8, NOW)
+    (decision,) = explain([job], 8, NOW, decisions=decisions, time=time.time()).values()
+    client = MetricsServiceClient(service.url, TOKEN)
+    client.put_decision(decision)
+    assert client.get_decision("default.digits") == decision
+    client.close()
+    shown = adascale("explain", "digits", "--url", service.url)
+    assert shown.returncode == 0, shown.stderr
+    text = " ".join(shown.stdout.split())
+    assert "default.digits decision 2 -> 4 replicas" in text
+    assert "limits 1 to 8 replicas are valid" in text
+    assert "4 of 8 replicas are free" in text
+    assert "replicas progress per second time left why" in text
+    assert "chosen" in text
+    answer = json.loads(adascale("explain", "digits", "--url", service.url, "--json").stdout)
+    assert DecisionView.from_json(answer) == decision
+
+
+def test_a_job_without_a_decision_is_an_error_of_the_service(service: Service) -> None:
+    failed = adascale("explain", "silent", "--url", service.url)
+    assert failed.returncode != 0
+    assert "there is no decision about job default.silent yet" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 # -- gain ------------------------------------------------------------------------------------------------

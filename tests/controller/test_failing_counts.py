@@ -116,4 +116,6 @@ def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = Non
     if pods is not None:
         at_two = replace(at_two, pods=tuple(pods))
     decision = scheduler.schedule([at_two], None, (), lambda _: nullcontext())["team.digits"]
+    # The Event of a change has the reason of the decision.
+    assert scheduler.explained["team.digits"].reason.startswith(decision.reason)
     return decision.replicas, decision.reason

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from adascale_client import ServiceUnreachableError
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages import GainReport, ReplicaState
+from adascale_core.views import LimitKind, Verdict
 from support.fake_cluster import FakeCluster
 from support.world import World
 
@@ -45,6 +47,35 @@ def test_an_unreadable_job_does_not_stop_other_jobs(
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [record.getMessage() for record in errors] == ["team.odd: unexpected error; the job is skipped"]
     assert errors[0].exc_info
+
+
+def test_decisions_are_stored_with_their_explanation() -> None:
+    world = World()
+    world.submit()
+    world.run_cycles()
+    decision = world.service.decision
+    assert decision is not None
+    assert (decision.job, decision.replicas, decision.waiting) == ("team.digits", 1, False)
+    assert decision.reason == "unchanged: its last change is in progress"
+    assert [each.verdict for each in decision.counts[:1]] == [Verdict.CHOSEN]
+    assert LimitKind.MEASUREMENTS in [limit.kind for limit in decision.limits]
+
+
+def test_a_decision_that_could_not_be_stored_is_stored_in_a_later_cycle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: object) -> None:
+        raise ServiceUnreachableError("no answer")
+
+    world = World()
+    with monkeypatch.context() as patched:
+        patched.setattr(world.service, "put_decision", refuse)
+        world.submit()
+        world.run_cycles()
+    assert trains(world)
+    assert world.service.decision is None
+    world.run_cycles()
+    assert world.service.decision is not None
 
 
 def test_a_job_that_is_created_again_starts_with_its_own_counts() -> None:

@@ -202,12 +202,26 @@ def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path)
     job = write_paced_job(tmp_path / "job.yaml", pace=0.02, minReplicas=2, maxReplicas=3)
     with running(job, state) as run:
         run.wait_for_step(5)
-        (listed,) = json.loads(adascale_in_process("list", "--state-dir", tmp_path, "-o", "json").stdout)
-        assert (listed["name"], listed["state"], listed["process"]) == ("test", "Running", run.process.pid)
-        assert listed["replicas"] == listed["desiredReplicas"] >= 2
+        lists: list[dict[str, object]] = []
+
+        def is_running() -> bool:
+            # It may grow to 3 replicas in the meantime.
+            lists[:] = json.loads(adascale_in_process("list", "--state-dir", tmp_path, "-o", "json").stdout)
+            return lists[0]["state"] == "Running"
+
+        wait_until(is_running, "the job to run")
+        (listed,) = lists
+        assert (listed["name"], listed["process"]) == ("test", run.process.pid)
+        assert listed["replicas"] == listed["desiredReplicas"] in {2, 3}
         shown = adascale_in_process("status", "test", "--state-dir", state).stdout
         assert f"Running (process {run.process.pid})" in shown
         assert re.search(r"^1 +running +\d", shown, re.MULTILINE)
+        explain = ("explain", "test", "--state-dir", state, "--json")
+        wait_until(lambda: adascale_in_process(*explain).returncode == 0, "the first explained decision")
+        explained = json.loads(adascale_in_process(*explain).stdout)
+        assert (explained["job"], explained["waiting"]) == ("default.test", False)
+        assert explained["replicas"] in {each["replicas"] for each in explained["counts"]} == {2, 3}
+        assert explained["limits"][0] == {"kind": "bounds", "reason": "2 to 3 replicas are valid"}
         refused = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
         assert refused.returncode == 1
         assert "test needs at least 2 replicas, but --replicas is 1" in refused.stderr

@@ -9,7 +9,7 @@ from adascale_client import ServiceRefusedError
 from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import Rendezvous, StaleAllocationError, allocate, expire, register
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.views import DecisionView, JobView, ReplicaView
 
 JOB_ID = "team.digits"
 
@@ -71,6 +71,7 @@ class FakeService:
         self.state = Rendezvous()
         self.spec: JobSpec | None = None
         self.latest: GainReport | None = None
+        self.decision: DecisionView | None = None
 
     # -- as `AllocationService` -----------------------------------------------------------------------------
 
@@ -117,6 +118,10 @@ class FakeService:
         except StaleAllocationError as error:
             raise ServiceRefusedError(str(error), 409) from error
         return self.state.view(1)
+
+    def put_decision(self, decision: DecisionView) -> None:
+        """As `AllocationService.put_decision`."""
+        self.decision = decision
 
     # -- what happens to it ---------------------------------------------------------------------------------
 

@@ -167,6 +167,21 @@ def forget_versions(transaction: Transaction, before: float) -> None:
 # -- for the other modules of the store -----------------------------------------------------------------
 
 
+def lock(transaction: Transaction, job_id: str) -> int:
+    """Return the key of a job, locked until the end of the transaction.
+
+    Raises:
+        JobNotFoundError: it does not exist.
+    """
+    job = transaction.jobs.get(job_id)
+    if job is not None:
+        return job.key
+    found = transaction.first(_LOCK, id=job_id)
+    if found is None:
+        raise JobNotFoundError(job_id)
+    return int(found[0])
+
+
 def lock_or_create(transaction: Transaction, job_id: str, now: float) -> Job:
     """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
 
@@ -347,6 +362,7 @@ _PRIMARY_KEYS = {
     "generations": "generation",
     "logs": "replica",
     "heartbeats": "replica",
+    "decisions": "job_key",
     "measurements": "job_key",
 }
 _REMOVE_ROWS = [

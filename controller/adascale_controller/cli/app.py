@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from adascale_controller.cli.explain import explain
 from adascale_controller.cli.gain import gain
 from adascale_controller.cli.list import list_jobs
 from adascale_controller.cli.logs import logs
@@ -35,6 +36,7 @@ for name, command in (
     ("status", status),
     ("logs", logs),
     ("gain", gain),
+    ("explain", explain),
     ("scale", scale),
     ("stop", stop),
     ("simulate", simulate_workload),

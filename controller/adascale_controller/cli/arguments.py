@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from adascale_core import names
+
 JobFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="A YAML file with an AdaScaleJob.", show_default=False)
 ]
@@ -31,4 +33,19 @@ class Output(StrEnum):
 
 OutputFormat = Annotated[
     Output, typer.Option("--output", "-o", metavar="FORMAT", help="The format: text or json.")
+]
+
+ServiceUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        envvar=names.ENV_API_URL,
+        help="The address of the metrics service. Default: that of the run in --state-dir.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", metavar="", help="Print the metrics service's JSON.", show_default=False),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,33 +11,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from adascale_client import MetricsServiceClient, ServiceUnreachableError
-from adascale_controller.cli.arguments import JobName, StateRoot
+from adascale_client import MetricsServiceClient
+from adascale_controller.cli.arguments import AsJson, JobName, ServiceUrl, StateRoot
+from adascale_controller.cli.service_client import connect
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
 from adascale_controller.local import service_file
 from adascale_controller.local.state_dir import DEFAULT_ROOT
-from adascale_core import names
 from adascale_core.job_id import parse_job_id
 
 
 def gain(
     job: JobName,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            metavar="URL",
-            envvar=names.ENV_API_URL,
-            help="The address of the metrics service. Default: that of the run in --state-dir.",
-            show_default=False,
-        ),
-    ] = None,
+    url: ServiceUrl = None,
     state_dir: StateRoot = DEFAULT_ROOT,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print the metrics service's JSON.", show_default=False),
-    ] = False,
+    as_json: AsJson = False,
     watch: Annotated[
         bool,
         typer.Option(
@@ -52,13 +39,7 @@ def gain(
 ) -> None:
     """Show the gain of a running job, and predictions for other replica counts."""
     job_id = parse_job_id(job)
-    urls = [url] if url else service_file.find_urls(state_dir, job_id)
-    if not urls:
-        raise ServiceUnreachableError(
-            f"no run of job {job} found in {state_dir}: start it with `adascale run`, or set the address of "
-            "the metrics service with --url"
-        )
-    client = MetricsServiceClient(urls[0], os.environ.get(names.ENV_TOKEN))
+    client = connect(job, url, state_dir)
     if watch:
         _watch(job_id, client, as_json, lambda: not url and not service_file.find_urls(state_dir, job_id))
         return

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from adascale_client import MetricsServiceClient, ServiceError
+from adascale_controller.explanation_schedule import ExplanationSchedule
 from adascale_controller.formatting import count, plural
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display, RunStatus
@@ -17,7 +18,9 @@ from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
-from adascale_core.decision import decide
+from adascale_core.decision import Decision, decide
+from adascale_core.explanation import explain
+from adascale_core.job_state import JobState
 from adascale_core.messages import Allocation
 from adascale_core.views import JobView
 
@@ -69,6 +72,7 @@ class ControlLoop:
         self._started_at = time.monotonic()
         self._events = EventMessages(replicas, display, self._started_at)
         self._decided_at = self._started_at
+        self._explanations = ExplanationSchedule()
         self._finished_at: float | None = None
 
     def start(self) -> None:
@@ -141,22 +145,36 @@ class ControlLoop:
         limit = self._replicas.failing_counts.limit
         state = replace(self._measurements.job_state(self._job, view, self._total(view)), limit=limit)
         exceeds = limit is not None and view.desired.replicas > limit
+        decision = decide([state], self._replica_limit, now)[self._job.id]
+        if decision.replicas != view.desired.replicas:
+            if exceeds:
+                decision = replace(decision, reason=str(self._replicas.failing_counts.given_up))
+            if view.desired.replicas > self._replica_limit:
+                limited = plural(self._replica_limit, "replica")
+                decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")
+        self._explain(state, decision, now)
         if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
-        decision = decide([state], self._replica_limit, now)[self._job.id]
         if decision.replicas in (0, view.desired.replicas):
             return
         try:
             self._client.allocate(self._job.id, Allocation(view.generation + 1, decision.replicas))
         except ServiceError:
             return  # The next iteration decides again, from a new view.
-        reason = decision.reason
-        if exceeds:
-            reason = str(self._replicas.failing_counts.given_up)
-        if view.desired.replicas > self._replica_limit:
-            reason = f"limited to {plural(self._replica_limit, 'replica')} by `adascale scale`"
-        self._display.message(f"Rescaling {view.desired.replicas} -> {decision.replicas}: {reason}", "cyan")
+        change = f"{view.desired.replicas} -> {decision.replicas}"
+        self._display.message(f"Rescaling {change}: {decision.reason}", "cyan")
+
+    def _explain(self, state: JobState, decision: Decision, now: float) -> None:
+        """Store the explained decision with the metrics service, if it is time to."""
+        decisions = {self._job.id: decision}
+        if not self._explanations.due(decisions, now):
+            return
+        view = explain([state], self._replica_limit, now, decisions=decisions, time=time.time())
+        try:
+            self._client.put_decision(view[self._job.id])
+        except ServiceError:
+            self._explanations.repeat(self._job.id)
 
     def _stopped_by_user(self) -> RunResult:
         if self._signals.first is signal.SIGINT:

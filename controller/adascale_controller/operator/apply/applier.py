@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from adascale_client import ServiceRefusedError
+from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.indexed_job import (
     claim_manifest,
@@ -20,6 +20,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.messages import Allocation
+from adascale_core.views import DecisionView
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,15 @@ class Applier:
             logger.info("%s: ttlSecondsAfterFinished exceeded, deleting it", job.id)
             await self._cluster.delete_job(job.namespace, job.name, job.uid)
         return applied
+
+    async def store_decision(self, decision: DecisionView) -> bool:
+        """Store an explained decision with the metrics service. Returns whether it is stored."""
+        try:
+            await asyncio.to_thread(self._service.put_decision, decision)
+        except ServiceError as error:
+            logger.debug("%s: the decision is not stored: %s", decision.job, error)
+            return False
+        return True
 
     async def _allocate(self, job_id: str, allocation: Allocation) -> bool:
         """Request an allocation. Returns whether the Indexed Job may be resized to it.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from adascale_core.messages import Allocation, AllocationView, JobSpec
-from adascale_core.views import JobView
+from adascale_core.views import DecisionView, JobView
 
 
 class AllocationService(Protocol):
@@ -23,3 +23,6 @@ class AllocationService(Protocol):
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
         """Request an allocation for a job."""
+
+    def put_decision(self, decision: DecisionView) -> None:
+        """Store the explained decision about a job."""

@@ -25,7 +25,7 @@ from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, object_key
 from adascale_controller.operator.types.workload import PodSettings
 from adascale_core.decision import Decision
-from adascale_core.views import JobView
+from adascale_core.views import DecisionView, JobView
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,7 @@ class ControlLoop:
                     self._errors.clear(job.resource.id)
         await self._apply(urgent)
         await self._apply(telemetry[:MAX_TELEMETRY_WRITES])
+        await self._store_decisions(service_answers=views is not None)
         if views is not None:
             present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
             await self._service_jobs.deregister_deleted(
@@ -179,6 +180,15 @@ class ControlLoop:
         failed_placement = self._scheduler.failed_placement(job)
         failing_count = self._scheduler.failing_count(job)
         return reconcile(job, assessment, decision, failed_placement, failing_count)
+
+    async def _store_decisions(self, *, service_answers: bool) -> None:
+        """Store the explained decisions with the metrics service, or have them explained again."""
+
+        async def store(decision: DecisionView) -> None:
+            if not service_answers or not await self._applier.store_decision(decision):
+                self._scheduler.explain_again(decision.job)
+
+        await asyncio.gather(*(store(each) for each in self._scheduler.explained.values()))
 
     async def _apply(self, planned: Iterable[tuple[ObservedJob, Actions]]) -> None:
         """Carry out the actions for these jobs, `MAX_CONCURRENT` jobs at a time."""

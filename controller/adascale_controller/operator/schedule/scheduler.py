@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
+from adascale_controller.explanation_schedule import ExplanationSchedule
 from adascale_controller.failing_counts import FailingCount, FailingCounts
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_controller.operator.observe.failed_pods import failed_pods
@@ -21,9 +22,10 @@ from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, decide
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
+from adascale_core.explanation import explain
 from adascale_core.job_state import JobState
 from adascale_core.packing import Demand
-from adascale_core.views import JobView
+from adascale_core.views import DecisionView, JobView
 
 
 @dataclass
@@ -43,6 +45,9 @@ class Scheduler:
     def __init__(self) -> None:
         self._memories: dict[str, _JobMemory] = {}
         self._node_selection = NodeSelection()
+        self._explanations = ExplanationSchedule()
+        self.explained: dict[str, DecisionView] = {}
+        """Decisions of the last `schedule` to store with the metrics service, by job id."""
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
@@ -100,6 +105,12 @@ class Scheduler:
                 decisions[state.id] = replace(decision, reason=f"spec.replicas is {cap}")
             elif failing is not None and state.limit == failing.limit:
                 decisions[state.id] = replace(decision, reason=str(failing))
+        due = self._explanations.due(decisions, time.monotonic())
+        self.explained = {}
+        if due:
+            self.explained = explain(
+                states, capacity, time.monotonic(), decisions=decisions, time=time.time(), only=due
+            )
         return decisions
 
     def _demand(self, observed: ObservedJob) -> Demand:
@@ -115,6 +126,10 @@ class Scheduler:
             placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
             one_node=observed.single_node,
         )
+
+    def explain_again(self, job_id: str) -> None:
+        """Have the decision about a job explained in the next cycle, since it could not be stored."""
+        self._explanations.repeat(job_id)
 
     def _state(self, observed: ObservedJob, capacity: Capacity) -> JobState:
         """Return a job's state for the decision."""
