@@ -162,6 +162,15 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
 
 
 @pytest.mark.slow
+def test_an_error_on_one_rank_shows_its_own_traceback_and_one_line_on_the_other(tmp_path: Path) -> None:
+    ended = run(tmp_path, *TORCHRUN, END="error", ON_RANK=1, STEPS=100_000)
+    assert ended.returncode == 1
+    assert "ArithmeticError: raised by the program" in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+    assert "ValueError" not in ended.stderr
+
+
+@pytest.mark.slow
 def test_a_loop_that_all_ranks_leave_after_the_same_step_trains(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, END="break", AT=5, EPOCHS=3)
     assert ended.returncode == 0, ended.stderr

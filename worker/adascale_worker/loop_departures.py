@@ -92,7 +92,10 @@ class LoopDepartures:
         """
         deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
         while self._left_early and not self._others_have_left():
-            failure = next(filter(None, self._group.announced(_FAILED)), None)
+            failures = self._group.announced(_FAILED)
+            if failures is None:
+                return  # The process that serves the store has ended.
+            failure = next(filter(None, failures), None)
             if failure is not None:
                 self._left_early = False
                 raise ReplicationError(failure)
@@ -129,10 +132,10 @@ class LoopDepartures:
         self._group.announce(_LEFT, json.dumps(astuple(own)))
 
     def _others(self) -> list[tuple[int, Departure]]:
-        values = enumerate(self._group.announced(_LEFT))
+        values = self._group.announced(_LEFT) or ()
         return [
             (rank, Departure(*json.loads(value)) if value else Departure())
-            for rank, value in values
+            for rank, value in enumerate(values)
             if rank != self._group.rank
         ]
 

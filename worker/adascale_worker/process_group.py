@@ -307,22 +307,29 @@ class ReplicaGroup:
     def announce(self, event: str, value: str = "") -> None:
         """Let the other replicas know that this one has reached `event`. Not a collective call.
 
-        Does nothing if the store is gone, with the process that serves it.
+        Does nothing if the store is gone, with the process that serves it or with the process group.
         """
-        if self.replicas > 1:
+        if self.replicas > 1 and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 default_store().set(f"adascale/{event}/{self.rank}", value)
 
-    def announced(self, event: str) -> list[str | None]:
-        """Return the values that the ranks have announced with `event`; None for a rank that has not."""
+    def announced(self, event: str) -> list[str | None] | None:
+        """Return the values that the ranks have announced with `event`; None for a rank that has not.
+
+        None if the store is gone.
+        """
         values: list[str | None] = [None] * self.replicas
         if self.replicas > 1:
-            with contextlib.suppress(RuntimeError):
+            if not dist.is_initialized():
+                return None
+            try:
                 store = default_store()
                 for rank in range(self.replicas):
                     key = f"adascale/{event}/{rank}"
                     if store.check([key]):
                         values[rank] = store.get(key).decode()
+            except RuntimeError:
+                return None
         return values
 
     def missing(self, event: str, timeout: float) -> list[int]:
