@@ -7,7 +7,7 @@ import { get } from "./service.js";
 
 const PHASES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Queued", "Stopped", "Complete"];
 const USAGE_INTERVAL = 5000;
-const RANGES = [["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
+const RANGES = [["10 minutes", 600], ["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
 
 const share = (job) => (job.latest && job.target ? Math.min(job.latest.progress / job.target, 1) : null);
 const waiting = (job) => (job.phase === "Queued" ? Date.now() / 1000 - job.created_at : null);
@@ -37,7 +37,7 @@ export class JobsView {
     this.facts = ["Replicas in use", "Jobs", "Running", "Queued", "Complete"].map((name) => ({ name, value: element("dd", {}, NONE) }));
     this.filter = element("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => this.arrange() });
     this.phase = element("select", { id: "phase", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...PHASES.map((phase) => element("option", {}, phase)));
-    this.range = element("select", { id: "range", onchange: () => this.readUsage() }, ...RANGES.map(([name, seconds]) => element("option", { value: seconds }, name)));
+    this.range = element("select", { id: "range", onchange: () => this.readUsage() }, ...RANGES.map(([name, seconds]) => element("option", { value: seconds, selected: seconds === 3600 }, name)));
     this.shown = element("span", { class: "muted", role: "status" });
     this.body = element("tbody");
     this.heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes(column) }, element("button", { type: "button", onclick: () => this.sortBy(column) }, column.title)));
