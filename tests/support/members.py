@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adascale_core.names import LEAVE_GRACE
 from support.launch import wait_until
 
 SAMPLES = 48
@@ -110,7 +112,8 @@ class Trainer:
         return int(next(m["port"] for m in self.messages if m["type"] == "ready"))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, number)
 
 
 class Members:
@@ -195,9 +198,35 @@ class Members:
             if line.endswith("\n")
         ]
 
+    def release(self, trainer: Trainer) -> None:
+        """Release a member that was taken for lost, and kill it if it does not exit, as its agent does.
+
+        Gloo may lose a message whose permission to be sent arrives at a connection that is shut down already.
+        Nothing ends a collective that waits for it.
+        """
+        trainer.send(type="release", generation=self.generation)
+        deadline = time.monotonic() + LEAVE_GRACE
+
+        def has_left() -> bool:
+            if trainer.code is None and time.monotonic() > deadline:
+                trainer.kill()
+            return trainer.code is not None
+
+        self.wait(has_left, "a released member leaves")
+
     def finish(self) -> set[str]:
-        """Wait until the members have finished, and return the digests of their weights."""
-        self.wait(lambda: all(t.code is not None for t in self.active), "training ends")
+        """Wait until the members have finished, and return the digests of their weights.
+
+        Members that could not form their generation get another one, as from the service.
+        """
+
+        def have_ended() -> bool:
+            last = [t.messages[-1] for t in self.active]
+            if all(m["type"] == "holding" and m["generation"] == self.generation for m in last):
+                self.activate(sorted(self.active, key=lambda t: t.messages[-1]["step"] is None), wait=False)
+            return all(t.code is not None for t in self.active)
+
+        self.wait(have_ended, "training ends")
         assert [t.code for t in self.active] == [0] * len(self.active), self.output()
         return {path.read_text() for path in (self.folder / "journal").glob("weights-*")}
 
