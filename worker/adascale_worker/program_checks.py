@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.statistics.user_warnings import warn_user
+from adascale_worker.torch_private import has_scheduler
 
 
 def require_program(
@@ -52,8 +53,7 @@ def warn_of_unknown_scheduler(
 ) -> None:
     """Warn if the optimizer has a scheduler that was not passed to `program_reentry`."""
     is_known = lr_scheduler is not None or any(isinstance(each, LRScheduler) for each in registered)
-    # A scheduler leaves this mark on the method that it replaces.
-    if not is_known and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if not is_known and has_scheduler(optimizer):
         warn_user(
             "the optimizer has a learning-rate scheduler that was not passed to program_reentry, so it does "
             "not follow progress, and is not saved: call program_reentry(model, optimizer, scheduler)"
