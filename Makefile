@@ -48,7 +48,12 @@ test: $(READY) ## run the fast tests
 
 .PHONY: test-slow
 test-slow: $(READY) ## run the slower tests
-	$(BIN)/python -m pytest -m "slow and not cluster"
+	$(BIN)/python -m pytest -m "slow and not cluster" $(PARALLEL)
+
+# Some slow tests wait for what must happen within seconds, and may fail beside others on a small machine.
+.PHONY: test-failed
+test-failed: $(READY) ## run the tests that failed last once more, one by one
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # Options of the fault harness, such as CHAOS="--runs 1 --faults 8 --seed 5"; --help lists them.
 CHAOS ?= --runs 25 --faults 200
