@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from adascale_worker import gloo_sockets
+from adascale_worker import gloo_sockets, stuck_collective
 from adascale_worker.agent_channel import Assignment
 from adascale_worker.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError, listen
@@ -204,7 +204,9 @@ class ReplicaGroup:
             sockets = self._sockets
             if self._sockets_before is not None:
                 sockets = gloo_sockets.open_sockets() - self._sockets_before
+            generation = self.generation
         gloo_sockets.shut_down(sockets)
+        stuck_collective.watch(lambda: not self._failed or self.generation != generation)
         if self._device.type == "cuda" and self._formed:
             abort_process_group()
         self.on_failure()

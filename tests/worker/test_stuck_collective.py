@@ -1,0 +1,72 @@
+"""Tests of the end of a process whose main thread stays in a collective call that has failed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from adascale_core.exit_codes import EXIT_PEER_LOST
+
+PROGRAM = """
+import os, sys, tempfile, threading, time
+import torch
+import torch.distributed as dist
+from adascale_worker import stuck_collective
+
+stuck_collective.POLL_INTERVAL = 0.05
+store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)
+
+
+def end_otherwise():
+    time.sleep(3 * stuck_collective.POLL_INTERVAL * stuck_collective.LOOKS)
+    os._exit(5)
+
+threading.Thread(target=end_otherwise, daemon=True).start()
+"""
+WAITS = """
+parent = os.getpid()
+if os.fork() == 0:
+    # This peer never calls a collective.
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    os._exit(0)
+dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+stuck_collective.watch(lambda: {over})
+dist.all_reduce(torch.zeros(1))
+"""
+COMPUTES = """
+stuck_collective.watch(lambda: False)
+x = torch.ones(300, 300, requires_grad=True)
+while True:
+    y = x
+    for _ in range(400):
+        y = y @ x * 1e-3
+    y.sum().backward()
+"""
+SLEEPS = """
+stuck_collective.watch(lambda: False)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("main_thread", "code"),
+    [
+        (WAITS.format(over="False"), EXIT_PEER_LOST),
+        (WAITS.format(over="True"), 5),
+        (COMPUTES, 5),
+        (SLEEPS, 5),
+    ],
+    ids=["waits", "waits in a newer generation", "computes", "waits elsewhere"],
+)
+def test_a_process_ends_if_its_main_thread_stays_in_a_collective_call(main_thread: str, code: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + main_thread],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ("has not ended within" in ended.stderr) == (code == EXIT_PEER_LOST)
