@@ -74,10 +74,14 @@ def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: P
     ("code", "output"),
     [
         ("for x in", "SyntaxError: invalid syntax"),
-        ("import argparse; p = argparse.ArgumentParser(); p.add_argument('--data', required=True); "
-         "p.parse_args()", "error: the following arguments are required: --data"),
+        pytest.param(
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('--data', required=True); "
+            "p.parse_args()",
+            "error: the following arguments are required: --data",
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_once(
     tmp_path: Path, state: Path, code: str, output: str
 ) -> None:
@@ -104,7 +108,9 @@ trainer.program_reentry(model, torch.optim.Adagrad(model.parameters()))
 @pytest.mark.parametrize(
     ("code", "output"),
     [
-        (ADAGRAD, "adascale: got Adagrad; AdaScale scales torch.optim.SGD"),
+        pytest.param(
+            ADAGRAD, "adascale: got Adagrad; AdaScale scales torch.optim.SGD", marks=pytest.mark.slow
+        ),
         ("print('trained')", "finished without calling program_reentry of an ElasticTrainer"),
     ],
 )

@@ -178,6 +178,7 @@ def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, state: Path
         assert run.process.poll() is None
 
 
+@pytest.mark.slow
 def test_runs_that_start_together_get_a_port_each(tmp_path: Path) -> None:
     jobs = ("one", "two", "three")
     with ExitStack() as stack:
@@ -287,6 +288,7 @@ def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> Non
 # -- kills -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_killed_run_exit_and_the_next_run_starts(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep")
     with running(job, state) as run:

@@ -349,6 +349,7 @@ def test_a_termination_log_that_cannot_be_written_does_not_change_the_exit_code(
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_an_agent_that_has_not_failed_writes_no_termination_message(job: Job) -> None:
     job.service.allocate(1, 1)
     log = job.folder / "termination-log"
@@ -371,6 +372,7 @@ def test_a_trainer_that_does_not_leave_in_time_is_killed(job: Job) -> None:
     assert "did not leave generation 1 in time" in agent.log.read_text()
 
 
+@pytest.mark.slow
 def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> None:
     """Changed bounds and removed bounds."""
     first = {"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]}

@@ -195,10 +195,17 @@ def test_a_wrong_loop_is_refused(loop: str, message: str, replicas: int) -> None
     require_refused(run(loop, replicas), f"adascale: .*{message}")
 
 
+SKIPPING_LOOPS = (
+    "skips and zeroes gradients",
+    "skips and sets gradients to None",
+    "NaN gradients are replaced",
+)
+
+
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize(
     "loop",
-    ["plain", "skips and zeroes gradients", "skips and sets gradients to None", "NaN gradients are replaced"],
+    ["plain", *(pytest.param(loop, marks=pytest.mark.slow) for loop in SKIPPING_LOOPS)],
 )
 def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> None:
     output = require_trained(run(loop, replicas))
