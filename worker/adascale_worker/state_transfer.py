@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.receive_memory import ReceiveMemory
 from adascale_worker.state_tree import flatten, layouts, unflatten
 
 CHUNK: Final = 64 << 20
@@ -40,20 +41,23 @@ def send(group: ReplicaGroup, state: Any, *, device: torch.device) -> None:
     _Broadcast(group, group.rank).run([_bytes_of(_placed(tensor, device)) for tensor in tensors], packs=True)
 
 
-def receive(group: ReplicaGroup, source: int, *, device: torch.device) -> Any:
+def receive(group: ReplicaGroup, source: int, *, device: torch.device, memory: ReceiveMemory) -> Any:
     """Return the state of rank `source`. A collective call.
 
     Args:
         group: the replicas.
         source: rank of the sender.
         device: of the large tensors.
+        memory: for tensors on the host.
 
     Raises:
         PeersLostError: a member was lost.
     """
     spec = _receive_spec(group, source)
     tensors = [
-        torch.empty(layout.shape, dtype=layout.dtype, device=device if layout.bytes > SMALL else "cpu")
+        memory.tensor(layout)
+        if device.type == "cpu" or layout.bytes <= SMALL
+        else torch.empty(layout.shape, dtype=layout.dtype, device=device)
         for layout in layouts(spec)
     ]
     _Broadcast(group, source).run([_bytes_of(tensor) for tensor in tensors], packs=False)

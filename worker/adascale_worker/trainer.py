@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_client import MetricsServiceClient
 from adascale_core.errors import AdaScaleError
-from adascale_core.names import ENV_ADDRESS
+from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker import environment
 from adascale_worker.accumulation import GradientAccumulation
 from adascale_worker.adascale import AdaScale
@@ -429,6 +429,8 @@ class ElasticTrainer:
             number = loop.state_number
             return None if number is None else number[1]
 
+        if os.environ.get(ENV_JOINS_OTHERS) == "1":
+            loop.prepare_to_receive()
         self._membership.start(step)
         loop.enter_generation()
 

@@ -27,6 +27,7 @@ from adascale_worker.membership import LeaveError, Membership
 from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
 from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.program_state import ProgramState
+from adascale_worker.receive_memory import ReceiveMemory, expected_sizes
 from adascale_worker.rng_state import seed_generators
 from adascale_worker.shutdown import FastExit, ShutdownSignal
 from adascale_worker.stream import SampleStream
@@ -111,6 +112,7 @@ class TrainingLoop:
         """The epoch of the program's loop, if a member had ended it, and this one has copied its state."""
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
+        self._receive_memory = ReceiveMemory()
         self._assignment: Assignment | None = None
         self._state_generation: int | None = None
         """The generation in which the state was last equal on all members. None without a state."""
@@ -153,6 +155,12 @@ class TrainingLoop:
         if not is_restored:
             trainer.planner.begin(trainer.settings.bounds)
         return bool(is_restored)
+
+    def prepare_to_receive(self) -> None:
+        """Prepare memory for the state of the other replicas, before they wait for this one."""
+        if self._model.device.type == "cpu":
+            sizes = expected_sizes(self._program.model, self.adascale.optimizer)
+            self._receive_memory = ReceiveMemory(sizes)
 
     def begin(self) -> None:
         """Use the restored state, or the initial state, with the present replicas. A collective call."""
@@ -204,6 +212,7 @@ class TrainingLoop:
                 self._transfer(source, behind)
             if formation.states[group.rank] is None:
                 self.was_restored = True
+        self._receive_memory.clear()
         self._agreement = Agreement()
         self._checks.begin_generation()
         self._overtake()
@@ -219,7 +228,8 @@ class TrainingLoop:
         if group.rank == source:
             state_transfer.send(group, self._state.state_dict(), device=device)
         elif group.rank in behind:
-            state = state_transfer.receive(group, source, device=device)
+            memory, self._receive_memory = self._receive_memory, ReceiveMemory()
+            state = state_transfer.receive(group, source, device=device, memory=memory)
             self._state.load_state_dict(state)
             self._delivered = self._trainer.progress.consumed
         else:

@@ -25,6 +25,7 @@ from adascale_core.names import (
     ENV_ADDRESS,
     ENV_API_URL,
     ENV_GENERATION,
+    ENV_JOINS_OTHERS,
     HEARTBEAT_TIMEOUT,
     LEAVE_GRACE,
 )
@@ -216,12 +217,15 @@ class Agent:
         self._trainers += 1
         self._assignment, self._held, self._released = None, 0, False
         self._deadline, self._sigterm_sent = KillDeadline(), False
+        active = self._view.active
+        others_train = active is not None and bool(active.indices - {self._replica})
         environ = {
             **self._environ,
             "RANK": str(self._replica),
             "WORLD_SIZE": str(replicas),
             "LOCAL_RANK": "0",
             ENV_GENERATION: "0",
+            ENV_JOINS_OTHERS: "1" if others_train else "0",
         }
         try:
             return TrainerProcess(self._command, environ, on_change=self._events.notify)

@@ -1,0 +1,73 @@
+"""Tests of the memory that a new replica prepares for the state of the others."""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from adascale_worker.receive_memory import SMALL, ReceiveMemory, expected_sizes
+from adascale_worker.state_tree import TensorLayout, flatten
+
+LARGE = TensorLayout(torch.float32, (1024, 513))
+
+
+def resident_pages(tensor: torch.Tensor) -> int:
+    """Return how many of the pages that lie within a tensor are in memory."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE)
+    pages = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE - first
+    found = (ctypes.c_ubyte * pages)()
+    address, length = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(pages * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mincore(address, length, found) == 0
+    return sum(each & 1 for each in found)
+
+
+def test_each_part_is_mapped_before_it_is_used_and_used_once() -> None:
+    memory = ReceiveMemory([LARGE.bytes, LARGE.bytes, SMALL])
+    assert memory.prepared_bytes == 2 * LARGE.bytes
+    first, second, third = (memory.tensor(LARGE) for _ in range(3))
+    assert len({each.data_ptr() for each in (first, second, third)}) == 3
+    for tensor in (first, second):
+        assert resident_pages(tensor) >= tensor.nbytes // mmap.PAGESIZE - 1
+    assert resident_pages(third) < third.nbytes // mmap.PAGESIZE // 2
+    for tensor in (first, second, third):
+        assert (tensor.shape, tensor.dtype) == (LARGE.shape, LARGE.dtype)
+        tensor.fill_(2.5)
+    assert torch.equal(first, second)
+    assert memory.prepared_bytes == 0
+
+
+def test_another_size_gets_memory_of_its_own() -> None:
+    memory = ReceiveMemory([LARGE.bytes])
+    assert memory.tensor(TensorLayout(torch.int64, (3,))).shape == (3,)
+    assert memory.tensor(TensorLayout(torch.uint8, (LARGE.bytes + 1,))).numel() == LARGE.bytes + 1
+    assert memory.prepared_bytes == LARGE.bytes
+    memory.clear()
+    assert memory.prepared_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+    ],
+    ids=["SGD", "momentum", "AdamW", "AMSGrad"],
+)
+def test_the_expected_sizes_are_those_after_a_step(
+    make: Callable[[object], torch.optim.Optimizer],
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.BatchNorm1d(600), torch.nn.Linear(600, 2))
+    model[2].bias.requires_grad = False
+    optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    expected = expected_sizes(model, optimizer)
+    model(torch.ones(4, 600)).sum().backward()
+    optimizer.step()
+    _, tensors = flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    # Adam counts its steps in a tensor of one number.
+    assert sorted(expected) == sorted(
+        tensor.nbytes for tensor in tensors if tensor.shape or tensor.nbytes == 8
+    )
