@@ -14,7 +14,7 @@ from adascale_api.error_handlers import add_error_handlers
 from adascale_api.http_protocol import ConnectionLimits
 from adascale_api.openapi import DescribedApp
 from adascale_api.prometheus import RequestMetrics
-from adascale_api.routes import allocation, decision, gain, jobs, page, probes
+from adascale_api.routes import allocation, changes, decision, gain, jobs, page, probes
 from adascale_api.service import Service, Settings
 
 _DESCRIPTION = """
@@ -63,6 +63,6 @@ def create_app(
     app.add_middleware(BodyLimit, budget=app.state.bodies)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
-    for routes in (gain, allocation, decision, jobs, page, probes):
+    for routes in (gain, allocation, decision, jobs, changes, page, probes):
         app.include_router(routes.router)
     return app

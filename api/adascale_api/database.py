@@ -161,16 +161,17 @@ class Database:
         """Learn of changes that other services commit. The callbacks are called in the event loop.
 
         Args:
-            on_change: called with the id of a job that another service has changed.
+            on_change: called with the id of a job that any service has changed, this one too.
             on_missed: called when changes may have been missed.
         """
         loop = asyncio.get_running_loop()
 
         def change(job_id: str, version: int) -> None:
             known = self.cache.get(job_id)
-            if version >= 0 and known is not None and known.version >= version:
-                return  # this service committed it
-            self.cache.remove(job_id)
+            # This service may have committed the change, or read the job since. Waiting requests do not know
+            # of what was only read.
+            if version < 0 or known is None or known.version < version:
+                self.cache.remove(job_id)
             on_change(job_id)
 
         def listening(*, is_current: bool) -> None:

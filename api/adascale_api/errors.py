@@ -4,6 +4,7 @@ RequestError
 ├── InvalidInputError     422, with the fields that are invalid
 ├── NotJsonError          415
 ├── BodyTooLargeError     413
+├── CursorExpiredError    410, in change_log
 ├── UnauthorizedError     401
 ├── ForbiddenError        403
 └── UnavailableError      503

@@ -14,7 +14,7 @@ from adascale_api.request_models import (
     RegistrationBody,
 )
 
-_REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation"})
+_REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation", "/changes"})
 """Reads whose answers have less without a token."""
 _BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from adascale_api.authorization import Authorizer
+from adascale_api.change_log import ChangeLog
 from adascale_api.change_notifier import ChangeNotifier
 from adascale_api.database import Committed, Database
 from adascale_api.errors import UnavailableError
@@ -78,6 +79,7 @@ class Service:
         self.connections = connections
         self.clock = clock
         self.changes = ChangeNotifier()
+        self.log = ChangeLog()
         self.feed = JobFeed(database)
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.metrics = Metrics(database.condition, connections)
@@ -116,6 +118,7 @@ class Service:
         """Answer the waiting requests, and accept no further writes. May be called from a signal handler."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.changes.close)
+            self._loop.call_soon_threadsafe(self.log.close)
             self._loop.call_soon_threadsafe(self.feed.close)
             self._loop.call_soon_threadsafe(self.database.stop)
 
@@ -157,19 +160,24 @@ class Service:
     def _publish(self, committed: Committed) -> None:
         self.heartbeats.update(committed)
         for job in committed.changed:
-            self.changes.notify(job.id)
+            self._wake(job.id)
         for job_id in committed.deleted:
-            self.changes.notify(job_id)
+            self._wake(job_id)
         if committed.deleted:
             self.remover.wake()
 
     def _note_change(self, job_id: str) -> None:
         self.heartbeats.update_elsewhere(job_id)
-        self.changes.notify(job_id)
+        self._wake(job_id)
 
     def _note_missed_changes(self) -> None:
         self.heartbeats.reload()
         self.changes.notify_all()
+        self.log.restart()
+
+    def _wake(self, job_id: str) -> None:
+        self.changes.notify(job_id)
+        self.log.add(job_id)
 
     async def _check_thoroughly(self) -> None:
         while True:

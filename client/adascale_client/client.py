@@ -17,7 +17,15 @@ from adascale_core.messages import (
     MemberView,
     Registration,
 )
-from adascale_core.views import DecisionView, GainView, HistoryView, JobList, JobView, StoredReports
+from adascale_core.views import (
+    DecisionView,
+    GainView,
+    HistoryView,
+    JobChanges,
+    JobList,
+    JobView,
+    StoredReports,
+)
 
 T = TypeVar("T")
 
@@ -56,14 +64,31 @@ class MetricsServiceClient:
 
     def list_jobs(self) -> list[JobView]:
         """Return all jobs, by id."""
+        return list(self.read_jobs().jobs)
+
+    def read_jobs(self) -> JobList:
+        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes."""
         jobs: list[JobView] = []
         after: str | None = ""
+        cursor: str | None = None
         while after is not None:
             answer = self._transport.request("GET", f"jobs?limit={PAGE_SIZE}&after={quote(after, safe='')}")
             page = self._parse(JobList.from_json, answer)
             jobs += page.jobs
             after = page.next
-        return jobs
+            cursor = page.cursor if cursor is None else cursor
+        return JobList(jobs, None, cursor or "")
+
+    def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
+        """Return the jobs that have changed since a cursor. Status 410 if the cursor has expired.
+
+        Args:
+            cursor: the cursor of `read_jobs` or of the changes before.
+            wait: seconds to wait while nothing has changed.
+        """
+        query = f"since={quote(cursor, safe='')}&wait={wait:g}&limit={PAGE_SIZE}"
+        answer = self._transport.request("GET", f"changes?{query}", wait=wait)
+        return self._parse(JobChanges.from_json, answer)
 
     # -- allocations ----------------------------------------------------------------------------------------
 

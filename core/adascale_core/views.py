@@ -310,15 +310,39 @@ class JobList(Message):
     Args:
         jobs: the jobs.
         next: the `after` of the next page; None if this page is the last.
+        cursor: the cursor from which later changes are read; that of the first page misses no change.
     """
 
     jobs: Sequence[JobView]
     next: str | None
+    cursor: str
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """The page from a JSON object's members."""
-        return cls(tuple(JobView.from_json(each) for each in members["jobs"]), members["next"])
+        jobs = tuple(JobView.from_json(each) for each in members["jobs"])
+        return cls(jobs, members["next"], members["cursor"])
+
+
+@dataclass(frozen=True)
+class JobChanges(Message):
+    """The jobs that have changed since a cursor. Reports alone do not change a job.
+
+    Args:
+        jobs: the jobs that were created or changed, as they are now.
+        deleted: the ids of jobs that no longer exist.
+        cursor: the cursor after these changes.
+    """
+
+    jobs: Sequence[JobView]
+    deleted: Sequence[str]
+    cursor: str
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The changes from a JSON object's members."""
+        jobs = tuple(JobView.from_json(each) for each in members["jobs"])
+        return cls(jobs, tuple(members["deleted"]), members["cursor"])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from adascale_core.names import (
     MAX_REPLICAS,
     job_audience,
 )
-from adascale_core.views import GenerationCause, StoredReports
+from adascale_core.views import GenerationCause, JobChanges, StoredReports
 from api.client import TOKEN, Client, a_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -100,9 +101,10 @@ def test_the_example_of_a_report_has_the_answers_on_the_page(client: Client, job
     assert example is not None
     GainReportBody.model_validate_json(example[1])
     answer = client.call("POST", f"/jobs/{job}/gain", json.loads(example[1]))
-    stored, refused = re.findall(r"```json\n(.*?)\n```", PAGE)
+    stored, changes, refused = re.findall(r"```json\n(.*?)\n```", PAGE)
     adapter = TypeAdapter(StoredReports)
     assert adapter.dump_json(adapter.validate_json(stored)).decode() == stored
+    assert list(json.loads(changes)) == [field.name for field in fields(JobChanges)]
     expected = json.loads(stored)
     expected["allocation"]["version"] = answer.body["allocation"]["version"]  # from the clock
     assert expected == answer.body

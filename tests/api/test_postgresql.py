@@ -50,6 +50,24 @@ def test_a_change_by_another_service_wakes_waiting_requests(clients: list[Client
     wait_until(lambda: second.call("GET", "/jobs/a/allocation").status == 404, "the deletion")
 
 
+def test_each_service_tells_the_changes_that_others_commit(clients: list[Client]) -> None:
+    first, second = clients
+    cursor = second.get("/jobs")["cursor"]
+    first.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+    answer = second.get(f"/changes?since={cursor}&wait=60")
+    assert [job["desired"]["generation"] for job in answer["jobs"]] == [1]
+    assert first.call("GET", f"/changes?since={cursor}").status == 410, "a cursor of another service"
+    assert first.call("DELETE", "/jobs/a").status == 204
+
+    def is_deleted() -> bool:
+        nonlocal cursor
+        found = second.get(f"/changes?since={cursor}&wait=60")
+        cursor = found["cursor"]
+        return bool(found["deleted"] == ["default.a"])
+
+    wait_until(is_deleted, "the deletion")
+
+
 def test_replicas_that_register_with_different_services_activate_each_generation_once(
     clients: list[Client], services: list[ServiceProcess]
 ) -> None:

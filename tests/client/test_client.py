@@ -27,6 +27,7 @@ REGISTRATION = Registration(0, "6f1c", ReplicaState.WAITING, 0, "127.0.0.1", 401
 CALLS: dict[str, Callable[[MetricsServiceClient], Any]] = {
     "get_job": lambda client: client.get_job(JOB),
     "list_jobs": lambda client: client.list_jobs(),
+    "read_changes": lambda client: client.read_changes("cursor"),
     "allocate": lambda client: client.allocate(JOB, Allocation(1, 1)),
     "get_allocation": lambda client: client.get_allocation(JOB),
     "register": lambda client: client.register(JOB, REGISTRATION),
@@ -190,7 +191,7 @@ def test_a_wrong_token_is_refused(service: Service) -> None:
 def test_the_token_file_is_read_for_each_request(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null}')
+    monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null, "cursor": ""}')
     file = tmp_path / "token"
     client = MetricsServiceClient(server, "unused", token_file=file)
     for token in ("first", "renewed"):
@@ -201,7 +202,7 @@ def test_the_token_file_is_read_for_each_request(
 
 
 def test_no_token_sends_no_header(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null}')
+    monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null, "cursor": ""}')
     client = MetricsServiceClient(server)
     client.list_jobs()
     client.close()

@@ -6,13 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.messages import GainReport, Message
-from adascale_core.views import GainView, HistoryView, JobList, JobView, ReplicaView, StoredReports
+from adascale_core.views import (
+    GainView,
+    HistoryView,
+    JobChanges,
+    JobList,
+    JobView,
+    ReplicaView,
+    StoredReports,
+)
 
 # The scale of a report is positive: the efficiency divides by it.
 st.register_type_strategy(GainReport, st.builds(GainReport, scale=st.floats(1e-9, 1e9)))
 
 views: st.SearchStrategy[Message] = st.one_of(
-    *(st.from_type(view) for view in (StoredReports, GainView, HistoryView, ReplicaView, JobView, JobList))
+    *(st.from_type(view) for view in (StoredReports, GainView, HistoryView, ReplicaView)),
+    *(st.from_type(view) for view in (JobView, JobList, JobChanges)),
 )
 
 

@@ -131,6 +131,7 @@ _DESCRIPTIONS = {
     401: "The token is missing or not valid.",
     403: "The token is valid, but not for this job or operation.",
     404: "The job does not exist, or has no report yet.",
+    410: "The cursor has expired: read all jobs again.",
     413: "The body is too large.",
     415: "The content type of the body is not JSON.",
     422: "A parameter or a field of the body is not valid. Nothing was stored.",

@@ -34,8 +34,12 @@ async def get_jobs(
     limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
     after: Annotated[str, Query(max_length=127, description="The `next` of the previous page.")] = "",
 ) -> Response:
-    """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page. Logs and
-    addresses are empty without a token that may read all jobs."""
+    """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page. `cursor`
+    is the `since` of `/changes`: that of the first page. Logs and addresses are empty without a token that
+    may read all jobs."""
+
+    # Before the snapshot: what changes in between is read again, and none is missed.
+    cursor = service.log.cursor
 
     def query(transaction: Transaction) -> Response:
         found = jobs.list_jobs(transaction, after, limit + 1)
@@ -55,7 +59,7 @@ async def get_jobs(
             _view(job, service, logs.get(job.id, {}), latest.get(job.id), step_times.get(job.id, []))
             for job in page_jobs
         ]
-        page = JobList(views, next=views[-1].id if len(found) > len(views) else None)
+        page = JobList(views, next=views[-1].id if len(found) > len(views) else None, cursor=cursor)
         return answer(_job_list, page, shows_all=shows_all)
 
     return await service.database.read(query, is_long=True)
@@ -67,7 +71,7 @@ async def get_jobs(
 async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Response:
     """Returns the job's declaration, generations, replicas, latest report and measured step times. Logs and
     addresses are empty without a token that may read the job."""
-    view = await service.database.read(partial(_find_view, job_id=job, service=service), is_long=True)
+    view = await service.database.read(partial(find_view, job_id=job, service=service), is_long=True)
     return answer(_job_view, view, shows_all=shows_all)
 
 
@@ -91,7 +95,7 @@ async def put_job(
     now = service.clock()
     if await service.database.write(partial(jobs.declare, job_id=job, spec=spec, now=now), job_id=job):
         response.status_code = 201
-    return await service.database.read(partial(_find_view, job_id=job, service=service))
+    return await service.database.read(partial(find_view, job_id=job, service=service))
 
 
 @router.delete(
@@ -122,7 +126,8 @@ async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
     return await service.database.read(query, is_long=True)
 
 
-def _find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:
+def find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:
+    """Return the view of a job; errors as for `jobs.find_job`."""
     job = jobs.find_job(transaction, job_id)
     return _view(
         job,
