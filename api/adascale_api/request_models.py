@@ -18,7 +18,7 @@ from adascale_api.field_types import (
     Steps,
 )
 from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
+from adascale_core.names import MAX_DEVICE_LENGTH, MAX_REPLICAS, MAX_STALL_LENGTH
 from adascale_core.views import (
     CountView,
     DecisionView,
@@ -110,9 +110,10 @@ class JobSpecBody(RequestBody):
     max_batch_size: Samples | None = Field(
         default=None, description="Upper bound of the global batch size; null for no bound."
     )
-    local_bsz_bounds: tuple[Samples, Samples] | None = Field(
+    local_bsz_bounds: tuple[Samples, Samples | None] | None = Field(
         default=None,
-        description="Lower and upper bound of the batch size of one replica; null for no bounds.",
+        description="Lower and upper bound of the batch size of one replica; null for no bounds. The upper "
+        "bound may be null if `max_batch_size` is set: what fits into memory.",
     )
     min_replicas: Replicas = Field(default=1, description="The minimum number of replicas.")
     max_replicas: Replicas = Field(default=1, description="The maximum number of replicas.")
@@ -156,6 +157,7 @@ class RegistrationBody(RequestBody):
             replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
             exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
             version="0.1.0", node="node-a", key="", stall="",
+            device="cpu", local_bsz_limit=None,
         )
     )  # fmt: skip
 
@@ -206,6 +208,14 @@ class RegistrationBody(RequestBody):
         default="",
         max_length=MAX_STALL_LENGTH,
         description="While no step of its trainer ends: where that is, or that it waits for the others.",
+    )
+    device: str = Field(
+        default="", max_length=MAX_DEVICE_LENGTH, description="The kind of device that it computes on."
+    )
+    local_bsz_limit: Samples | None = Field(
+        default=None,
+        description="The largest local batch size that it can still try, because a larger one did not fit "
+        "into memory; null if none has failed in its generation.",
     )
 
     def to_registration(self) -> Registration:

@@ -14,6 +14,10 @@ class GainResponse(GainReportBody):
 
     job: str = Field(description="The full job id.")
     efficiency: float = Field(description="gain / scale.")
+    local_bsz_limit: int | None = Field(
+        description="The largest local batch size that is used, since a larger one did not fit into memory; "
+        "null if none has failed."
+    )
     predictions: list[PredictionView] | None = Field(
         description="One per valid replica count; null until the job is declared and a step time is known."
     )
@@ -22,7 +26,13 @@ class GainResponse(GainReportBody):
     def of(cls, view: GainView) -> Self:
         """Return the response for a view."""
         predictions = None if view.predictions is None else list(view.predictions)
-        return cls(**vars(view.report), job=view.job, efficiency=view.efficiency, predictions=predictions)
+        return cls(
+            **vars(view.report),
+            job=view.job,
+            efficiency=view.efficiency,
+            local_bsz_limit=view.local_bsz_limit,
+            predictions=predictions,
+        )
 
 
 @dataclass(frozen=True)

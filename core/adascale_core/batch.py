@@ -3,6 +3,8 @@
 With K replicas, local batch size b and a accumulation steps, the global batch of a step has K*b*a samples.
 The learning rate was tuned for `batch_size`; `max_batch_size` is an upper bound of the global batch, and
 `local_bsz_bounds` are bounds of b. Sizes are always rounded down, and b is the same on all replicas.
+`local_bsz_limit` is what fits into memory, as far as training has shown. It bounds b, never the global batch:
+where b is not enough, replicas accumulate.
 
 Replicas accumulate to reach `batch_size`, and further, within `max_batch_size`, where the goodput is known:
 a larger step needs less communication per sample.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from adascale_core.errors import InvalidJobError
@@ -31,21 +33,25 @@ class BatchBounds:
     Args:
         batch_size: the global batch size for which the learning rate was tuned (B0), in samples.
         max_batch_size: upper bound of the global batch size, in samples; None if unbounded.
-        local_bsz_bounds: (lower, upper) bounds of the local batch size, in samples; None if unbounded.
+        local_bsz_bounds: (lower, upper) bounds of the local batch size, in samples; None if unbounded. An
+            upper bound of None means what fits into memory, up to `max_batch_size`.
         elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too. It
             then has two micro-batches at least, because the noise is measured by comparing them.
+        local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into
+            memory; None if none has failed.
 
     Without either bound, the batch is not elastic: every step has `batch_size` samples.
 
     Raises:
-        InvalidBoundsError: a size is not a positive integer, lower is greater than upper, or
-            `max_batch_size` is less than `batch_size`.
+        InvalidBoundsError: a size is not a positive integer, lower is greater than upper,
+            `max_batch_size` is less than `batch_size`, or neither it nor upper is set.
     """
 
     batch_size: int
     max_batch_size: int | None = None
-    local_bsz_bounds: tuple[int, int] | None = None
+    local_bsz_bounds: tuple[int, int | None] | None = None
     elastic_single_replica: bool = False
+    local_bsz_limit: int | None = None
 
     def __post_init__(self) -> None:
         _require_positive_integer("batch_size", self.batch_size)
@@ -60,6 +66,12 @@ class BatchBounds:
             _require_pair("local_bsz_bounds", self.local_bsz_bounds)
             lower, upper = self.local_bsz_bounds
             _require_positive_integer("local_bsz_bounds lower", lower)
+            if upper is None:
+                if self.max_batch_size is None:
+                    raise InvalidBoundsError(
+                        "local_bsz_bounds has no upper bound, which needs max_batch_size: set one of them"
+                    )
+                return
             _require_positive_integer("local_bsz_bounds upper", upper)
             if lower > upper:
                 raise InvalidBoundsError(
@@ -78,9 +90,44 @@ class BatchBounds:
         return self.local_bsz_bounds[0] if self.local_bsz_bounds else 1
 
     @property
+    def declared_upper(self) -> int | None:
+        """The upper bound of the local batch size that the user has set; None if unbounded."""
+        return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
+
+    @property
     def upper(self) -> int | None:
         """The largest local batch size allowed; None if unbounded."""
-        return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
+        if self.declared_upper is None or self.local_bsz_limit is None:
+            return self.declared_upper or self.local_bsz_limit
+        return min(self.declared_upper, self.local_bsz_limit)
+
+    def with_limit(self, limit: int | None) -> BatchBounds:
+        """Return these bounds for devices whose memory holds local batches of at most `limit` samples."""
+        if limit is None or (self.local_bsz_limit is not None and self.local_bsz_limit <= limit):
+            return self
+        return replace(self, local_bsz_limit=limit)
+
+
+def limit_after(too_large: int, fitting: int) -> int:
+    """Return the limit of the local batch size after a batch did not fit into memory.
+
+    Half way to the largest batch that is known to fit, so that repeated failures end there. 0 if no smaller
+    batch is left.
+
+    Args:
+        too_large: the local batch size that did not fit.
+        fitting: the largest local batch size of a finished step; 0 if there is none. If it is not smaller,
+            samples differ in size, and it shows nothing.
+    """
+    if fitting >= too_large:
+        fitting = 0
+    if fitting and too_large - fitting <= max(fitting // _LIMIT_PRECISION, 1):
+        return fitting
+    return (fitting + too_large) // 2
+
+
+_LIMIT_PRECISION = 8
+"""The search for the largest fitting local batch ends within this fraction of the largest that fits."""
 
 
 def _require_pair(name: str, value: object) -> None:
@@ -136,9 +183,10 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
         return empty
     if not bounds.elastic:
         quotient, remainder = divmod(bounds.batch_size, replicas)
-        return range(quotient, quotient + 1) if quotient and not remainder else empty
+        local_bsz = None if remainder or not quotient else _largest_divisor(quotient, bounds)
+        return range(local_bsz, local_bsz + 1) if local_bsz else empty
     if replicas == 1:
-        local_bsz = _default_local_bsz(bounds)
+        local_bsz = _largest_divisor(bounds.batch_size, bounds)
         return range(local_bsz, local_bsz + 1) if local_bsz else empty
     limits = []
     if bounds.upper is not None:
@@ -149,11 +197,11 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
     return range(bounds.lower, largest + 1) if largest >= bounds.lower else empty
 
 
-def _default_local_bsz(bounds: BatchBounds) -> int | None:
-    """Return the local batch size of a single replica, for the fewest micro-batches of `batch_size`."""
+def _largest_divisor(samples: int, bounds: BatchBounds) -> int | None:
+    """Return the local batch size with which one replica makes `samples` in the fewest micro-batches."""
     if bounds.upper is None:
-        return bounds.batch_size
-    fitting = [size for size in _divisors(bounds.batch_size) if bounds.lower <= size <= bounds.upper]
+        return samples
+    fitting = [size for size in _divisors(samples) if bounds.lower <= size <= bounds.upper]
     return fitting[-1] if fitting else None
 
 
@@ -208,7 +256,9 @@ def _describe(bounds: BatchBounds) -> str:
     if bounds.max_batch_size is not None:
         parts.append(f"max_batch_size {bounds.max_batch_size}")
     if bounds.local_bsz_bounds is not None:
-        parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.upper}")
+        parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.declared_upper or 'what fits'}")
+    if bounds.local_bsz_limit is not None:
+        parts.append(f"memory for local batches of at most {bounds.local_bsz_limit}")
     return ", ".join(parts)
 
 
@@ -217,6 +267,8 @@ def _describe_valid(bounds: BatchBounds) -> str:
         counts = _divisors(bounds.batch_size)
         listed = ", ".join(str(count) for count in counts[:8])
         return f"valid are the divisors of batch_size, {listed}{', ...' if len(counts) > 8 else ''}"
+    if bounds.upper is not None and bounds.upper < bounds.lower:
+        return "no count is valid"
     first, last = 1 if is_valid_replicas(bounds, 1) else 2, _max_replicas(bounds)
     if last is None:
         return f"valid are {first} and more"

@@ -114,22 +114,33 @@ class JobSpec(Message):
     Args:
         batch_size: the batch size for which the learning rate was tuned (B0), in samples.
         max_batch_size: upper bound of the global batch size; None if unbounded.
-        local_bsz_bounds: (lower, upper) bounds of the local batch size; None if unbounded.
+        local_bsz_bounds: (lower, upper) bounds of the local batch size; None if unbounded. An upper bound of
+            None means what fits into memory.
         min_replicas, max_replicas: the bounds of the replica count.
         scale_invariant_steps: steps at `batch_size` after which the job is complete; None if the program
             decides.
         efficiency_target: lower bound of the efficiency while throughput is unknown, 0 to 1.
         elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too.
+        local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into the
+            memory of the replicas; None if none has failed. The service sets it.
     """
 
     batch_size: int
     max_batch_size: int | None = None
-    local_bsz_bounds: tuple[int, int] | None = None
+    local_bsz_bounds: tuple[int, int | None] | None = None
     min_replicas: int = 1
     max_replicas: int = 1
     scale_invariant_steps: int | None = None
     efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
     elastic_single_replica: bool = False
+    local_bsz_limit: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the members of the spec's JSON object, without those of the service in a declaration."""
+        members = super().to_json()
+        if self.local_bsz_limit is None:
+            del members["local_bsz_limit"]
+        return members
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
@@ -141,8 +152,16 @@ class JobSpec(Message):
     def bounds(self) -> BatchBounds:
         """The batch sizes that the job allows."""
         return BatchBounds(
-            self.batch_size, self.max_batch_size, self.local_bsz_bounds, self.elastic_single_replica
+            self.batch_size,
+            self.max_batch_size,
+            self.local_bsz_bounds,
+            self.elastic_single_replica,
+            self.local_bsz_limit,
         )
+
+    def with_limit(self, limit: int | None) -> JobSpec:
+        """Return this spec for devices whose memory holds local batches of at most `limit` samples."""
+        return replace(self, local_bsz_limit=self.bounds.with_limit(limit).local_bsz_limit)
 
     def environment(self) -> dict[str, str | None]:
         """Return the environment variables of a trainer; None for a variable that must not be set."""
@@ -151,11 +170,25 @@ class JobSpec(Message):
         return {
             names.ENV_BATCH_SIZE: str(self.batch_size),
             names.ENV_MAX_BATCH_SIZE: None if self.max_batch_size is None else str(self.max_batch_size),
-            names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1]}",
+            names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1] or ''}",
+            names.ENV_LOCAL_BSZ_LIMIT: None if self.local_bsz_limit is None else str(self.local_bsz_limit),
             names.ENV_ELASTIC_SINGLE_REPLICA: "1" if self.elastic_single_replica else None,
             names.ENV_EFFICIENCY_TARGET: repr(self.efficiency_target),
             names.ENV_SCALE_INVARIANT_STEPS: None if steps is None else str(steps),
         }
+
+
+@dataclass(frozen=True)
+class LocalBszLimit(Message):
+    """What fits into the memory of a kind of device, as far as training has shown.
+
+    Args:
+        device: the kind of device.
+        local_bsz: the largest local batch size that is used on it, since a larger one did not fit.
+    """
+
+    device: str
+    local_bsz: int
 
 
 @dataclass(frozen=True)
@@ -345,6 +378,9 @@ class Registration(Message):
         key: a random secret. The first one that the service gets becomes the job's.
         stall: while no step of its trainer ends: where that is, or that it waits for the others, as in
             `is at train.py, line 41, in load`. Empty while steps end.
+        device: the kind of device that its trainer computes on; empty if unknown.
+        local_bsz_limit: the largest local batch size that its trainer can still try, because a larger one
+            did not fit into memory; None if none has failed in its generation.
     """
 
     replica: int
@@ -365,6 +401,8 @@ class Registration(Message):
     node: str = ""
     key: str = ""
     stall: str = ""
+    device: str = ""
+    local_bsz_limit: int | None = None
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:

@@ -71,6 +71,9 @@ _STATE_ORDER = {
 _HISTORY_LENGTH = 2048
 """How many agents and trainers that may not take part again are kept, the latest."""
 
+_MAX_LIMITS = 32
+"""Kinds of devices whose limits are kept, the latest."""
+
 
 class StaleAllocationError(AdaScaleError):
     """An allocation whose generation is not newer than the desired generation."""
@@ -103,6 +106,9 @@ class Rendezvous:
         stepped: the newest generation in which a step was finished; 0 if none.
         stalled: the number of disrupted generations since, in which no step was finished.
         deaths: index -> the number of trainers of this replica since that were killed before any step.
+        local_bsz_limits: kind of device -> the largest local batch size that is used on it, since a larger
+            one did not fit into its memory.
+        last_limited: the newest generation that has ended because a batch did not fit; 0 if none has.
     """
 
     desired: Allocation | None = None
@@ -121,6 +127,14 @@ class Rendezvous:
     stepped: int = 0
     stalled: int = 0
     deaths: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    local_bsz_limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    last_limited: int = 0
+
+    @property
+    def local_bsz_limit(self) -> int | None:
+        """The largest local batch size that fits on all of its replicas; None if none has failed."""
+        present = [each for each in self.replicas.values() if each.state not in EXITED_STATES]
+        return applicable_limit(self.local_bsz_limits, (each.device for each in present))
 
     @property
     def restarts_without_progress(self) -> int:
@@ -147,6 +161,7 @@ class Rendezvous:
             "replicas": [registration.to_json() for registration in self.replicas.values()],
             "expired": [registration.to_json() for registration in self.expired.values()],
             "deaths": [list(pair) for pair in self.deaths.items()],
+            "local_bsz_limits": dict(self.local_bsz_limits),
         }
 
     @classmethod
@@ -163,8 +178,18 @@ class Rendezvous:
                 "replaced": tuple(members["replaced"]),
                 "left_out": tuple(members["left_out"]),
                 "deaths": MappingProxyType(dict(members["deaths"])),
+                "local_bsz_limits": MappingProxyType(dict(members.get("local_bsz_limits", {}))),
             }
         )
+
+
+def applicable_limit(limits: Mapping[str, int], devices: Iterable[str]) -> int | None:
+    """Return the largest local batch size that fits on all `devices`; None if none has failed on them.
+
+    Without devices, those of the next replicas may be of any kind.
+    """
+    present = set(devices)
+    return min((size for device, size in limits.items() if device in present or not present), default=None)
 
 
 def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None = None) -> Rendezvous:
@@ -212,6 +237,7 @@ def register(state: Rendezvous, registration: Registration, declared: JobSpec | 
         if state.complete:
             return after
         after = _count_steps(_count_death(after, registration, before), registration)
+        after = _with_limit(after, registration)
         if registration.state is ReplicaState.FAILED:
             after = _count_failure(after, registration)
         if _completes(after, registration):
@@ -226,7 +252,8 @@ def register(state: Rendezvous, registration: Registration, declared: JobSpec | 
         # The service has lost its data, and trainers have newer state than the generation it has begun.
         after = replace(after, active=None, broken=False)
     if _breaks_generation(after, registration):
-        disrupted = registration.state is not ReplicaState.FAILED
+        is_limited = after.active is not None and after.last_limited == after.active.generation
+        disrupted = registration.state is not ReplicaState.FAILED and not is_limited
         newest = max(registration.generation, registration.assigned)
         after = _break_generation(after, disrupted=disrupted, newest=newest)
     return _activate_if_ready(after, declared)
@@ -261,6 +288,13 @@ def expire(state: Rendezvous, indices: Iterable[int], declared: JobSpec | None =
         if not any(each is not None and each.state not in DEPARTED_STATES for each in present):
             after = _break_generation(after, disrupted=True)
     return _activate_if_ready(after, declared)
+
+
+def declare(state: Rendezvous, before: JobSpec | None, declared: JobSpec) -> Rendezvous:
+    """Return the state after the job is declared: with other batch sizes, its limits are learned again."""
+    if before is None or before.bounds == declared.bounds:
+        return state
+    return replace(state, local_bsz_limits=MappingProxyType({}))
 
 
 # -- registrations --------------------------------------------------------------------------------------
@@ -370,6 +404,31 @@ def _count_failure(state: Rendezvous, registration: Registration) -> Rendezvous:
     )
 
 
+def _with_limit(state: Rendezvous, registration: Registration) -> Rendezvous:
+    """Lower the limit of a kind of device if a batch did not fit into its memory.
+
+    That is no disruption. A peer may have registered the end of the generation first.
+    """
+    limit, generation = registration.local_bsz_limit, registration.generation
+    if limit is None:
+        return state
+    device = registration.device
+    limits = dict(state.local_bsz_limits)
+    limits[device] = min(limit, limits.pop(device, limit))
+    newest = list(limits.items())[-_MAX_LIMITS:]
+    state = replace(state, local_bsz_limits=MappingProxyType(dict(newest)))
+    if generation <= state.last_limited:
+        return state
+    disrupted = state.last_disrupted == generation
+    return replace(
+        state,
+        last_limited=generation,
+        last_disrupted=0 if disrupted else state.last_disrupted,
+        disruptions=state.disruptions - disrupted,
+        stalled=max(state.stalled - (disrupted and state.stepped < generation), 0),
+    )
+
+
 def _completes(state: Rendezvous, registration: Registration) -> bool:
     """Whether the program has finished, on rank 0 of a generation that no other has taken the place of."""
     if registration.state is not ReplicaState.FINISHED or registration.rank != 0:
@@ -448,6 +507,12 @@ def _activate_if_ready(state: Rendezvous, declared: JobSpec | None) -> Rendezvou
     if desired.replicas == 0:
         return _activate(state, [], declared)
     spec = declared or (active.spec if active is not None else None)
+    if spec is not None:
+        is_allowed = _is_valid(spec, desired.replicas)
+        spec = spec.with_limit(state.local_bsz_limit)
+        if is_allowed and not state.broken and not _is_valid(spec, desired.replicas):
+            # No batch of this count fits into memory. The controller chooses another count.
+            return state
     if active is None or not active.members:
         members = [each for each in _joiners(state) if each.replica < desired.replicas]
         is_ready = len(members) == desired.replicas and _trainers_are_known(state)
@@ -571,7 +636,7 @@ def _joiners(state: Rendezvous) -> list[Registration]:
 
 def _activate(state: Rendezvous, chosen: Sequence[Registration], declared: JobSpec | None) -> Rendezvous:
     """Make a generation of `chosen` active; if it does not have all desired replicas, these stay desired."""
-    desired, before = state.desired, state.active
+    desired, before, limit = state.desired, state.active, state.local_bsz_limit
     assert desired is not None
     # No trainer takes part in a generation twice; `desired` can be older only if the service lost its data.
     generation = max(
@@ -591,10 +656,15 @@ def _activate(state: Rendezvous, chosen: Sequence[Registration], declared: JobSp
             if member.instance not in remaining
         ),
     ]
+    previous = before.spec if before is not None else None
+    active = active.with_spec(
+        None if declared is None else declared.with_limit(limit),
+        None if previous is None else previous.with_limit(limit),
+    )
     return replace(
         state,
         desired=Allocation(generation if is_desired else generation + 1, desired.replicas),
-        active=active.with_spec(declared, before.spec if before is not None else None),
+        active=active,
         broken=False,
         left_out=tuple(left_out[-_HISTORY_LENGTH:]),
     )

@@ -17,6 +17,7 @@ from adascale_core.messages import (
     AllocationView,
     GainReport,
     JobSpec,
+    LocalBszLimit,
     Message,
     Registration,
     ReplicaState,
@@ -93,11 +94,14 @@ class GainView(Message):
         report: the latest report.
         predictions: for each valid replica count, in rising order; None while the job is not declared or no
             step time is measured.
+        local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into
+            memory; None if none has failed.
     """
 
     job: str
     report: GainReport
     predictions: Sequence[PredictionView] | None
+    local_bsz_limit: int | None = None
 
     @property
     def efficiency(self) -> float:
@@ -111,6 +115,7 @@ class GainView(Message):
             **self.report.to_json(),
             "job": self.job,
             "efficiency": self.efficiency,
+            "local_bsz_limit": self.local_bsz_limit,
             "predictions": predictions,
         }
 
@@ -124,6 +129,7 @@ class GainView(Message):
             predictions=None
             if predictions is None
             else tuple(PredictionView.from_json(each) for each in predictions),
+            local_bsz_limit=members["local_bsz_limit"],
         )
 
 
@@ -229,6 +235,9 @@ class JobView(Message):
         latest: the latest report; None if there is none.
         step_times: the median step time of each batch plan, over its latest reports.
         created_at: when the service created the job, in seconds since 1970.
+        local_bsz_limits: the largest local batch sizes that are used on kinds of devices, since larger ones
+            did not fit into their memory.
+        local_bsz_limit: the limit that holds for its replicas; None if none has failed on their devices.
     """
 
     id: str
@@ -245,6 +254,8 @@ class JobView(Message):
     latest: GainReport | None
     step_times: Sequence[StepTime]
     created_at: float
+    local_bsz_limits: Sequence[LocalBszLimit] = ()
+    local_bsz_limit: int | None = None
 
     @classmethod
     def empty(cls, job_id: str = "") -> Self:
@@ -280,6 +291,9 @@ class JobView(Message):
                 "replicas": tuple(ReplicaView.from_json(each) for each in members["replicas"]),
                 "latest": GainReport.from_json(latest) if latest else None,
                 "step_times": tuple(StepTime.from_json(each) for each in members["step_times"]),
+                "local_bsz_limits": tuple(
+                    LocalBszLimit.from_json(each) for each in members["local_bsz_limits"]
+                ),
             }
         )
 

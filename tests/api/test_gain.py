@@ -119,3 +119,29 @@ def test_the_answer_to_a_report_has_the_active_allocation(client: Client, job: s
     allocation = client.post_gain(job, a_report())["allocation"]
     assert allocation == client.get(f"/jobs/{job}/allocation")
     assert allocation["desired"] == {"generation": 1, "replicas": 2}
+
+
+def test_what_does_not_fit_into_memory_limits_predictions_and_the_next_generation(
+    client: Client, job: str
+) -> None:
+    spec = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), max_replicas=2)
+    client.put(f"/jobs/{job}", spec.to_json())
+    client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
+    members = {"instance": "a.1", "address": "127.0.0.1", "port": 4000, "device": "cpu", "replica": 0}
+    replica = f"/jobs/{job}/replicas/0"
+    client.put(replica, {**members, "state": "waiting", "generation": 0})
+    running = {**members, "state": "running", "generation": 1, "assigned": 1, "rank": 0, "replicas": 1}
+    client.put(replica, {**running, "stepped": 1})
+    client.post_gain(job, a_report(1, replicas=1, accumulation=1, scale=1.0, grad_sqr=0.01, grad_var=1.0))
+    assert client.get(f"/jobs/{job}/gain")["local_bsz_limit"] is None
+    answer = client.put(
+        replica, {**running, "state": "holding", "step": 3, "stepped": 1, "local_bsz_limit": 6}
+    )
+    assert answer["active"]["generation"] == 2
+    assert answer["active"]["spec"]["local_bsz_limit"] == 6
+    view = client.get(f"/jobs/{job}")
+    assert (view["local_bsz_limit"], view["disruptions"]) == (6, 0)
+    assert view["local_bsz_limits"] == [{"device": "cpu", "local_bsz": 6}]
+    gain = client.get(f"/jobs/{job}/gain")
+    assert gain["local_bsz_limit"] == 6
+    assert [each["local_bsz"] <= 6 for each in gain["predictions"]] == [True, True]

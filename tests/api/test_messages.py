@@ -51,6 +51,8 @@ def test_a_request_body_has_the_fields_and_defaults_of_its_message(
         field.name: PydanticUndefined if field.default is MISSING else field.default
         for field in fields(message)  # type: ignore[arg-type]  # every message is a dataclass
     }
+    if message is JobSpec:
+        del expected["local_bsz_limit"]  # The service sets it.
     assert {name: field.default for name, field in body.model_fields.items()} == expected
 
 

@@ -1,7 +1,7 @@
 """Batch sizes and valid replica counts: a table for each rule, and a brute-force search for all of them."""
 
 import re
-from itertools import count, product
+from itertools import count, pairwise, product
 
 import pytest
 from hypothesis import example, given
@@ -13,6 +13,7 @@ from adascale_core.batch import (
     InvalidBoundsError,
     batch_choice,
     is_valid_replicas,
+    limit_after,
     local_bsz_range,
     plan_batch,
     require_valid_replicas,
@@ -34,9 +35,12 @@ CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.0)
 def tried_local_bszs(bounds: BatchBounds, replicas: int) -> list[int]:
     """Every local batch size that `replicas` replicas may use."""
     size, most = bounds.batch_size, bounds.max_batch_size
-    lower, upper = bounds.local_bsz_bounds or (1, 10**9)
+    lower, declared = bounds.local_bsz_bounds or (1, None)
+    upper = min(declared or 10**9, bounds.local_bsz_limit or 10**9)
     if bounds.max_batch_size is None and bounds.local_bsz_bounds is None:
-        return [size // replicas] if size % replicas == 0 else []
+        share, rest = divmod(size, replicas)
+        divisors = [b for b in range(1, share + 1) if share % b == 0 and b <= upper and not rest]
+        return divisors[-1:]
     if replicas == 1:
         for accumulation in range(1, size + 1):
             if size % accumulation == 0 and lower <= size // accumulation <= upper:
@@ -68,11 +72,33 @@ def all_bounds(draw: st.DrawFn, largest: int = 60) -> BatchBounds:
     size = draw(sizes)
     most = draw(st.none() | st.integers(size, 2 * largest))
     pair = draw(st.none() | st.tuples(sizes, sizes).map(sorted))
-    return BatchBounds(size, most, (pair[0], pair[1]) if pair else None)
+    is_open = most is not None and draw(st.booleans())
+    local = (pair[0], None if is_open else pair[1]) if pair else None
+    return BatchBounds(size, most, local, local_bsz_limit=draw(st.none() | sizes))
 
 
 replica_counts = st.integers(1, 70)
 estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st.floats(-1, 1e3))
+
+
+@pytest.mark.parametrize(
+    ("fitting", "tried"),
+    [
+        (0, [16, 8, 4, 2, 1, 0]),  # nothing is known to fit
+        (6, [16, 11, 8, 7, 6, 3, 1, 0]),  # samples differ in size: 6 has fit, and does not fit any more
+        (100, [200, 150, 125, 112, 100, 50]),
+    ],
+)
+def test_the_limit_after_failures_goes_half_way_to_what_has_fit(fitting: int, tried: list[int]) -> None:
+    for size, limit in pairwise(tried):
+        assert limit_after(size, fitting) == limit
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6))
+def test_the_limit_is_below_what_did_not_fit_and_not_below_what_fits(too_large: int, fitting: int) -> None:
+    limit = limit_after(too_large, fitting)
+    assert limit < too_large
+    assert fitting >= too_large or limit >= fitting
 
 
 # -- validity -------------------------------------------------------------------------------------------
@@ -100,6 +126,13 @@ estimates = st.builds(GradientEstimate, grad_sqr=st.floats(-1, 1e3), grad_var=st
         # and is not valid if no divisor is: 7 = 7 * 1
         (BatchBounds(7, None, (2, 6)), [*range(2, 21)]),
         (BatchBounds(100, None, (30, 49)), [*range(2, 21)]),
+        # memory for 6 samples: a replica accumulates, so the same counts are valid
+        (BatchBounds(12, local_bsz_limit=1), [1, 2, 3, 4, 6, 12]),
+        (BatchBounds(8, None, (4, 8), local_bsz_limit=6), [*range(1, 21)]),
+        # except where no divisor is left between the lower bound and the limit
+        (BatchBounds(8, None, (5, 8), local_bsz_limit=7), [*range(2, 21)]),
+        # and none if the smallest local batch does not fit
+        (BatchBounds(8, None, (5, 8), local_bsz_limit=4), []),
         # the local batch is greater than the maximum of the job
         (BatchBounds(8, 15, (8, 32)), [1]),
         (BatchBounds(8, 16, (9, 32)), []),
@@ -398,6 +431,7 @@ def test_every_plan_is_within_the_bounds_and_planning_is_deterministic(
         ((8, None, (5, 4)), "local_bsz_bounds lower 5 is greater than upper 4"),
         ((8, None, (4,)), "local_bsz_bounds must be a pair (lower, upper), got (4,)"),
         ((8, None, [4, 8]), "local_bsz_bounds must be a pair (lower, upper), got [4, 8]"),
+        ((8, None, (4, None)), "local_bsz_bounds has no upper bound, which needs max_batch_size"),
         ((8, None, 4), "local_bsz_bounds must be a pair (lower, upper), got 4"),
     ],
 )

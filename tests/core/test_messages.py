@@ -172,13 +172,19 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
     [
         (
             JobSpec(8, 64, (4, 16), scale_invariant_steps=20000, efficiency_target=0.7,
-                    elastic_single_replica=True),
+                    elastic_single_replica=True, local_bsz_limit=12),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,16",
-             "ELASTIC_SINGLE_REPLICA": "1", "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
+             "LOCAL_BSZ_LIMIT": "12", "ELASTIC_SINGLE_REPLICA": "1",
+             "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
+        ),
+        (
+            JobSpec(8, 64, (4, None)),
+            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,", "LOCAL_BSZ_LIMIT": None,
+             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
         ),
         (
             JobSpec(8),
-            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": None, "LOCAL_BSZ_BOUNDS": None,
+            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": None, "LOCAL_BSZ_BOUNDS": None, "LOCAL_BSZ_LIMIT": None,
              "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
         ),
     ],

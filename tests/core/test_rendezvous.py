@@ -35,6 +35,7 @@ from adascale_core.rendezvous import (
     StaleAllocationError,
     VersionMismatchError,
     allocate,
+    declare,
     expire,
     register,
 )
@@ -410,6 +411,74 @@ def test_a_failure_counts_also_if_the_others_have_left_the_replica_out_before() 
     assert (active(state), state.disruptions) == ((2, [0]), 1)
     state = after(state, registration(1, FAILED, 1))
     assert (active(state), state.failures, state.disruptions) == ((2, [0]), 1, 0)
+
+
+def too_large(state: Registration, limit: int, device: str = "a") -> Registration:
+    """The registration of a replica whose batch did not fit into memory."""
+    return replace(state, local_bsz_limit=limit, device=device)
+
+
+def on_device(state: Rendezvous, device: str = "a") -> Rendezvous:
+    """Return the state with replicas of this kind of device."""
+    return replace(
+        state,
+        replicas={index: replace(each, device=device) for index, each in state.replicas.items()},
+    )
+
+
+def limit_of(state: Rendezvous) -> int | None:
+    """The limit with which the active generation trains."""
+    assert state.active is not None
+    assert state.active.spec is not None
+    return state.active.spec.local_bsz_limit
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_members_continue_with_a_lower_limit_after_a_batch_of_one_did_not_fit(first: int) -> None:
+    state = after(
+        on_device(running(1, 2)),
+        *(
+            registration(index, HOLDING, 1) if index == first else too_large(holding(index, 1), 6)
+            for index in (0, 1)
+        ),
+    )
+    assert active(state) == (2, [0, 1])
+    assert limit_of(state) == 6
+    assert (state.failures, state.disruptions, state.restarts_without_progress) == (0, 0, 0)
+
+
+def test_a_trainer_that_ended_because_a_batch_did_not_fit_is_neither_a_failure_nor_a_disruption() -> None:
+    state = after(on_device(running(1, 2)), too_large(registration(1, REENTERING, 1), 3), holding(0, 1, 1))
+    assert active(state) == (2, [0])
+    assert limit_of(state) == 3
+    assert (state.failures, state.disruptions, state.restarts_without_progress) == (0, 0, 0)
+
+
+def test_limits_only_fall_and_hold_for_their_kind_of_device() -> None:
+    state = on_device(running(1, 1))
+    for limit, expected in ((6, 6), (7, 6), (4, 4)):
+        state = register(state, too_large(registration(0, RUNNING, 1), limit), ELASTIC)
+        assert state.local_bsz_limit == expected
+    assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
+    assert on_device(state, "other").local_bsz_limit is None
+    # A job that has no replicas at present may get any device.
+    assert replace(state, replicas={}).local_bsz_limit == 4
+
+
+def test_limits_are_learned_again_with_other_batch_sizes() -> None:
+    state = register(on_device(running(1, 1)), too_large(registration(0, RUNNING, 1), 4), ELASTIC)
+    assert declare(state, ELASTIC, replace(ELASTIC, max_replicas=4)).local_bsz_limit == 4
+    assert declare(state, ELASTIC, replace(ELASTIC, local_bsz_bounds=(1, 16))).local_bsz_limit is None
+
+
+def test_a_count_whose_batches_do_not_fit_waits_for_another_decision() -> None:
+    spec = JobSpec(8, 64, (5, 8), max_replicas=8)
+    state = after(on_device(running(1, 1, spec=spec)), too_large(holding(0, 1), 7), spec=spec)
+    assert active(state) is None, "one replica needs 8 = 1 x 8 samples"
+    joiner = replace(registration(1, WAITING), device="a")
+    state = after(state, Allocation(3, 2), joiner, spec=spec)
+    assert active(state) == (3, [0, 1])
+    assert limit_of(state) == 7
 
 
 def test_restarts_without_progress_are_counted_until_the_next_step() -> None:

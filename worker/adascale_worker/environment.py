@@ -62,7 +62,7 @@ class JobSettings:
 
     batch_size: int | None = None
     max_batch_size: int | None = None
-    local_bsz_bounds: tuple[int, int] | None = None
+    local_bsz_bounds: tuple[int, int | None] | None = None
     efficiency_target: float | None = None
     scale_invariant_steps: int | None = None
     checkpoint_dir: str | Path | None = None
@@ -70,6 +70,7 @@ class JobSettings:
     epochs: int | None = None
     max_nonfinite_steps: int | None = None
     elastic_single_replica: bool = False
+    local_bsz_limit: int | None = None
 
 
 def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | None:
@@ -165,7 +166,8 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
     return JobSettings(
         batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive_integer, None),
         max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive_integer, None),
-        local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _integer_pair, None),
+        local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _bounds_pair, None),
+        local_bsz_limit=_read(environ, names.ENV_LOCAL_BSZ_LIMIT, _positive_integer, None),
         elastic_single_replica=environ.get(names.ENV_ELASTIC_SINGLE_REPLICA) == "1",
         efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
         scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
@@ -228,11 +230,11 @@ def _positive_integer(text: str) -> int:
     return int(text)
 
 
-def _integer_pair(text: str) -> tuple[int, int]:
+def _bounds_pair(text: str) -> tuple[int, int | None]:
     parts = text.split(",")
     if len(parts) != 2:
-        raise ValueError("it must be two integers, 'lower,upper'")
-    return _positive_integer(parts[0]), _positive_integer(parts[1])
+        raise ValueError("it must be two integers, 'lower,upper', or 'lower,' without an upper bound")
+    return _positive_integer(parts[0]), _positive_integer(parts[1]) if parts[1].strip() else None
 
 
 def _seconds(text: str) -> float:

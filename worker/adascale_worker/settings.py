@@ -70,7 +70,11 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
     settings = TrainerSettings(
         bounds=BatchBounds(
-            sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds, job.elastic_single_replica
+            sizes.batch_size,
+            sizes.max_batch_size,
+            sizes.local_bsz_bounds,
+            job.elastic_single_replica,
+            job.local_bsz_limit,
         ),
         efficiency_target=job.efficiency_target or program.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
         scale_invariant_steps=job.scale_invariant_steps or program.scale_invariant_steps,

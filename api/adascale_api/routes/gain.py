@@ -103,10 +103,11 @@ def _gain_view(transaction: Transaction, job_id: str) -> GainView:
     report = reports.latest_report(transaction, job)
     if report is None:
         raise ReportNotFoundError(job_id)
-    predictions = None
+    predictions, limit = None, job.rendezvous.local_bsz_limit
     if job.spec is not None:
-        predictions = _predictions(job.spec, report, reports.step_times(transaction, job))
-    return GainView(job_id, report, predictions)
+        spec = job.spec.with_limit(limit)
+        predictions = _predictions(spec, report, reports.step_times(transaction, job))
+    return GainView(job_id, report, predictions, limit)
 
 
 def _predictions(

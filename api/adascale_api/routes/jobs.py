@@ -16,7 +16,7 @@ from adascale_api.sql import Transaction
 from adascale_api.store import generations, jobs, replicas, reports
 from adascale_api.store.replicas import Log
 from adascale_core.batch import require_valid_replicas
-from adascale_core.messages import GainReport, Registration, StepTime
+from adascale_core.messages import GainReport, LocalBszLimit, Registration, StepTime
 from adascale_core.views import GenerationsView, JobList, JobView, ReplicaView
 
 MAX_PAGE = 4 * 1024 * 1024
@@ -165,6 +165,8 @@ def _view(
         latest=latest,
         step_times=step_times,
         created_at=job.created_at,
+        local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
+        local_bsz_limit=state.local_bsz_limit,
     )
 
 

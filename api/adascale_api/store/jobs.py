@@ -113,7 +113,8 @@ def declare(transaction: Transaction, job_id: str, spec: JobSpec, now: float) ->
     exists = job_id in transaction.jobs or transaction.first(_LOCK, id=job_id) is not None
     job = lock_or_create(transaction, job_id, now)
     if job.spec != spec:
-        _change(transaction, replace(job, version=job.version + 1, spec=spec))
+        state = rendezvous.declare(job.rendezvous, job.spec, spec)
+        _change(transaction, replace(job, version=job.version + 1, spec=spec, rendezvous=state))
     return not exists
 
 
