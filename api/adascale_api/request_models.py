@@ -54,7 +54,7 @@ class GainReportBody(RequestBody):
             generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
             scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
             time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
-            lr_factor=3.2,
+            lr_factor=3.2, sync_time=0.0008,
         )
     )  # fmt: skip
 
@@ -89,6 +89,13 @@ class GainReportBody(RequestBody):
         ge=0,
         le=1e9,
         description="The factor of the learning rate for this gain; null if not reported.",
+    )
+    sync_time: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="Seconds of a step in which computation waits for the exchange of gradients; null if not "
+        "measured.",
     )
 
     def to_report(self) -> GainReport:

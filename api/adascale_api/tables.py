@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -57,9 +57,11 @@ TABLES: dict[str, str] = {
         target {double},
         nodes INTEGER NOT NULL,
         lr_factor {double},
+        sync_time {double},
         PRIMARY KEY (job_key, generation, step)
     """,
-    # The latest step times of a batch plan on a number of nodes, as doubles. They outlive the reports.
+    # The latest step times of a batch plan on a number of nodes, and their latest sync times, as doubles.
+    # They outlive the reports.
     "step_times": """
         job_key BIGINT NOT NULL,
         replicas INTEGER NOT NULL,
@@ -67,6 +69,7 @@ TABLES: dict[str, str] = {
         accumulation INTEGER NOT NULL,
         nodes INTEGER NOT NULL,
         seconds {bytes} NOT NULL,
+        sync_seconds {bytes} NOT NULL,
         received BIGINT NOT NULL,
         PRIMARY KEY (job_key, replicas, local_bsz, accumulation, nodes)
     """,

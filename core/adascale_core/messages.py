@@ -49,6 +49,8 @@ class GainReport(Message):
         target: the progress at which training ends; None if the program decides.
         nodes: the number of nodes on which the replicas ran.
         lr_factor: the factor by which the learning rate is multiplied for this gain; None if not reported.
+        sync_time: of a step, seconds of gradient exchange that computation does not hide; None if not
+            measured since the last report.
     """
 
     generation: int
@@ -68,6 +70,7 @@ class GainReport(Message):
     target: float | None = None
     nodes: int = 1
     lr_factor: float | None = None
+    sync_time: float | None = None
 
     @property
     def efficiency(self) -> float:

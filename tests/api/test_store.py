@@ -86,7 +86,7 @@ keys = st.tuples(st.integers(1, 3), st.integers(0, 30))
 plans = st.tuples(st.integers(1, 3), st.sampled_from([1, 8, 2**20]), st.integers(1, 2), st.integers(1, 2))
 times = st.one_of(st.just(0.0), st.just(1e-300), st.floats(1e-9, 1e6))
 gain_reports = st.builds(
-    lambda key, plan, time: a_report(
+    lambda key, plan, time, sync: a_report(
         key[1],
         generation=key[0],
         replicas=plan[0],
@@ -94,10 +94,12 @@ gain_reports = st.builds(
         accumulation=plan[2],
         nodes=plan[3],
         step_time=time,
+        sync_time=sync,
     ),
     keys,
     plans,
     times,
+    st.none() | st.floats(0, 1e6),
 )
 requests = st.lists(st.lists(gain_reports, min_size=1, max_size=8), min_size=1, max_size=10)
 
@@ -155,15 +157,17 @@ def test_a_step_time_is_the_median_over_the_latest_reports_of_its_plan(
     job_id = new_job_id()
     for request in posted:
         store.post(job_id, request)
-    measured: dict[tuple[int, int, int, int], list[float]] = {}
+    measured: dict[tuple[int, int, int, int], list[GainReport]] = {}
     for report in without_repetitions(posted):
         if report.step_time >= 1e-9:
             plan = (report.replicas, report.local_bsz, report.accumulation, report.nodes)
-            measured.setdefault(plan, []).append(report.step_time)
-    assert store.read(report_store.step_times, job=store.job(job_id)) == [
-        StepTime(*plan[:3], median(seconds), len(seconds), plan[3])
-        for plan, seconds in sorted(measured.items())
-    ]
+            measured.setdefault(plan, []).append(report)
+    expected = []
+    for plan, reports in sorted(measured.items()):
+        sync = [report.sync_time for report in reports if report.sync_time is not None]
+        seconds = median(report.step_time for report in reports)
+        expected.append(StepTime(*plan[:3], seconds, len(reports), plan[3], median(sync) if sync else None))
+    assert store.read(report_store.step_times, job=store.job(job_id)) == expected
 
 
 def test_a_step_time_covers_the_latest_fifty_reports(store: Store) -> None:

@@ -146,6 +146,17 @@ class Run:
         """Wait until the job has reported `step` or a later step."""
         self._wait(lambda: (self.job().get("latest") or {}).get("step", 0) >= step, f"step {step}")
 
+    def wait_for_sync_time(self) -> None:
+        """Wait until trainers have reported how long they wait for the exchange of gradients."""
+
+        def sync_times() -> list[float] | None:
+            measured = [each for each in self.job().get("step_times", []) if each["sync_time"] is not None]
+            assert all(each["replicas"] > 1 and each["nodes"] == 1 for each in measured)
+            return [each["sync_time"] for each in measured] or None
+
+        times = self._wait(sync_times, "a sync time")
+        assert all(0 <= seconds < TIMEOUT for seconds in times)
+
     def wait_for_trainer(self, rank: int = 0) -> int:
         """Wait until the trainer of a rank runs in a generation, and return its process id."""
 

@@ -373,6 +373,7 @@ def test_a_job_shrinks_when_it_is_scaled(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.01, maxReplicas=2)
     with running(job, state) as run:
         run.wait_for_output("trains on 2 replicas")
+        run.wait_for_sync_time()
         scaled = adascale("scale", "test", "--replicas", 1, "--state-dir", state)
         assert scaled.stdout == "test scaled to at most 1 replica\n", scaled.stderr
         run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")

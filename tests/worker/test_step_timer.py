@@ -44,5 +44,21 @@ def test_each_plan_has_its_own_median() -> None:
 def test_measurements_survive_reentry() -> None:
     timer, restored = StepTimer(), StepTimer()
     run(timer, 0.0, 1.0, 2.0, 3.0)
+    timer.step(PLAN, 5.0, nodes=2)
+    timer.add_sync_time(PLAN, 2, 0.25)
     restored.load_state_dict(timer.state_dict())
     assert restored.step_times() == timer.step_times()
+
+
+def test_a_plan_is_measured_on_each_number_of_nodes() -> None:
+    timer = StepTimer()
+    run(timer, 0.0, 1.0, 2.0)
+    for now in (4.0, 6.0):
+        timer.step(PLAN, now, nodes=2)
+    for seconds in (0.5, 0.7, 0.75):
+        timer.add_sync_time(PLAN, 2, seconds)
+    timer.add_sync_time(PLAN, 3, 1.0)
+    assert {(time.nodes, time.step_time, time.sync_time) for time in timer.step_times()} == {
+        (1, 1.0, None),
+        (2, 2.0, 0.7),
+    }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker import torch_private
 from adascale_worker.torch_private import UnsupportedTorchError
@@ -22,12 +23,26 @@ from worker.adascale_problem import backward, network
         (torch_private.communication_hooks, "_comm_hooks"),
         (torch_private.is_in_join, "_join_config"),
         (torch_private.rebuild_buckets, "_push_all_rebuilt_params"),
+        (torch_private.timed_backward_pass, "_get_ddp_logging_data"),
     ],
 )
 def test_a_missing_part_of_torch_raises_with_its_name_and_the_version(function: Any, missing: str) -> None:
     version = re.escape(torch.__version__)
     with pytest.raises(UnsupportedTorchError, match=rf"torch {version} has no `\w+\.{missing}`"):
         function(SimpleNamespace(reducer=SimpleNamespace()))
+
+
+def test_the_exchange_of_gradients_is_timed() -> None:
+    model = torch.nn.Linear(3, 3)
+    ddp = DistributedDataParallel(model, process_group=torch_private.local_process_group())
+    torch_private.set_timing_interval(ddp, 2)
+    passes = []
+    for _ in range(14):
+        timed = torch_private.timed_backward_pass(ddp)
+        passes.append(timed and timed[0])
+        assert timed is None or 0 <= timed[1] < 60
+        ddp(torch.ones(1, 3)).sum().backward()
+    assert passes == [None, None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12]
 
 
 def test_a_backward_pass_accumulates_and_grad_does_not() -> None:

@@ -85,11 +85,12 @@ class BatchPlanner:
         plan = self.plan
         if self._group.is_main:
             model = StepTimeModel.fit(step_timer.step_times())
+            nodes = self._group.nodes
             plan = plan_batch(
                 self.bounds,
                 self._group.replicas,
                 estimate=optimizer.estimate,
-                throughput=model.throughput if model is not None else None,
+                throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
                 efficiency_target=self._efficiency_target,
             )
         local_bsz, accumulation = self._group.broadcast_integers([plan.local_bsz, plan.accumulation])

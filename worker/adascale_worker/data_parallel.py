@@ -19,7 +19,12 @@ from adascale_worker.torch_private import (
     local_process_group,
     rebuild_buckets,
     replace_process_group,
+    set_timing_interval,
+    timed_backward_pass,
 )
+
+TIMING_INTERVAL = 10
+"""The exchange of gradients is timed in each n-th step."""
 
 
 class DataParallelModel:
@@ -62,6 +67,8 @@ class DataParallelModel:
         self.device = device
         self._group = group
         self._find_unused_parameters = find_unused_parameters
+        self._exchanges = 0
+        self._timed = 0
         self._local_group: dist.ProcessGroup | None = None
         self._record = forward or ForwardRecord()
         self._wrapped = _OriginalForward(model, before_forward, reverse_parameters=not find_unused_parameters)
@@ -97,6 +104,7 @@ class DataParallelModel:
         if self.ddp is None:
             return self._wrapped.original_forward(*args, **kwargs)
         if not self._group.has_failed:
+            self._exchanges += self.ddp.require_backward_grad_sync
             try:
                 return self.ddp(*args, **kwargs)
             except RuntimeError as error:
@@ -105,6 +113,21 @@ class DataParallelModel:
         # The step is discarded before the optimizer uses its gradients.
         self.has_missed_exchange = True
         return self._wrapped.original_forward(*args, **kwargs)
+
+    def begin_timing(self) -> None:
+        """Time the exchange of gradients of the next steps only: the replicas or their batch have changed."""
+        self._timed = self._exchanges
+
+    def sync_time(self) -> float | None:
+        """Return the seconds of a step in which computation waits for the exchange of gradients.
+
+        This is a recent step since `begin_timing` whose time was not returned before; None if there is none.
+        """
+        timed = timed_backward_pass(self.ddp) if self.ddp is not None else None
+        if timed is None or timed[0] <= self._timed:
+            return None
+        self._timed, seconds = timed
+        return seconds
 
     @property
     def original_forward(self) -> Callable[..., Any]:
@@ -132,6 +155,8 @@ class DataParallelModel:
             )
             if not self._find_unused_parameters:
                 rebuild_buckets(ddp)
+        set_timing_interval(ddp, TIMING_INTERVAL)
+        self._exchanges = self._timed = 0
         return ddp
 
 

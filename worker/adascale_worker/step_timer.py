@@ -1,4 +1,4 @@
-"""Measurement of step times, per batch plan."""
+"""Measurement of step times, per batch plan and number of nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from statistics import median
 from adascale_core.batch import BatchPlan
 from adascale_core.messages import StepTime
 
+Key = tuple[BatchPlan, int]
+"""A plan, and the number of nodes of its replicas."""
 MAX_STEPS_PER_PLAN = 200
 """Number of newest steps of a plan from which its median step time is computed."""
 MAX_PLANS = 16
@@ -22,7 +24,8 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self._times: dict[BatchPlan, deque[float]] = {}
+        self._times: dict[Key, deque[float]] = {}
+        self._sync_times: dict[Key, deque[float]] = {}
         self._last_step_at: float | None = None
         self._warm = False
         self._since_lap: list[float] = []
@@ -40,23 +43,31 @@ class StepTimer:
         """The median time of the last steps of any plan, in seconds; 0 if none was measured."""
         return median(self._recent) if self._recent else 0.0
 
-    def step(self, plan: BatchPlan, now: float) -> None:
+    def step(self, plan: BatchPlan, now: float, nodes: int = 1) -> None:
         """Record that a step ended.
 
         Args:
             plan: batch plan of the step.
             now: time in seconds, from a monotonic clock.
+            nodes: on how many nodes the replicas run.
         """
         if self._last_step_at is not None and self._warm:
             duration = now - self._last_step_at
-            self._times.setdefault(plan, deque(maxlen=MAX_STEPS_PER_PLAN)).append(duration)
+            self._times.setdefault((plan, nodes), deque(maxlen=MAX_STEPS_PER_PLAN)).append(duration)
             self._since_lap.append(duration)
             self._recent.append(duration)
             while len(self._times) > MAX_PLANS:
-                del self._times[next(iter(self._times))]
+                oldest = next(iter(self._times))
+                del self._times[oldest]
+                self._sync_times.pop(oldest, None)
         self._warm = self._warm or self._last_step_at is not None
         self._last_step_at = now
         self.steps += 1
+
+    def add_sync_time(self, plan: BatchPlan, nodes: int, seconds: float) -> None:
+        """Record for how long a step has waited for the exchange of gradients, if its plan has step times."""
+        if (plan, nodes) in self._times:
+            self._sync_times.setdefault((plan, nodes), deque(maxlen=MAX_STEPS_PER_PLAN)).append(seconds)
 
     def pause(self) -> None:
         """Leave out the time between the last step and the next step."""
@@ -69,18 +80,32 @@ class StepTimer:
         return mean
 
     def step_times(self) -> list[StepTime]:
-        """Return the median step time of each plan."""
-        return [
-            StepTime(plan.replicas, plan.local_bsz, plan.accumulation, median(times), len(times))
-            for plan, times in self._times.items()
-        ]
+        """Return the median step time of each plan on each number of nodes."""
+        found = []
+        for (plan, nodes), times in self._times.items():
+            sync = self._sync_times.get((plan, nodes))
+            found.append(
+                StepTime(
+                    plan.replicas,
+                    plan.local_bsz,
+                    plan.accumulation,
+                    median(times),
+                    len(times),
+                    nodes,
+                    median(sync) if sync else None,
+                )
+            )
+        return found
 
-    def state_dict(self) -> list[list[float]]:
-        """Return a row per plan: replicas, local batch size, accumulation, median seconds, steps."""
-        return [[t.replicas, t.local_bsz, t.accumulation, t.step_time, t.reports] for t in self.step_times()]
+    def state_dict(self) -> list[list[float | None]]:
+        """Return a row per plan and number of nodes: the members of `StepTime`."""
+        return [list(vars(measured).values()) for measured in self.step_times()]
 
-    def load_state_dict(self, rows: list[list[float]]) -> None:
+    def load_state_dict(self, rows: list[list[float | None]]) -> None:
         """Restore saved measurements; each step of a plan gets the plan's median."""
-        for replicas, local_bsz, accumulation, seconds, steps in rows:
-            plan = BatchPlan(int(replicas), int(local_bsz), int(accumulation))
-            self._times[plan] = deque([seconds] * int(steps), maxlen=MAX_STEPS_PER_PLAN)
+        for row in rows:
+            measured = StepTime(*row)  # type: ignore[arg-type]
+            key = measured.plan, measured.nodes
+            self._times[key] = deque([measured.step_time] * measured.reports, maxlen=MAX_STEPS_PER_PLAN)
+            if measured.sync_time is not None:
+                self._sync_times[key] = deque([measured.sync_time], maxlen=MAX_STEPS_PER_PLAN)

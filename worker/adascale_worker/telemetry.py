@@ -38,6 +38,9 @@ class Telemetry:
         self._reported_at = float("-inf")
         self._reported_step = 0
         self.step_timer = StepTimer()
+        self.measure_sync: Callable[[], float | None] = lambda: None
+        """Returns the seconds in which a recent step has waited for the exchange of gradients; None if there
+        is no new measurement."""
 
     def begin_generation(self, bounds: BatchBounds) -> None:
         """Start to report if this replica is rank 0 now, and stop if it is no longer.
@@ -63,7 +66,7 @@ class Telemetry:
 
     def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
         """Record the time of a step, and report if the report interval has passed."""
-        self.step_timer.step(plan, time.perf_counter())
+        self.step_timer.step(plan, time.perf_counter(), self._group.nodes)
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL:
             self.report(plan, progress, optimizer)
 
@@ -78,6 +81,9 @@ class Telemetry:
             return
         self._reported_step = progress.step
         self._reported_at = time.monotonic()
+        sync_time = self.measure_sync() if plan.replicas > 1 else None
+        if sync_time is not None:
+            self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
         self._reporter.report(
             GainReport(
                 generation=self._group.generation,
@@ -97,6 +103,7 @@ class Telemetry:
                 loss=self._mean_loss(),
                 target=progress.target,
                 lr_factor=optimizer.lr_factor,
+                sync_time=sync_time,
             )
         )
 

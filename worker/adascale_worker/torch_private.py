@@ -289,6 +289,30 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
     _private(ddp.reducer, "_rebuild_buckets", purpose)()
 
 
+def set_timing_interval(ddp: DistributedDataParallel, steps: int) -> None:
+    """Let DDP time each n-th backward pass that exchanges gradients. Its default is 100.
+
+    On a GPU, the program waits for the end of the timed pass in the next forward pass.
+    """
+    _private(ddp, "_set_ddp_runtime_logging_sample_rate", "to measure the exchange of gradients")(steps)
+
+
+def timed_backward_pass(ddp: DistributedDataParallel) -> tuple[int, float] | None:
+    """Return the last backward pass that DDP has timed; None if it has timed no pass yet.
+
+    The hooks of a program see the gradients before the exchange, and no hook is called at its end on a GPU.
+
+    Returns:
+        the number of the pass, from 1, among those that exchange gradients; and the seconds from the end of
+        the computation to the end of the exchange.
+    """
+    data = _private(ddp, "_get_ddp_logging_data", "to measure the exchange of gradients")()
+    exchange, hidden = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
+    if not exchange or hidden is None:
+        return None
+    return int(data["iteration"]), max(exchange - hidden, 0) / 1e9
+
+
 def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:
     """Return the functions that were registered by `ddp.register_comm_hook`."""
     hooks = _private(

@@ -91,6 +91,7 @@ class TrainingLoop:
         self._weights = FiniteWeights(program.optimizer, trainer.settings.max_nonfinite_steps, trainer.group)
         self._comparison = WeightComparison(program.model, trainer.group)
         self._departures = LoopDepartures(trainer.group)
+        trainer.telemetry.measure_sync = model.sync_time
         self._state = TrainingState(trainer, program)
         self._shutdown_signal = shutdown_signal
         self._fast_exit = fast_exit
@@ -345,6 +346,7 @@ class TrainingLoop:
         """Use the planner's batch plan from the next step on."""
         planner = self._trainer.planner
         self._accumulation.set_plan(planner.plan, planner.scale)
+        self._model.begin_timing()
 
     # -- optimizer steps --------------------------------------------------------------------------------
 

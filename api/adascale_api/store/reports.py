@@ -143,30 +143,55 @@ def step_times_of_page(transaction: Transaction, after: str, last: str) -> dict[
     return found
 
 
-def _step_time(replicas: int, local_bsz: int, accumulation: int, nodes: int, packed: bytes) -> StepTime:
-    seconds = array("d", packed)
-    return StepTime(replicas, local_bsz, accumulation, median(seconds), len(seconds), nodes)
+def _step_time(
+    replicas: int, local_bsz: int, accumulation: int, nodes: int, packed: bytes, packed_sync: bytes
+) -> StepTime:
+    seconds, sync = array("d", packed), array("d", packed_sync)
+    return StepTime(
+        replicas,
+        local_bsz,
+        accumulation,
+        median(seconds),
+        len(seconds),
+        nodes,
+        median(sync) if sync else None,
+    )
 
 
 def _add_step_times(
     transaction: Transaction, key: int, rows: Sequence[Mapping[str, Any]], received: int
 ) -> None:
-    measured: dict[tuple[int, int, int, int], list[float]] = {}
+    measured: dict[tuple[int, int, int, int], tuple[list[float], list[float]]] = {}
     for row in rows:
         if row["step_time"] >= MIN_STEP_TIME:
             plan = (row["replicas"], row["local_bsz"], row["accumulation"], row["nodes"])
-            measured.setdefault(plan, []).append(row["step_time"])
+            seconds, sync = measured.setdefault(plan, ([], []))
+            seconds.append(row["step_time"])
+            if row["sync_time"] is not None:
+                sync.append(row["sync_time"])
     is_new = False
-    for plan, seconds in measured.items():
+    for plan, (seconds, sync) in measured.items():
         names = dict(zip(("replicas", "local_bsz", "accumulation", "nodes"), plan, strict=True))
         before = transaction.first(_STEP_TIMES_OF_PLAN, key=key, **names)
         is_new = is_new or before is None
-        kept = array("d", b"" if before is None else before[0])
-        kept.extend(seconds)
-        packed = kept[-REPORTS_PER_STEP_TIME:].tobytes()
-        transaction.execute(_UPSERT_STEP_TIMES, key=key, seconds=packed, received=received, **names)
+        kept, kept_sync = before or (b"", b"")
+        transaction.execute(
+            _UPSERT_STEP_TIMES,
+            key=key,
+            seconds=_append(kept, seconds),
+            sync_seconds=_append(kept_sync, sync),
+            received=received,
+            **names,
+        )
     if is_new:
         transaction.execute(_REMOVE_OLD_PLANS, key=key, limit=MAX_PLANS)
+
+
+def _append(packed: bytes, seconds: Sequence[float]) -> bytes:
+    """Return the latest of some packed times and of later ones."""
+    kept = array("d", packed)
+    kept.extend(seconds)
+    return kept[-REPORTS_PER_STEP_TIME:].tobytes()
 
 
 def _thin(
@@ -242,13 +267,13 @@ _SPREAD = Sql(
 )
 _STEP_TIMES = Sql(
     """
-    SELECT replicas, local_bsz, accumulation, nodes, seconds FROM step_times
+    SELECT replicas, local_bsz, accumulation, nodes, seconds, sync_seconds FROM step_times
     WHERE job_key = :key ORDER BY replicas, local_bsz, accumulation, nodes
     """
 )
 _PAGE_STEP_TIMES = Sql(
     """
-    SELECT jobs.id, replicas, local_bsz, accumulation, nodes, seconds
+    SELECT jobs.id, replicas, local_bsz, accumulation, nodes, seconds, sync_seconds
     FROM jobs JOIN step_times ON step_times.job_key = jobs.key
     WHERE jobs.id > :after AND jobs.id <= :last
     ORDER BY jobs.id, replicas, local_bsz, accumulation, nodes
@@ -256,16 +281,17 @@ _PAGE_STEP_TIMES = Sql(
 )
 _STEP_TIMES_OF_PLAN = Sql(
     """
-    SELECT seconds FROM step_times WHERE job_key = :key
+    SELECT seconds, sync_seconds FROM step_times WHERE job_key = :key
     AND replicas = :replicas AND local_bsz = :local_bsz AND accumulation = :accumulation AND nodes = :nodes
     """
 )
 _UPSERT_STEP_TIMES = Sql(
     """
-    INSERT INTO step_times (job_key, replicas, local_bsz, accumulation, nodes, seconds, received)
-    VALUES (:key, :replicas, :local_bsz, :accumulation, :nodes, :seconds, :received)
+    INSERT INTO step_times
+        (job_key, replicas, local_bsz, accumulation, nodes, seconds, sync_seconds, received)
+    VALUES (:key, :replicas, :local_bsz, :accumulation, :nodes, :seconds, :sync_seconds, :received)
     ON CONFLICT (job_key, replicas, local_bsz, accumulation, nodes) DO UPDATE SET
-        seconds = excluded.seconds, received = excluded.received
+        seconds = excluded.seconds, sync_seconds = excluded.sync_seconds, received = excluded.received
     """
 )
 _REMOVE_OLD_PLANS = Sql(
