@@ -52,11 +52,20 @@ def test_a_change_by_another_service_wakes_waiting_requests(clients: list[Client
 
 def test_each_service_tells_the_changes_that_others_commit(clients: list[Client]) -> None:
     first, second = clients
-    cursor = second.get("/jobs")["cursor"]
-    first.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
-    answer = second.get(f"/changes?since={cursor}&wait=60")
-    assert [job["desired"]["generation"] for job in answer["jobs"]] == [1]
-    assert first.call("GET", f"/changes?since={cursor}").status == 410, "a cursor of another service"
+    generation, cursor = 0, ""
+
+    def learns() -> bool:
+        nonlocal generation, cursor
+        generation += 1
+        cursor = cursor or second.get("/jobs")["cursor"]
+        first.put("/jobs/a/allocation", {"generation": generation, "replicas": 1})
+        answer = second.call("GET", f"/changes?since={cursor}&wait=2")
+        cursor = answer.body["cursor"] if answer.status == 200 else ""
+        return bool(cursor) and [job["desired"]["generation"] for job in answer.body["jobs"]] == [generation]
+
+    # A service begins to listen after its start; its first cursors expire then.
+    wait_until(learns, "a change")
+    assert first.call("GET", f"/changes?since={cursor}").status == 410, "the cursor of another service"
     assert first.call("DELETE", "/jobs/a").status == 204
 
     def is_deleted() -> bool:
