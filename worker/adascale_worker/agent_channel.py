@@ -80,6 +80,7 @@ class AgentChannel:
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel
         self._changed = threading.Condition()
+        self._changes = self._known_changes = 0
         self._newest: Assignment | Release | None = None
         self._is_closed = False
         self._sending = threading.Lock()
@@ -113,13 +114,18 @@ class AgentChannel:
         return self._is_closed
 
     def wait(self, timeout: float) -> None:
-        """Wait for a message, or until `notify` is called, at most `timeout` seconds."""
+        """Wait for a message or a call of `notify` since the last `wait`, at most `timeout` seconds.
+
+        Only one thread may wait.
+        """
         with self._changed:
-            self._changed.wait(timeout)
+            self._changed.wait_for(lambda: self._changes != self._known_changes, timeout)
+            self._known_changes = self._changes
 
     def notify(self) -> None:
-        """End `wait`."""
+        """End `wait`, also a later one if none waits now."""
         with self._changed:
+            self._changes += 1
             self._changed.notify_all()
 
     def send(self, kind: str, **fields: Any) -> None:
