@@ -576,6 +576,39 @@ def test_replicas_share_a_node_if_only_one_node_can_mount_the_claim() -> None:
     }
 
 
+@pytest.mark.parametrize("theirs", [{}, {"affinity": None}, {"affinity": {"nodeAffinity": {"x": 1}}}])
+def test_replicas_prefer_the_nodes_of_the_other_replicas(theirs: dict[str, Any]) -> None:
+    affinity = pod(workload(template(**theirs)))["spec"]["affinity"]
+    assert affinity.get("nodeAffinity") == ((theirs.get("affinity") or {}).get("nodeAffinity"))
+    selector = {"matchLabels": {names.LABEL_JOB: "digits"}}
+    assert affinity["podAffinity"] == {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "weight": 100,
+                "podAffinityTerm": {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"},
+            },
+            {
+                "weight": 10,
+                "podAffinityTerm": {"labelSelector": selector, "topologyKey": "topology.kubernetes.io/zone"},
+            },
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}}},
+        {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{}]}}},
+        {"topologySpreadConstraints": [{"maxSkew": 1}]},
+    ],
+)
+def test_a_template_that_places_its_pods_is_left_as_it_is(theirs: dict[str, Any]) -> None:
+    spec = pod(workload(template(**theirs)))["spec"]
+    assert {key: spec[key] for key in theirs} == theirs
+    assert spec.get("affinity") == theirs.get("affinity")
+
+
 def test_labels_and_annotations_of_the_template_are_kept() -> None:
     metadata = {"labels": {"team": "a", "app.kubernetes.io/name": "mine"}, "annotations": {"b": "c"}}
     made = pod(workload(template(metadata=metadata)))["metadata"]
