@@ -152,11 +152,13 @@ kind-down: ## remove that cluster
 	$(call need,kind,for a cluster on this machine)
 	kind delete cluster --name $(KIND_CLUSTER)
 
+TESTS ?= tests/cluster
+
 .PHONY: e2e
 e2e: $(READY) ## run the tests on the cluster that KUBECONFIG selects
 	$(call need,kubectl,to access the cluster)
 	@kubectl version >/dev/null 2>&1 || { echo "no cluster answers: set KUBECONFIG to that of one for tests, or run: make kind-up" >&2; exit 2; }
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest $(TESTS)
 
 .PHONY: clean
 clean: ## remove the virtual environment and the state of runs

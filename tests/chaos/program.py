@@ -183,4 +183,5 @@ result = {
 draft = folder / f"draft-{os.getpid()}"
 draft.write_text(json.dumps(result))
 draft.rename(folder / f"result-{os.getpid()}.json")
+print(f"chaos result: {json.dumps(result)}", flush=True)
 trainer.report_result(weights=digest(rest))

@@ -19,7 +19,9 @@ from adascale_core import names
 from support import launch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "paced.py"
+TESTS = Path(__file__).parents[1]
+PROGRAMS = (TESTS / "e2e" / "programs" / "paced.py", TESTS / "chaos" / "program.py")
+"""The programs that jobs can run, in the folder /programs."""
 VOLUMES = "/var/tmp/adascale-test-volumes"
 """The folder for volumes on a node, on clusters without dynamic provisioning."""
 
@@ -423,7 +425,11 @@ class Workspace:
         self.namespace = namespace
         self._objects: Any = client.CustomObjectsApi(system.api)
         system.core.create_namespaced_config_map(
-            namespace, {"metadata": {"name": "programs"}, "data": {PROGRAM.name: PROGRAM.read_text()}}
+            namespace,
+            {
+                "metadata": {"name": "programs"},
+                "data": {program.name: program.read_text() for program in PROGRAMS},
+            },
         )
         system.storage.claim(namespace)
 

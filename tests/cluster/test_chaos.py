@@ -1,0 +1,239 @@
+"""A job on the cluster under faults drawn from a seed: trains every sample exactly once, and finishes.
+
+As `tests/chaos` does for `adascale run`, with the same program. By default eight faults of one
+seed; for more:
+
+    ADASCALE_TEST_CHAOS_SEEDS=1,2,3 ADASCALE_TEST_CHAOS_FAULTS=20 make e2e TESTS=tests/cluster/test_chaos.py
+
+Faults of nodes and of the API server need the commands that `test_outages.py` describes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from adascale_core import names
+from cluster.system import JobUnderTest, System, Workspace, job_manifest, wait_until
+
+SEEDS = [int(seed) for seed in os.environ.get("ADASCALE_TEST_CHAOS_SEEDS", "1").split(",")]
+FAULTS = int(os.environ.get("ADASCALE_TEST_CHAOS_FAULTS", "8"))
+NODE = os.environ.get("ADASCALE_TEST_NODE")
+API_SERVER = os.environ.get("ADASCALE_TEST_APISERVER")
+STEPS = 1500
+"""Scale-invariant steps of the job."""
+TARGET_REPLICAS = (1, 2, 3, 4)
+LONGEST = 420.0
+"""Seconds within which the job must finish."""
+RESULT = re.compile(r"^chaos result: (.+)$", re.M)
+SIGNAL_TRAINERS = """
+import os, pathlib, signal, time
+found = []
+for folder in pathlib.Path('/proc').glob('[0-9]*'):
+    try:
+        parent = (folder / 'stat').read_text().rpartition(')')[2].split()[1]
+        if parent == '1' and 'program.py' in (folder / 'cmdline').read_text():
+            found.append(int(folder.name))
+    except OSError:
+        pass
+for pid in found:
+    os.kill(pid, signal.{signal})
+time.sleep({seconds})
+for pid in found:
+    os.kill(pid, signal.SIGCONT)
+"""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault and its moment.
+
+    Args:
+        kind: the name of a method of `Faults`.
+        progress: the part of the training after which it happens.
+        choice: chooses the replica, the node or the replica count, from 0 to 1.
+        seconds: how long something is frozen or down.
+    """
+
+    kind: str
+    progress: float
+    choice: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"at {self.progress:.0%} {self.kind.replace('_', ' ')} ({self.choice:.2f}, {self.seconds:.1f} s)"
+        )
+
+
+def draw(seed: int, count: int) -> list[Fault]:
+    """Return the faults of a seed, in order. Some of them happen at the same moment."""
+    drawn = random.Random(seed)
+    kinds = [
+        "kill_trainer",
+        "kill_trainer",
+        "freeze_trainer",
+        "delete_pod",
+        "delete_pod_by_force",
+        "change_bounds",
+        "kill_service",
+        "kill_operator",
+        *(["freeze_node"] if NODE else []),
+        *(["stop_api_server"] if API_SERVER else []),
+    ]
+    # Each kind once before any comes again.
+    order = [kind for _ in range(-(-count // len(kinds))) for kind in drawn.sample(kinds, len(kinds))]
+    moments = sorted(drawn.uniform(0.03, 0.85) for _ in range(count))
+    for later in range(1, count):
+        if drawn.random() < 0.3:
+            moments[later] = moments[later - 1]
+    return [
+        Fault(kind, moment, drawn.random(), drawn.uniform(1.0, 9.0))
+        for kind, moment in zip(order, moments, strict=False)
+    ]
+
+
+class Faults:
+    """Makes faults for a job."""
+
+    def __init__(self, system: System, job: JobUnderTest) -> None:
+        self._system = system
+        self._job = job
+
+    def _rank(self, fault: Fault) -> int | None:
+        running = [rank for rank, pod in self._job.pods().items() if pod.status.phase == "Running"]
+        return sorted(running)[int(fault.choice * len(running))] if running else None
+
+    def _signal(self, fault: Fault, name: str, seconds: float) -> None:
+        rank = self._rank(fault)
+        if rank is not None:
+            code = SIGNAL_TRAINERS.format(signal=name, seconds=seconds)
+            pod = self._job.pods()[rank].metadata.name
+            # The pod may end meanwhile.
+            self._system.kubectl(
+                *("-n", self._job.namespace, "exec", pod, "-c", "worker", "--", "python", "-c", code)
+            )
+
+    def kill_trainer(self, fault: Fault) -> None:
+        self._signal(fault, "SIGKILL", 0)
+
+    def freeze_trainer(self, fault: Fault) -> None:
+        self._signal(fault, "SIGSTOP", fault.seconds)
+
+    def _delete(self, fault: Fault, *options: str) -> None:
+        rank = self._rank(fault)
+        if rank is not None:
+            pod = self._job.pods()[rank].metadata.name
+            self._system.kubectl("-n", self._job.namespace, "delete", "pod", pod, "--wait=false", *options)
+
+    def delete_pod(self, fault: Fault) -> None:
+        self._delete(fault)
+
+    def delete_pod_by_force(self, fault: Fault) -> None:
+        self._delete(fault, "--force", "--grace-period=0")
+
+    def change_bounds(self, fault: Fault) -> None:
+        self._job.edit(maxReplicas=TARGET_REPLICAS[int(fault.choice * len(TARGET_REPLICAS))])
+
+    def kill_service(self, _: Fault) -> None:
+        self._system.kill(names.API_SERVICE)
+
+    def kill_operator(self, _: Fault) -> None:
+        self._system.kill(names.CONTROLLER)
+
+    def freeze_node(self, fault: Fault) -> None:
+        nodes = sorted({pod.spec.node_name for pod in self._job.pods().values() if pod.spec.node_name})
+        if nodes:
+            name = nodes[int(fault.choice * len(nodes))]
+            self._during(fault.seconds, NODE or "", [name, "freeze"], [name, "thaw"])
+
+    def stop_api_server(self, fault: Fault) -> None:
+        self._during(fault.seconds, API_SERVER or "", ["stop"], ["start"])
+        wait_until(lambda: attempt(self._job.raw) is not None, "the API server")
+
+    def _during(self, seconds: float, command: str, begin: list[str], end: list[str]) -> None:
+        def run(arguments: list[str]) -> None:
+            subprocess.run([*shlex.split(command), *arguments], check=True, timeout=120)
+
+        with ExitStack() as undo:
+            undo.callback(run, end)
+            run(begin)
+            time.sleep(seconds)
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Return the result of a call; None while the API server or the service does not answer."""
+    try:
+        return call()
+    except (ApiException, HTTPError, AssertionError):
+        return None
+
+
+def progress_of(job: JobUnderTest) -> float:
+    """Return the part of the training that is done; 0 if that is not known."""
+    view = attempt(job.view)
+    return float(view["latest"]["progress"]) / STEPS if view and view["latest"] else 0.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_under_any_faults_each_sample_is_trained_once(
+    seed: int, system: System, workspace: Workspace
+) -> None:
+    environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.005", "OMP_NUM_THREADS": "1"}
+    manifest = job_manifest(
+        name="chaos",
+        batchSize=8,
+        maxBatchSize=32,
+        localBszBounds={"lower": 2, "upper": 8},
+        maxReplicas=4,
+        scaleInvariantSteps=STEPS,
+        backoffLimit=0,
+        container={
+            "command": ["python", "/programs/program.py"],
+            "env": [{"name": name, "value": value} for name, value in environ.items()],
+        },
+    )
+    job = workspace.submit(manifest)
+    job.wait_for("training", lambda status: status.get("state") == "Running")
+    deadline = time.monotonic() + LONGEST
+    faults = Faults(system, job)
+    pending = draw(seed, FAULTS)
+    applied: list[str] = []
+    while attempt(lambda: job.condition("Complete").get("status")) != "True":
+        done = f"applied: {'; '.join(applied)}"
+        assert time.monotonic() < deadline, f"not finished within {LONGEST:.0f} s; {done}; {job.report()}"
+        failed = attempt(lambda: job.condition("Failed").get("status"))
+        assert failed != "True", f"{done}; {job.report()}"
+        if pending and progress_of(job) >= pending[0].progress:
+            fault = pending.pop(0)
+            print(fault, flush=True)
+            applied.append(str(fault))
+            getattr(faults, fault.kind)(fault)
+        time.sleep(0.2)
+    assert not pending, "training has ended before the last faults"
+    assert job.status()["failures"] == 0
+    logs = [job.logs(rank) for rank in job.pods(ended=True)]
+    results = [json.loads(found[1]) for text in logs for found in RESULT.finditer(text)]
+    assert results, "no replica has printed a result"
+    for result in results:
+        generations = [generation for generation, _ in result["generations"]]
+        assert result["problems"] == []
+        assert result["finite"]
+        assert result["progress"] >= STEPS
+        assert generations == sorted(set(generations))
+    assert len({result["weights"] for result in results}) == 1
