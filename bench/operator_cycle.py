@@ -42,7 +42,7 @@ from adascale_core.messages import (
     StepTime,
 )
 from adascale_core.rendezvous import Rendezvous, allocate, register
-from adascale_core.views import DecisionView, JobView, ReplicaView
+from adascale_core.views import DecisionView, JobChanges, JobList, JobView, ReplicaView
 
 Object = dict[str, Any]
 TEMPLATES = 20
@@ -370,9 +370,14 @@ class InMemoryService:
         self._jobs = world.jobs
         self._world = world
 
-    def list_jobs(self) -> Sequence[JobView]:
+    def read_jobs(self) -> JobList:
         """Return all jobs."""
-        return [job.view() for job in self._jobs.values()]
+        return JobList([job.view() for job in self._jobs.values()], None, "")
+
+    def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
+        """Return no changes."""
+        time.sleep(wait)
+        return JobChanges((), (), cursor)
 
     def declare_job(self, job_id: str, spec: JobSpec) -> None:
         """Declare a job, or change its spec."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from adascale_client import ServiceRefusedError
 from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
 from adascale_core.rendezvous import Rendezvous, StaleAllocationError, allocate, expire, register
-from adascale_core.views import DecisionView, JobView, ReplicaView
+from adascale_core.views import DecisionView, JobChanges, JobList, JobView, ReplicaView
 
 JOB_ID = "team.digits"
 
@@ -75,8 +76,23 @@ class FakeService:
 
     # -- as `AllocationService` -----------------------------------------------------------------------------
 
+    def read_jobs(self) -> JobList:
+        """As `AllocationService.read_jobs`."""
+        return JobList(self.list_jobs(), None, self._cursor())
+
+    def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
+        """As `AllocationService.read_changes`."""
+        deadline = time.monotonic() + wait
+        while self._cursor() == cursor and time.monotonic() < deadline:
+            time.sleep(0.005)
+        jobs = self.list_jobs() if self._cursor() != cursor else []
+        return JobChanges(jobs, () if self.list_jobs() else (JOB_ID,), self._cursor())
+
+    def _cursor(self) -> str:
+        return repr((self.state, self.spec))
+
     def list_jobs(self) -> list[JobView]:
-        """As `AllocationService.list_jobs`."""
+        """Return the job, if it exists."""
         state = self.state
         if state == Rendezvous() and self.spec is None and self.latest is None:
             return []

@@ -82,12 +82,12 @@ class World:
         asyncio.run(self._operator.list_all())
         self._undelivered = []
 
-    def cycle(self, *, only_with_news: bool = False) -> None:
+    def cycle(self) -> None:
         """Run one cycle. If the operator is killed in it, start another operator."""
         self.now += 1
         self.writes = []
         try:
-            asyncio.run(self._operator.cycle(only_with_news=only_with_news))
+            asyncio.run(self._operator.cycle())
         except KilledError:
             self.kill_before = None
             self.start_operator()

@@ -19,7 +19,7 @@ from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_core.messages import Allocation
+from adascale_core.messages import Allocation, AllocationView
 from adascale_core.views import DecisionView
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ MAX_TELEMETRY_RATE = 16.0
 """Such writes per second, for all jobs together."""
 
 
+OnAllocated = Callable[[str, AllocationView], None]
 OnWritten = Callable[[Resource, ApiObject, bool], None]
 
 
@@ -55,6 +56,7 @@ class Applier:
         on_written: is called with each object that the API server returns, and with whether more than its
             telemetry has changed.
         identity: the name of the operator in its Events.
+        on_allocated: is called with the id of a job and its generations after an allocation is requested.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class Applier:
         service: AllocationService,
         on_written: OnWritten,
         identity: str,
+        on_allocated: OnAllocated = lambda _job_id, _view: None,
     ) -> None:
         self._cluster = cluster
         self._service = service
         self._on_written = on_written
         self._identity = identity
+        self._on_allocated = on_allocated
         self._status_written_at: dict[str, float] = {}
         self._telemetry_interval = TELEMETRY_INTERVAL
 
@@ -134,6 +138,7 @@ class Applier:
             if error.status != 409:
                 raise
             return False
+        self._on_allocated(job_id, view)
         return view.active is None or view.broken or view.active.replicas <= allocation.replicas
 
     async def _record_event(self, observed: ObservedJob, event: Event) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from adascale_core.messages import Allocation, AllocationView, JobSpec
-from adascale_core.views import DecisionView, JobView
+from adascale_core.views import DecisionView, JobChanges, JobList
 
 
 class AllocationService(Protocol):
     """The metrics service. Each call blocks, and may raise the `ServiceError`s of `adascale_client`."""
 
-    def list_jobs(self) -> Sequence[JobView]:
-        """Return all jobs."""
+    def read_jobs(self) -> JobList:
+        """Return all jobs, and the cursor from which their later changes are read."""
+
+    def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
+        """Return what has changed since a cursor, after `wait` seconds at most. Status 410 if it expired."""
 
     def declare_job(self, job_id: str, spec: JobSpec) -> None:
         """Declare a job, or change its spec."""

@@ -15,16 +15,18 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.observer import Observer, Snapshot, jobs_with_pods, observe
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
+from adascale_controller.operator.runtime.deregistration import Deregistration
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
+from adascale_controller.operator.runtime.job_follower import JobFollower
 from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
 from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.runtime.service_jobs import ServiceJobs
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, object_key
 from adascale_controller.operator.types.workload import PodSettings
 from adascale_core.decision import Decision
+from adascale_core.messages import AllocationView
 from adascale_core.views import DecisionView, JobView
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ INTERVAL = 1.0
 """Seconds between two cycles while no change is reported."""
 PAUSE = 0.2
 """The minimum number of seconds between two cycles."""
+MAX_PAUSE = 2.0
+"""The maximum number of seconds that the processor time of a cycle delays the next one."""
 RESYNC_INTERVAL = 300.0
 """Seconds between two lists of all objects."""
 STALE_RESYNC_INTERVAL = 5.0
@@ -56,6 +60,7 @@ class ControlLoop:
         service: the metrics service.
         settings: of the operator.
         resources: the watched resources.
+        reader: the metrics service over connections of its own, to follow its jobs. None for `service`.
         on_progress: is called whenever the actions for a job are applied, and after each cycle.
         clock: returns seconds since 1970.
     """
@@ -68,6 +73,7 @@ class ControlLoop:
         settings: OperatorSettings,
         resources: Collection[Resource],
         *,
+        reader: AllocationService | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,17 +83,26 @@ class ControlLoop:
         self._on_progress = on_progress
         self._clock = clock
         self._errors = ErrorIsolation()
-        self._service_jobs = ServiceJobs(service, settings.namespace)
+        self._deregistration = Deregistration(service, settings.namespace)
         self._observer = Observer(PodSettings(api_url=settings.pod_api_url or settings.api_url))
         self._fetcher = LookupFetcher(cluster, cache.changed.set)
         self._scheduler = Scheduler()
-        self._applier = Applier(cluster, service, self._store_written, settings.identity)
-        self._structure: dict[str, object] | None = None
-        """What the last cycle has read of the generations of all jobs."""
+        self._follower = JobFollower(reader or service, cache.changed.set)
+        self._applier = Applier(
+            cluster, service, self._store_written, settings.identity, self._expect_allocated
+        )
         self._next_full_cycle = float("-inf")
 
     async def run(self) -> None:
         """Run cycles until cancelled."""
+        await asyncio.to_thread(self._follower.refresh)
+        self._follower.start()
+        try:
+            await self._run()
+        finally:
+            self._follower.stop()
+
+    async def _run(self) -> None:
         listed_at = time.monotonic()
         while True:
             try:
@@ -102,7 +117,9 @@ class ControlLoop:
                 listed_at = time.monotonic()
                 self._errors.cache_is_stale = False
                 await self._resync()
-            await self.cycle(only_with_news=not has_news)
+            if has_news:
+                await self._follower.caught_up()
+                await self._timed_cycle(self._follower.views)
             self._on_progress()
             await asyncio.sleep(PAUSE)
 
@@ -116,23 +133,23 @@ class ControlLoop:
             objects, version = await self._cluster.list(resource)
             self._cache.replace(resource, objects, version)
 
-    async def cycle(self, *, only_with_news: bool = False) -> None:
-        """Observe, schedule, reconcile and apply all jobs once.
+    async def cycle(self) -> None:
+        """Read all jobs of the metrics service, and observe, schedule, reconcile and apply all jobs once."""
+        await asyncio.to_thread(self._follower.refresh)
+        await self._cycle(self._follower.views)
 
-        Args:
-            only_with_news: do nothing if the generations of all jobs are as in the last cycle.
-        """
-        views = await self._service_jobs.list()
-        structure = None if views is None else {view.id: _structure(view) for view in views.values()}
-        if only_with_news and structure == self._structure:
-            return
-        self._structure = structure
+    async def _timed_cycle(self, views: Mapping[str, JobView] | None) -> None:
         begun = time.process_time()
-        await self._full_cycle(views)
+        await self._cycle(views)
         used = time.process_time() - begun
-        self._next_full_cycle = time.monotonic() + used / MAX_IDLE_SHARE
+        interval = max(INTERVAL, (used + self._follower.refresh_cost) / MAX_IDLE_SHARE)
+        self._follower.refresh_interval = interval
+        # Each read of all jobs brings the next cycle; without one, time alone may change what is to be done.
+        self._next_full_cycle = time.monotonic() + interval + INTERVAL
+        # At most half of the time, so that changes that arrive all the time do not take a whole core.
+        await asyncio.sleep(min(used, MAX_PAUSE))
 
-    async def _full_cycle(self, views: Mapping[str, JobView] | None) -> None:
+    async def _cycle(self, views: Mapping[str, JobView] | None) -> None:
         snapshot = self._snapshot()
         self._retain(snapshot)
         jobs = await self._observe(snapshot, views)
@@ -166,7 +183,7 @@ class ControlLoop:
         await self._store_decisions(service_answers=views is not None)
         if views is not None:
             present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
-            await self._service_jobs.deregister_deleted(
+            await self._deregistration.deregister_deleted(
                 views, present, lambda: jobs_with_pods(self._cache.all(Resource.PODS))
             )
 
@@ -207,6 +224,9 @@ class ControlLoop:
                 self._on_progress()
 
         await asyncio.gather(*(apply(job, actions) for job, actions in planned))
+
+    def _expect_allocated(self, job_id: str, view: AllocationView) -> None:
+        self._follower.expect(job_id, view.version)
 
     def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
         self._cache.put(resource, raw, is_news=is_news)
@@ -255,12 +275,3 @@ async def _in_slices(items: Sequence[T]) -> AsyncIterator[T]:
         yield item
         if number % SLICE == 0:
             await asyncio.sleep(0)
-
-
-def _structure(view: JobView) -> object:
-    """Return what a job's actions depend on at once, unlike its reports."""
-    states = [(replica.replica, replica.state) for replica in view.replicas]
-    return (
-        *(view.spec, view.desired, view.active, view.broken, view.complete),
-        *(view.failures, view.disruptions, view.restarts_without_progress, states),
-    )

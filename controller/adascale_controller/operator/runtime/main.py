@@ -85,10 +85,14 @@ async def _run_control_loop(
 ) -> None:
     """Run the informers, the control loop and background tasks until one of them ends."""
     cluster = KubernetesCluster(api, settings.namespace)
-    service = MetricsServiceClient(settings.api_url, token_file=settings.token_file)
+    service, reader = (
+        MetricsServiceClient(settings.api_url, token_file=settings.token_file) for _ in range(2)
+    )
     cache = ObjectCache()
     resources = await _retry(lambda: _watched_resources(settings, cluster))
-    loop = ControlLoop(cache, cluster, service, settings, resources, on_progress=health.record_progress)
+    loop = ControlLoop(
+        *(cache, cluster, service, settings, resources), reader=reader, on_progress=health.record_progress
+    )
     await _retry(loop.list_all)
     health.record_progress()
     logger.info("Running in %s", settings.namespace or "all namespaces")
@@ -103,6 +107,7 @@ async def _run_control_loop(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         service.close()
+        reader.close()
     logger.info("Stopped")
 
 

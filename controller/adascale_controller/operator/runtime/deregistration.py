@@ -1,4 +1,4 @@
-"""Lists the jobs of the metrics service, and deregisters those whose AdaScaleJob is deleted."""
+"""Deregisters the jobs whose AdaScaleJob is deleted from the metrics service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
-from adascale_client import ServiceError
+from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.service import AllocationService
 from adascale_core.views import JobView
 
@@ -17,8 +17,8 @@ MAX_DEREGISTERED = 1000
 """How many deregistered jobs are remembered."""
 
 
-class ServiceJobs:
-    """The jobs of the metrics service.
+class Deregistration:
+    """Removes jobs from the metrics service that the cluster no longer has.
 
     Args:
         service: the metrics service.
@@ -28,22 +28,7 @@ class ServiceJobs:
     def __init__(self, service: AllocationService, namespace: str | None) -> None:
         self._service = service
         self._namespace = namespace
-        self._answers = True
         self._deregistered: deque[str] = deque(maxlen=MAX_DEREGISTERED)
-
-    async def list(self) -> dict[str, JobView] | None:
-        """Return all jobs by id. None if the metrics service does not answer."""
-        try:
-            views = await asyncio.to_thread(self._service.list_jobs)
-        except ServiceError as error:
-            if self._answers:
-                logger.warning("%s; training continues, replica counts stay as they are", error)
-            self._answers = False
-            return None
-        if not self._answers:
-            logger.warning("The metrics service answers again")
-        self._answers = True
-        return {view.id: view for view in views}
 
     async def deregister_deleted(
         self,
@@ -69,7 +54,8 @@ class ServiceJobs:
                 self._deregistered.append(view.id)
                 logger.info("%s is deleted; removed it from the metrics service", view.id)
             except ServiceError as error:
-                logger.warning("%s: %s", view.id, error)
+                if not (isinstance(error, ServiceRefusedError) and error.status == 404):
+                    logger.warning("%s: %s", view.id, error)
 
     def _is_ours(self, view: JobView) -> bool:
         """Whether the operator may delete a job that has no AdaScaleJob.

@@ -1,0 +1,172 @@
+"""Keeps the jobs of the metrics service up to date, by its changes instead of all jobs again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from adascale_client import ServiceError, ServiceRefusedError
+from adascale_controller.operator.apply.service import AllocationService
+from adascale_core.views import JobView
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT = 20.0
+"""Seconds for which a request waits for a change."""
+PAUSE = 0.1
+"""Seconds between two requests, so that changes at the same time are read together."""
+RETRY_INTERVAL = 1.0
+"""Seconds until the next request after one that has failed."""
+IDLE_REFRESH_INTERVAL = 60.0
+"""Seconds between two reads of all jobs while no job trains, so that there are no new reports."""
+EXPECTED_WITHIN = 1.0
+"""Seconds for which `caught_up` waits."""
+_GONE = 410
+
+
+class JobFollower:
+    """The jobs of the metrics service, as of now.
+
+    A thread waits for changes. Reports are not among them, so it reads all jobs once in `refresh_interval`
+    while a job trains.
+
+    Args:
+        service: the metrics service. No one else should use its connections: a cursor is valid at one of
+            several services only.
+        on_news: is called in the event loop when `views` is replaced.
+    """
+
+    def __init__(self, service: AllocationService, on_news: Callable[[], None]) -> None:
+        self.views: Mapping[str, JobView] | None = None
+        """All jobs by id. None while the metrics service does not answer."""
+        self.refresh_interval = 1.0
+        """Seconds between two reads of all jobs, at least."""
+        self.refresh_cost = 0.0
+        """Seconds of processor time of the last read of all jobs."""
+        self._service = service
+        self._on_news = on_news
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = threading.Event()
+        self._failure: Exception | None = None
+        self._expected: dict[str, int] = {}
+        self._published = asyncio.Event()
+        self._answers = True
+        self._cursor: str | None = None
+        self._listed_at = 0.0
+
+    def start(self) -> None:
+        """Start following, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._stopped = threading.Event()
+        # A daemon, because a request that waits for a change would delay the end of the process.
+        threading.Thread(target=self._run, args=[self._stopped], name="job-follower", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop after the current request."""
+        self._stopped.set()
+
+    def expect(self, job_id: str, version: int) -> None:
+        """Have `caught_up` wait for this version of a job, which the operator has written."""
+        self._expected[job_id] = version
+
+    async def caught_up(self) -> None:
+        """Wait until `views` has the operator's own writes, but not longer than `EXPECTED_WITHIN`.
+
+        Raises:
+            Exception: the thread has ended with it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXPECTED_WITHIN):
+                while not self._has_expected():
+                    self._published.clear()
+                    await self._published.wait()
+        self._expected.clear()
+
+    def _has_expected(self) -> bool:
+        views = self.views
+        return views is None or all(
+            job_id in views and views[job_id].version >= version for job_id, version in self._expected.items()
+        )
+
+    # -- in the thread --------------------------------------------------------------------------------------
+
+    def _run(self, stopped: threading.Event) -> None:
+        try:
+            while not stopped.is_set():
+                stopped.wait(self._read())
+        except Exception as error:  # noqa: BLE001 (raised where the loop waits)
+            self._failure = error
+            self._notify()
+
+    def refresh(self) -> None:
+        """Read all jobs. To be called while the thread does not run."""
+        self._guarded(self._read_all)
+
+    def _read(self) -> float:
+        """Read what is due, and return the seconds until the next request."""
+        remaining = self._listed_at + self._interval() - time.monotonic()
+        views, cursor = self.views, self._cursor
+        if views is None or cursor is None or remaining <= 0:
+            return self._guarded(self._read_all)
+        return self._guarded(lambda: self._read_changes(views, cursor, min(remaining, MAX_WAIT)))
+
+    def _guarded(self, read: Callable[[], None]) -> float:
+        try:
+            read()
+        except ServiceError as error:
+            self._cursor = None
+            if not (isinstance(error, ServiceRefusedError) and error.status == _GONE):
+                self._note_failure(error)
+                return RETRY_INTERVAL
+        return PAUSE
+
+    def _read_all(self) -> None:
+        begun = time.thread_time()
+        page = self._service.read_jobs()
+        self._cursor, self._listed_at = page.cursor, time.monotonic()
+        self._publish({view.id: view for view in page.jobs})
+        self.refresh_cost = time.thread_time() - begun
+
+    def _read_changes(self, views: Mapping[str, JobView], cursor: str, wait: float) -> None:
+        changes = self._service.read_changes(cursor, wait)
+        self._cursor = changes.cursor
+        if changes.jobs or changes.deleted:
+            deleted = set(changes.deleted)
+            kept = {job_id: view for job_id, view in views.items() if job_id not in deleted}
+            self._publish({**kept, **{view.id: view for view in changes.jobs}})
+
+    def _interval(self) -> float:
+        trains = any(
+            view.active is not None and not view.broken and not view.complete
+            for view in (self.views or {}).values()
+        )
+        return self.refresh_interval if trains else max(self.refresh_interval, IDLE_REFRESH_INTERVAL)
+
+    def _note_failure(self, error: ServiceError) -> None:
+        if self._answers:
+            logger.warning("%s; training continues, replica counts stay as they are", error)
+        self._answers = False
+        if self.views is not None:
+            self._publish(None)
+
+    def _publish(self, views: Mapping[str, JobView] | None) -> None:
+        if views is not None and not self._answers:
+            logger.warning("The metrics service answers again")
+            self._answers = True
+        self.views = views
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._published.set()
+        self._on_news()
