@@ -1,0 +1,241 @@
+"""The cost per step of what makes a job elastic: processor time relative to the same trainer without agents.
+
+    OMP_NUM_THREADS=1 python bench/elastic_overhead.py [--blocks 30] [--steps 32] [networks ...]
+
+Two replicas on this machine with gloo and one thread each, in processes of their own for each contender. All
+take turns in short runs of steps, in an order that changes from block to block, and wait between their turns.
+Printed are the medians over all blocks of the ratio of processor times per step of both replicas, with its
+quartiles, and the processor time itself.
+
+Contenders: `plain` (DistributedDataParallel and SGD with momentum), `plain again`, which shows the difference
+between two equal contenders, `trainer` (ElasticTrainer without agents), and `elastic` (ElasticTrainer with
+agents and a metrics service). All load the same samples with DataLoader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import overhead
+import rescale
+import rescale_model
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
+
+CONTENDERS = ("plain", "plain again", "trainer", "elastic")
+NETWORKS = ("tiny", "deep")
+LOCAL_BSZ = 32
+SAMPLES = 64 * LOCAL_BSZ
+REPLICAS = 2
+WARM_UP = FIRST_STEPS + MAX_INTERVAL
+"""Steps before the first turn."""
+SPEC = {
+    "batch_size": LOCAL_BSZ,
+    "max_batch_size": REPLICAS * LOCAL_BSZ,
+    "local_bsz_bounds": [LOCAL_BSZ, LOCAL_BSZ],
+    "min_replicas": REPLICAS,
+    "max_replicas": REPLICAS,
+}
+POLL = 0.002
+
+
+# -- the processes that are measured ----------------------------------------------------------------------
+
+
+def network_of(name: str) -> tuple[nn.Module, TensorDataset]:
+    """Return a network, and samples for it."""
+    torch.manual_seed(0)
+    if name == "tiny":
+        model, _ = rescale_model.make("tiny")
+        features, classes = rescale_model.FEATURES["tiny"], 2
+    else:
+        model, x, classes = overhead.deep()
+        features = x.shape[1]
+    return model, TensorDataset(torch.randn(SAMPLES, features), torch.randint(classes, (SAMPLES,)))
+
+
+class Turns:
+    """Waits for the turns of a process, and records its processor time per step."""
+
+    def __init__(self, folder: Path, contender: str, steps: int) -> None:
+        self._folder = folder
+        self._contender = contender
+        self._steps = steps
+        self._made = -WARM_UP
+        self._turn = 0
+        self._begin = 0.0
+
+    def step(self) -> None:
+        """Count a step. Between two turns, wait."""
+        self._made += 1
+        if self._made >= 0 and self._made % self._steps == 0:
+            if self._made:
+                seconds = (time.process_time() - self._begin) / self._steps
+                self._write(f"{self._turn} {seconds}")
+            else:
+                self._write("ready")
+            self._turn += 1
+            self._wait()
+            self._begin = time.process_time()
+
+    def _write(self, line: str) -> None:
+        with (self._folder / f"{self._contender}-{os.getpid()}").open("a") as file:
+            file.write(line + "\n")
+
+    def _wait(self) -> None:
+        gate = self._folder / f"{self._contender}.{self._turn}"
+        while not gate.exists():
+            time.sleep(POLL)
+
+
+def run(contender: str, network: str, folder: Path, steps: int) -> None:
+    """Train as a contender, until the process is killed."""
+    torch.set_num_threads(1)
+    model, dataset = network_of(network)
+    turns = Turns(folder, contender, steps)
+    loss_of = nn.CrossEntropyLoss()
+
+    def train(batches: Iterator[list[Tensor]], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            turns.step()
+
+    if contender.startswith("plain"):
+        dist.init_process_group("gloo")
+        parallel = DistributedDataParallel(model)
+        optimizer = overhead.sgd(model.parameters())
+        while True:
+            train(iter(DataLoader(dataset, batch_size=LOCAL_BSZ, shuffle=True)), parallel, optimizer)
+    trainer = ElasticTrainer(
+        batch_size=LOCAL_BSZ, max_batch_size=REPLICAS * LOCAL_BSZ, local_bsz_bounds=(LOCAL_BSZ, LOCAL_BSZ)
+    )
+    optimizer = overhead.sgd(model.parameters())
+    state = trainer.program_reentry(model, optimizer)
+    for epoch in itertools.count(state.epoch):
+        train(iter(trainer.dataloader(dataset)), model, optimizer)
+        trainer.step(epoch)
+
+
+# -- the measurement --------------------------------------------------------------------------------------
+
+
+def start(contender: str, network: str, folder: Path, steps: int, stack: ExitStack) -> None:
+    """Start the processes of a contender."""
+    program = [sys.executable, __file__, "--run", contender, "--folder", str(folder), "--steps", str(steps)]
+    program.append(network)
+    environ = {"OMP_NUM_THREADS": "1"}
+
+    def begin(command: list[str], own: dict[str, str]) -> None:
+        own_folder = folder / f"logs-{contender}"
+        own_folder.mkdir(exist_ok=True)
+        process = rescale.start(command, own_folder, {**environ, **own})
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+
+    if contender == "elastic":
+        (folder / "service").mkdir()
+        service, allocate = stack.enter_context(rescale.service(folder / "service", SPEC))
+        allocate(1, REPLICAS)
+        for replica in range(REPLICAS):
+            command = [sys.executable, "-m", "adascale_worker.agent", "--", *program]
+            begin(command, {**service, "ADASCALE_REPLICA": str(replica)})
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for rank in range(REPLICAS):
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(REPLICAS), "LOCAL_RANK": "0"}
+        begin(program, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+
+
+def lines_of(folder: Path, contender: str, number: int) -> list[str]:
+    """Return line `number` of each process of a contender, once all have written it."""
+
+    def written() -> list[str]:
+        files = [
+            path
+            for path in folder.glob(f"{contender}-*")
+            if path.name.removeprefix(f"{contender}-").isdigit()
+        ]
+        lines = [path.read_text().splitlines(keepends=True) for path in files]
+        complete = [each[number] for each in lines if len(each) > number and each[number].endswith("\n")]
+        return complete if len(complete) == REPLICAS else []
+
+    return rescale.wait_until(written, f"{contender}, turn {number}")
+
+
+def measure(network: str, blocks: int, steps: int) -> dict[str, list[float]]:
+    """Return the processor seconds per step of both replicas of each contender, by block."""
+    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    order = random.Random(0)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        for contender in CONTENDERS:
+            start(contender, network, folder, steps, stack)
+            lines_of(folder, contender, 0)
+        for block in range(1, blocks + 1):
+            for contender in order.sample(CONTENDERS, len(CONTENDERS)):
+                (folder / f"{contender}.{block}").touch()
+                lines = lines_of(folder, contender, block)
+                found[contender].append(sum(float(line.split()[1]) for line in lines))
+    return found
+
+
+def show(network: str, found: dict[str, list[float]]) -> None:
+    """Print the ratios of a network."""
+    print(f"{network}: milliseconds of processor time of a step of both replicas, median")
+    for name, seconds in found.items():
+        print(f"  {name:24} {1e3 * statistics.median(seconds):8.3f}")
+    print("  ratio")
+    for above, below in (
+        ("plain again", "plain"),
+        ("trainer", "plain"),
+        ("elastic", "plain"),
+        ("elastic", "trainer"),
+    ):
+        ratios = [x / y for x, y in zip(found[above], found[below], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"  {above + ' / ' + below:24} {middle:8.3f}  ({low:.3f} to {high:.3f})", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="any of " + ", ".join(NETWORKS))
+    parser.add_argument("--blocks", type=int, default=30, help="turns of each contender")
+    parser.add_argument("--steps", type=int, default=MAX_INTERVAL, help="steps of a turn")
+    parser.add_argument("--json", type=Path, help="where to write all times")
+    parser.add_argument("--run", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(options.run, options.networks[0], options.folder, options.steps)
+    results = {network: measure(network, options.blocks, options.steps) for network in options.networks}
+    for network, found in results.items():
+        show(network, found)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
