@@ -24,12 +24,19 @@ class TemplateMeasurements:
     Two jobs have the same template if they run the same program in the same containers.
     """
 
+    MAX_TEMPLATES = 1000
+    """Templates that are remembered, those that were asked for last."""
+
     def __init__(self) -> None:
         self._templates: dict[str, MeasuredTemplate] = {}
 
     def of(self, template: str) -> MeasuredTemplate:
         """Return the measurements of a template."""
-        return self._templates.setdefault(template, MeasuredTemplate())
+        found = self._templates.pop(template, None) or MeasuredTemplate()
+        self._templates[template] = found
+        if len(self._templates) > self.MAX_TEMPLATES:
+            del self._templates[next(iter(self._templates))]
+        return found
 
 
 class MeasuredTemplate:
@@ -38,6 +45,8 @@ class MeasuredTemplate:
     GROWTH = 1.25
     """`step_times` changes when the number of measurements has grown by this factor, so that the models that
     are fitted to it can be used again."""
+    MAX_JOBS = 32
+    """Jobs whose step times of a plan are kept, the latest."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int, int, int], dict[str, StepTime]] = {}
@@ -54,7 +63,10 @@ class MeasuredTemplate:
         self.first_estimate = self.first_estimate or estimate
         for each in measured:
             plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
-            self._times.setdefault(plan, {})[job] = each
+            times = self._times.setdefault(plan, {})
+            times[job] = each
+            if len(times) > self.MAX_JOBS:
+                del times[next(iter(times))]
         if len(self._times) < self.GROWTH * self._used:
             return
         self._used = len(self._times)
@@ -89,7 +101,8 @@ class JobMeasurements:
         downtime: float = DEFAULT_DOWNTIME,
         preparation: float = DEFAULT_PREPARATION,
     ) -> None:
-        self._template = template or MeasuredTemplate()
+        self.template = template or MeasuredTemplate()
+        """What other jobs of the same template have reported."""
         self._default_downtime = downtime
         self._default_preparation = preparation
         self._reported_plans = 0
@@ -149,7 +162,7 @@ class JobMeasurements:
         estimate = GradientEstimate(report.grad_sqr, report.grad_var) if report else None
         if estimate is not None and len(view.step_times) > self._reported_plans:
             self._reported_plans = len(view.step_times)
-            self._template.add(job.id, view.step_times, estimate)
+            self.template.add(job.id, view.step_times, estimate)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]
@@ -161,10 +174,10 @@ class JobMeasurements:
             max_replicas=spec.max_replicas,
             replicas=view.desired.replicas if view.desired else 0,
             stable_since=stable_since,
-            largest=max([self._template.largest, *(each.replicas for each in view.step_times)]),
-            estimate=estimate or self._template.first_estimate,
+            largest=max([self.template.largest, *(each.replicas for each in view.step_times)]),
+            estimate=estimate or self.template.first_estimate,
             step_times=view.step_times,
-            template_step_times=self._template.step_times,
+            template_step_times=self.template.step_times,
             efficiency_target=spec.efficiency_target,
             remaining=None if total is None else max(total - (report.progress if report else 0.0), 0.0),
             restart_seconds=fmean(self._downtimes) if self._downtimes else self._default_downtime,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,8 @@ from types import MappingProxyType
 
 from adascale_controller.explanation_schedule import ExplanationSchedule
 from adascale_controller.failing_counts import FailingCount, FailingCounts
-from adascale_controller.measurements import JobMeasurements, training_target
+from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.node_selection import NodeSelection
@@ -44,6 +47,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self._memories: dict[str, _JobMemory] = {}
+        self._templates = TemplateMeasurements()
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
         self.explained: dict[str, DecisionView] = {}
@@ -120,6 +124,7 @@ class Scheduler:
         memory = self._memories.setdefault(job.uid, _JobMemory())
         if memory.request[0] != job.generation:
             memory.request = (job.generation, pod_request(pod_spec))
+            memory.measurements.template = self._templates.of(_program(job))
         return Demand(
             request=memory.request[1],
             nodes=self._node_selection.eligible(pod_spec),
@@ -150,6 +155,17 @@ class Scheduler:
             stable_since=state.stable_since if trains_current else None,
             limit=min((limit for limit in limits if limit is not None), default=None),
         )
+
+
+def _program(job: AdaScaleJob) -> str:
+    """Return a key that is equal for jobs of a namespace that run the same program in the same way.
+
+    Gradients are estimated for a batch size, so that is a part of the key. Jobs of another namespace do not
+    influence the decision.
+    """
+    parts = [job.namespace, job.valid_job.spec.batch_size, job.template]
+    text = json.dumps(parts, sort_keys=True, default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: JobView) -> None:

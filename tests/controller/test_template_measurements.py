@@ -1,0 +1,82 @@
+"""What a job of the same template has reported is known when the next one starts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.measurements import TemplateMeasurements
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_core.messages import JobSpec, StepTime
+from adascale_core.views import JobView
+from support.observed_jobs import SPEC, job, observed, report, training_job
+
+TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}
+
+
+def first_job() -> ObservedJob:
+    """Return a job that has trained on 1 and 2 replicas."""
+    at_two = training_job((2, 2))
+    assert at_two.service is not None
+    times = (StepTime(1, 4, 1, 0.1), StepTime(2, 4, 1, 0.101), StepTime(2, 8, 1, 0.15))
+    service = replace(at_two.service, step_times=times, latest=report(2, 2))
+    return replace(at_two, service=service, resource=replace(at_two.resource, template=TEMPLATE))
+
+
+def next_job(
+    name: str, namespace: str = "team", template: dict[str, Any] = TEMPLATE, spec: JobSpec = SPEC
+) -> ObservedJob:
+    """Return a job that has not started."""
+    new = job(spec=spec)
+    new = replace(new, namespace=namespace, name=name, uid=f"{namespace}.{name}", template=template)
+    parsed = replace(new.valid_job, id=new.id)
+    return observed(replace(new, job=parsed), JobView.empty(new.id))
+
+
+def decide(scheduler: Scheduler, *jobs: ObservedJob) -> dict[str, int]:
+    decisions = scheduler.schedule(jobs, None, (), lambda _: nullcontext())
+    return {job_id: decision.replicas for job_id, decision in decisions.items()}
+
+
+OTHER = {"spec": {"containers": [{"name": "worker", "image": "mine:2"}]}}
+
+
+@pytest.mark.parametrize(
+    ("later", "replicas"),
+    [
+        (next_job("same"), 4),
+        (next_job("image", template=OTHER), 1),
+        (next_job("same", namespace="others"), 1),
+        (next_job("batch", spec=replace(SPEC, batch_size=8)), 1),
+    ],
+    ids=["same", "another-image", "another-namespace", "another-batch-size"],
+)
+def test_a_job_starts_with_what_jobs_of_the_same_template_have_reported(
+    later: ObservedJob, replicas: int
+) -> None:
+    scheduler = Scheduler()
+    first = first_job()
+    assert decide(scheduler, later)[later.resource.id] == 1, "nothing is known yet"
+    assert decide(scheduler, first, later)[later.resource.id] == replicas
+    scheduler.retain({later.resource.uid})
+    assert decide(scheduler, later)[later.resource.id] == replicas, "the first job is gone"
+
+
+def test_the_templates_and_jobs_that_are_remembered_are_bounded() -> None:
+    templates = TemplateMeasurements()
+    first = templates.of("0")
+    for i in range(templates.MAX_TEMPLATES):
+        assert templates.of(str(i)) is templates.of(str(i))
+    assert templates.of("0") is first
+    templates.of("one more")
+    assert templates.of("1") is not None
+    assert templates.of("0") is first
+    estimate = first_job().service
+    assert estimate is not None
+    for i in range(2 * first.MAX_JOBS):
+        first.add(f"job-{i}", [StepTime(1, 4, 1, float(i))], None)  # type: ignore[arg-type]
+    assert len(first._times[1, 1, 4, 1]) == first.MAX_JOBS
