@@ -7,7 +7,7 @@ fields. `AllocationView`, the answer that agents wait for, is in `messages`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -359,12 +359,16 @@ class JobChanges(Message):
         return cls(jobs, tuple(members["deleted"]), members["cursor"])
 
 
+OTHER_JOBS = "other jobs"
+"""In place of job ids. It is not a valid job id."""
+
+
 @dataclass(frozen=True)
 class GivenReplicas(Message):
     """Replicas that a job would have to give up.
 
     Args:
-        job: the job id.
+        job: the job id; `OTHER_JOBS` for all other jobs together.
         replicas: how many.
     """
 
@@ -485,3 +489,13 @@ class DecisionView(Message):
                 "limits": tuple(LimitView.from_json(each) for each in members["limits"]),
             }
         )
+
+    def without_other_jobs(self) -> Self:
+        """Return the decision without the ids of other jobs, for readers who may not know them."""
+        counts = [
+            replace(each, given=(GivenReplicas(OTHER_JOBS, sum(given.replicas for given in each.given)),))
+            if each.given
+            else each
+            for each in self.counts
+        ]
+        return replace(self, counts=tuple(counts))

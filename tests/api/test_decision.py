@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from adascale_api.app import create_app
+from adascale_api.database import Database
 from adascale_api.request_models import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
+from adascale_api.service import Settings
 from adascale_core.explanation import MAX_COUNTS, MAX_GIVING
 from adascale_core.messages import JobSpec
-from adascale_core.names import MAX_REPLICAS
+from adascale_core.names import API_AUDIENCE, MAX_REPLICAS, job_audience
 from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 from api.client import Client, a_report
 from api.test_messages import as_lists
+from api.test_token_review import OPERATOR, WORKER, Cluster, a_token
 
 
 def a_decision(job: str, **changed: Any) -> DecisionView:
@@ -89,3 +97,54 @@ def test_an_invalid_decision_is_refused(
 def test_the_service_accepts_every_size_of_explanation() -> None:
     assert MAX_COUNTS <= MAX_DECISION_COUNTS
     assert MAX_GIVING <= MAX_DECISION_GIVEN
+
+
+async def ask(app: FastAPI, path: str, audience: str | None, body: object = None) -> tuple[int, Any]:
+    """Return status and body of the answer to a GET, or to a PUT of `body`, without a server."""
+    token = [] if audience is None else [(b"authorization", f"Bearer {a_token(audience)}".encode())]
+    scope = {
+        "type": "http",
+        "method": "GET" if body is None else "PUT",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"service"), (b"content-type", b"application/json"), *token],
+        "app": app,
+    }
+    messages: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    await app(scope, receive, send)
+    content = b"".join(message.get("body", b"") for message in messages)
+    return messages[0]["status"], json.loads(content or b"null")
+
+
+def test_the_token_of_a_job_does_not_show_other_jobs_where_reads_are_protected(tmp_path: Path) -> None:
+    job = "team-a.digits"
+    path, stored = f"/jobs/{job}/decision", as_lists(a_decision(job).to_json())
+    cluster = Cluster()
+
+    async def read(*, protect_reads: bool) -> Any:
+        database = Database(f"sqlite:///{tmp_path / 'service.db'}")
+        app = create_app(database, cluster.authorizer, Settings(protect_reads=protect_reads))
+        async with app.router.lifespan_context(app):
+            cluster.user = OPERATOR
+            await ask(app, f"/jobs/{job}", API_AUDIENCE, JobSpec(8, max_replicas=2).to_json())
+            assert (await ask(app, path, API_AUDIENCE, stored))[0] == 204
+            assert await ask(app, path, API_AUDIENCE) == (200, stored)
+            assert (await ask(app, path, None))[0] == (401 if protect_reads else 200)
+            cluster.user = WORKER
+            status, seen = await ask(app, path, job_audience(job))
+            assert status == 200
+            return seen
+
+    assert asyncio.run(read(protect_reads=False)) == stored
+    seen = asyncio.run(read(protect_reads=True))
+    assert "default.other" not in json.dumps(seen)
+    assert seen["counts"][1]["given"] == [{"job": "other jobs", "replicas": 1}]
+    seen["counts"][1]["given"] = stored["counts"][1]["given"]
+    assert seen == stored

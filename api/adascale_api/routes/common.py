@@ -95,6 +95,26 @@ async def may_read_all(request: Request, service: ServiceOf, credentials: Creden
 MayReadAll = Annotated[bool, Depends(may_read_all)]
 
 
+async def may_know_jobs(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
+    """Whether the answer may name other jobs: reads are open, or the token is for all jobs.
+
+    Raises:
+        RequestError: the service protects reads, and the token is missing or not valid.
+    """
+    if not service.settings.protect_reads:
+        return True
+    token = None if credentials is None else credentials.credentials
+    client = request.client.host if request.client is not None else ""
+    try:
+        await authorize(service, Role.READER, token, None, client)
+    except ForbiddenError:
+        return False
+    return True
+
+
+MayKnowJobs = Annotated[bool, Depends(may_know_jobs)]
+
+
 def answer(model: TypeAdapter[T], view: T, *, shows_all: bool) -> Response:
     """Return a view as the answer, without logs and addresses unless `shows_all`."""
     if shows_all:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from adascale_api.errors import FieldError, InvalidInputError
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import DecisionBody
-from adascale_api.routes.common import CONTROLLER, READER, JobId, ServiceOf, errors
+from adascale_api.routes.common import CONTROLLER, READER, JobId, MayKnowJobs, ServiceOf, errors
 from adascale_api.sql import Transaction
 from adascale_api.store import decisions, jobs
 from adascale_api.store.jobs import JobNotFoundError
@@ -54,14 +54,15 @@ async def put_decision(
     dependencies=READER,
     responses=errors(401, 403, 404, 422, 500, 503),
 )
-async def get_decision(service: ServiceOf, job: JobId) -> DecisionView:
+async def get_decision(service: ServiceOf, job: JobId, may_know_jobs: MayKnowJobs) -> DecisionView:
     """Returns the last decision: the replica count and its reason, what other counts would give, which other
-    jobs would have to give up replicas for them, and what limits the count."""
+    jobs would have to give up replicas for them, and what limits the count. If reads are protected, a job's
+    own token does not show which other jobs."""
 
     def query(transaction: Transaction) -> DecisionView:
         found = decisions.find(transaction, jobs.find_job(transaction, job))
         if found is None:
             raise DecisionNotFoundError(job)
-        return found
+        return found if may_know_jobs else found.without_other_jobs()
 
     return await service.database.read(query)
