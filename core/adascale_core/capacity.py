@@ -87,7 +87,7 @@ class NodeCapacity:
         """Return how many replicas of `job` fit if no other job runs."""
         demand = self._problem.demands[job]
         lower = 0
-        upper = len(demand.placed) + sum(self._problem.slots(demand).values())
+        upper = len(demand.placed) + sum(self._problem.slots[demand.kind].values())
         while lower < upper:
             count = (lower + upper + 1) // 2
             lower, upper = (count, upper) if self.fits({job: count}) else (lower, count - 1)
@@ -104,10 +104,9 @@ class NodeCapacity:
         first = demands[0]
         if len(demands) == 1:
             return self.max_replicas(first.job)
-        kind = (first.request, first.node_order)
-        if any(demand.one_node or (demand.request, demand.node_order) != kind for demand in demands):
+        if any(demand.one_node or demand.kind != first.kind for demand in demands):
             return self
-        slots = self._problem.slots(first)
+        slots = self._problem.slots[first.kind]
         placed = Counter(node for demand in demands for node in demand.placed.values())
         if any(count > slots.get(node, 0) for node, count in placed.items()):
             return self
@@ -122,10 +121,9 @@ class NodeCapacity:
             return None
         demands = [self._problem.demands[job] for job in jobs]
         first = demands[0]
-        kind = (first.request, first.node_order)
-        if any(demand.one_node or (demand.request, demand.node_order) != kind for demand in demands):
+        if any(demand.one_node or demand.kind != first.kind for demand in demands):
             return None
-        slots = self._problem.slots(first)
+        slots = self._problem.slots[first.kind]
         index = {node: i for i, node in enumerate(sorted(slots))}
         placed = Counter(node for demand in demands for node in demand.placed.values())
         if any(count > slots.get(node, 0) for node, count in placed.items()):
@@ -140,7 +138,7 @@ class NodeCapacity:
 
     def node_size(self, job: str) -> int | None:
         """Return how many replicas of `job` fit on the largest node that it may use, when it is empty."""
-        return max(self._problem.slots(self._problem.demands[job]).values(), default=0)
+        return max(self._problem.slots[self._problem.demands[job].kind].values(), default=0)
 
     def dominant_share(self, job: str) -> float:
         """Return the largest share of a resource of all nodes that one replica of `job` requests, 0 to 1."""
@@ -152,7 +150,7 @@ class NodeCapacity:
         Jobs without placed replicas that request the same on the same nodes share a key.
         """
         demand = self._problem.demands[job]
-        return (demand.job,) if demand.placed else (demand.request, demand.node_order, demand.one_node)
+        return (demand.job,) if demand.placed else (demand.kind, demand.one_node)
 
     def pack(self, counts: Mapping[str, int]) -> Packing | None:
         """Return the packing of all `counts`, a function of the counts alone; None if none is found."""

@@ -10,6 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
 PODS = "pods"
 """The resource of which every replica takes at least one unit."""
 
@@ -64,6 +69,7 @@ class IndexedDemand:
         job: the job id.
         request: the resources that one replica takes.
         node_order: the nodes that may get a new replica, in the order in which they are tried.
+        kind: equal for jobs with the same `request` and `node_order`.
         placed: rank -> node, of the replicas that are placed on an existing node.
         shared_node: the node that new replicas must use; None if it is not decided yet, or not needed.
         one_node: whether all replicas must share a node.
@@ -73,6 +79,7 @@ class IndexedDemand:
     job: str
     request: Request
     node_order: tuple[int, ...]
+    kind: int
     placed: Mapping[int, int]
     shared_node: int | None
     one_node: bool
@@ -86,12 +93,18 @@ class PackingProblem:
     Args:
         node_names: the nodes' names, ascending.
         free: for each node, the free units of each resource.
+        totals: the free units of each resource on all nodes.
         demands: job id -> demand.
+        slots: for each kind of demand, how many replicas each node of `node_order` holds when it is empty.
+        positions: for each kind of demand, node -> its position in `node_order`.
     """
 
     node_names: Sequence[str]
     free: Sequence[Sequence[int]]
+    totals: Sequence[int]
     demands: Mapping[str, IndexedDemand]
+    slots: Sequence[Mapping[int, int]]
+    positions: Sequence[Mapping[int, int]]
 
     @classmethod
     def of(cls, nodes: Iterable[Node], demands: Mapping[str, Demand]) -> PackingProblem:
@@ -108,49 +121,68 @@ class PackingProblem:
         free = [[node.free.get(name, 0) for name in resources] for node in ordered]
         totals = [sum(max(units[i], 0) for units in free) for i in range(len(resources))]
         node_index = {name: i for i, name in enumerate(node_names)}
-        orders: dict[object, tuple[int, ...]] = {}
+        matrix = np.array([[_as_int64(units) for units in row] for row in free], dtype=np.int64)
+        numbers: dict[object, int] = {}
+        kinds: dict[object, int] = {}
+        orders: list[tuple[int, ...]] = []
+        slots: list[dict[int, int]] = []
         indexed: dict[str, IndexedDemand] = {}
         for job, demand in demands.items():
             units_of = requests[job]
             request = tuple((i, units_of[name]) for i, name in enumerate(resources) if units_of.get(name))
             kind = (request, demand.nodes)
-            if kind not in orders:
-                orders[kind] = _node_order(node_names, free, request, demand.nodes)
+            if kind not in numbers:
+                found = _slots_in_order(node_names, matrix, request, demand.nodes)
+                order = tuple(found)
+                number = numbers[kind] = kinds.setdefault((request, order), len(kinds))
+                if number == len(orders):
+                    orders.append(order)
+                    slots.append(found)
+            number = numbers[kind]
             placed = {rank: node_index[name] for rank, name in demand.placed.items() if name in node_index}
             indexed[job] = IndexedDemand(
                 job=job,
                 request=request,
-                node_order=orders[kind],
+                node_order=orders[number],
+                kind=number,
                 placed=placed,
                 shared_node=_most_used_node(placed) if demand.one_node else None,
                 one_node=demand.one_node,
                 dominant_share=max((units / max(totals[i], 1) for i, units in request), default=0.0),
             )
-        return cls(node_names, free, indexed)
-
-    def slots(self, demand: IndexedDemand) -> dict[int, int]:
-        """Return how many replicas each node of `demand.node_order` holds when it is empty."""
-        return {node: slots(self.free[node], demand.request) for node in demand.node_order}
+        positions = [{node: i for i, node in enumerate(order)} for order in orders]
+        return cls(node_names, free, totals, indexed, slots, positions)
 
 
-def _node_order(
-    node_names: Sequence[str], free: Sequence[Sequence[int]], request: Request, allowed: frozenset[str] | None
-) -> tuple[int, ...]:
-    """Return the nodes that can hold a replica, those with the fewest resources it does not request first.
+def _as_int64(units: int) -> int:
+    """Return a number of units, limited to what a signed integer of 64 bits holds."""
+    return min(max(units, -(2**62)), 2**62)
 
-    Otherwise replicas without accelerators would take the processors of nodes with accelerators.
+
+def _slots_in_order(
+    node_names: Sequence[str], free: Integers, request: Request, allowed: frozenset[str] | None
+) -> dict[int, int]:
+    """Return how many replicas each node holds that holds any, in the order in which nodes are tried.
+
+    Nodes with the fewest resources that a replica does not request are first. Otherwise replicas without
+    accelerators would take the processors of nodes with accelerators.
+
+    Args:
+        node_names: the nodes' names.
+        free: the free units, of shape (nodes, resources).
+        request: of a replica.
+        allowed: names of the nodes that it may use; None for all.
     """
-    requested = {i for i, _ in request}
-
-    def unrequested(node: int) -> int:
-        return sum(units > 0 for i, units in enumerate(free[node]) if i not in requested)
-
-    able = [
-        i
-        for i, name in enumerate(node_names)
-        if (allowed is None or name in allowed) and slots(free[i], request)
-    ]
-    return tuple(sorted(able, key=lambda i: (unrequested(i), i)))
+    if not len(free):
+        return {}
+    requested = [i for i, _ in request]
+    slots = np.min(free[:, requested] // np.array([_as_int64(units) for _, units in request]), axis=1)
+    if allowed is not None:
+        slots = np.where([name in allowed for name in node_names], slots, 0)
+    unrequested = np.count_nonzero(np.delete(free, requested, axis=1) > 0, axis=1)
+    able = np.flatnonzero(slots > 0)
+    order = able[np.argsort(unrequested[able], kind="stable")]
+    return dict(zip(order.tolist(), slots[order].tolist(), strict=True))
 
 
 def _most_used_node(placed: Mapping[int, int]) -> int | None:
@@ -192,6 +224,12 @@ class Packing:
         """For each node, the number of its replicas that are not placed there yet."""
         self._nodes: dict[str, dict[int, int]] = {}
         self._budget = _REPACKING_BUDGET
+        self._total = list(problem.totals)
+        """The free units of each resource on all nodes; overcommitted nodes have none."""
+        self._first: dict[int, tuple[int, int]] = {}
+        """Kind -> position of the first node that may have room, and the length of `_freed` at that time."""
+        self._freed: list[int] = []
+        """The nodes from which replicas were removed, in the order of time."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -226,14 +264,19 @@ class Packing:
         if count <= len(before):
             self._remove(demand, [rank for rank in before if rank >= count])
             return True
+        new = count - len(before) - sum(rank < count and rank not in before for rank in demand.placed)
+        if any(self._total[i] < new * units for i, units in demand.request):
+            return False
         if demand.one_node and not demand.placed:
             # No replica is placed yet, so all of them may use another node.
             self._remove(demand, list(before))
         if self.keep_placed(demand, count) and self.place_new(demand, count):
             return True
-        self._remove(demand, list(self._nodes.get(job, {})))
+        changed = [rank for rank, node in self._nodes[job].items() if before.get(rank) != node]
+        self._remove(demand, changed)
         for rank, node in before.items():
-            self._add(demand, rank, node)
+            if rank not in self._nodes[job]:
+                self._add(demand, rank, node)
         work = (len(self._nodes) + 1) * len(self._free)
         if not always_repack and work > self._budget:
             return False
@@ -242,6 +285,7 @@ class Packing:
         if repacked is None:
             return False
         self._free, self._new, self._nodes = repacked._free, repacked._new, repacked._nodes
+        self._total, self._first, self._freed = repacked._total, repacked._first, repacked._freed
         return True
 
     def keep_placed(self, demand: IndexedDemand, count: int) -> bool:
@@ -265,31 +309,54 @@ class Packing:
         ranks = [rank for rank in range(count) if rank not in assigned]
         if not ranks:
             return True
-        candidates: Iterable[int] = demand.node_order
+        order, position = demand.node_order, self._first_position(demand.kind)
         if demand.shared_node is not None:
-            candidates = [demand.shared_node] if demand.shared_node in demand.node_order else []
-        for node in candidates:
+            order, position = ((demand.shared_node,) if demand.shared_node in order else ()), 0
+        is_first, placed = demand.shared_node is None, 0
+        while position < len(order):
+            node = order[position]
             available = slots(self._free[node], demand.request)
-            if demand.one_node and available < len(ranks):
-                continue
-            for rank in ranks[:available]:
-                self._add(demand, rank, node)
-            ranks = ranks[available:]
-            if not ranks:
+            if available and not (demand.one_node and available < len(ranks)):
+                for rank in ranks[placed : placed + available]:
+                    self._add(demand, rank, node)
+                placed += available
+            if is_first and (available == 0 or placed < len(ranks)) and not demand.one_node:
+                self._first[demand.kind] = position + 1, len(self._freed)
+            if placed >= len(ranks):
                 return True
+            position += 1
         return False
+
+    def _first_position(self, kind: int) -> int:
+        """Return the position of the first node that may have room for a replica of a kind."""
+        first, seen = self._first.get(kind, (0, 0))
+        if len(self._freed) - seen > len(self._free):
+            first = 0
+        elif first:
+            position = self._problem.positions[kind]
+            first = min([first, *(position.get(node, first) for node in self._freed[seen:])])
+        self._first[kind] = first, len(self._freed)
+        return first
 
     def _add(self, demand: IndexedDemand, rank: int, node: int) -> None:
         self._nodes[demand.job][rank] = node
         self._new[node] += demand.placed.get(rank) != node
-        free = self._free[node]
+        free, total = self._free[node], self._total
         for i, units in demand.request:
-            free[i] -= units
+            before = free[i]
+            free[i] = after = before - units
+            total[i] += max(after, 0) - max(before, 0)
 
     def _remove(self, demand: IndexedDemand, ranks: Iterable[int]) -> None:
+        last = None
         for rank in ranks:
             node = self._nodes[demand.job].pop(rank)
             self._new[node] -= demand.placed.get(rank) != node
-            free = self._free[node]
+            free, total = self._free[node], self._total
             for i, units in demand.request:
-                free[i] += units
+                before = free[i]
+                free[i] = after = before + units
+                total[i] += max(after, 0) - max(before, 0)
+            if node != last:
+                self._freed.append(node)
+                last = node

@@ -125,7 +125,8 @@ async def ask(app: FastAPI, path: str, audience: str | None, body: object = None
 
 def test_the_token_of_a_job_does_not_show_other_jobs_where_reads_are_protected(tmp_path: Path) -> None:
     job = "team-a.digits"
-    path, stored = f"/jobs/{job}/decision", as_lists(a_decision(job).to_json())
+    path = f"/jobs/{job}/decision"
+    stored: Any = as_lists(a_decision(job).to_json())
     cluster = Cluster()
 
     async def read(*, protect_reads: bool) -> Any:
