@@ -102,10 +102,12 @@ def draw(seed: int, count: int) -> list[Fault]:
     for later in range(1, count):
         if drawn.random() < 0.3:
             moments[later] = moments[later - 1]
-    return [
+    faults = [
         Fault(kind, moment, drawn.random(), drawn.uniform(1.0, 9.0))
         for kind, moment in zip(order, moments, strict=False)
     ]
+    # The scheduler needs a while after it, and may leave the pods of the next test pending for minutes.
+    return [fault for fault in faults if fault.kind != "stop_api_server" or fault.progress < 0.6]
 
 
 class Faults:
@@ -226,7 +228,7 @@ def test_under_any_faults_each_sample_is_trained_once(
             getattr(faults, fault.kind)(fault)
         time.sleep(0.2)
     # Training may reach its end while the service, which knows the progress, is away.
-    assert len(pending) < FAULTS / 2, f"training has ended before {len(pending)} faults"
+    assert len(applied) >= FAULTS / 2, f"training has ended before {len(pending)} faults"
     assert job.status()["failures"] == 0
     logs = [job.logs(rank) for rank in job.pods(ended=True)]
     results = [json.loads(found[1]) for text in logs for found in RESULT.finditer(text)]
