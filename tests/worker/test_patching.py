@@ -33,6 +33,8 @@ def save_and_load(model: nn.Module) -> nn.Module:
 
 def test_a_copy_of_the_model_zeroes_its_own_gradients(make_trainer: MakeTrainer) -> None:
     model, _, _ = enter(make_trainer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     for twin in (copy.deepcopy(model), save_and_load(model)):
         for parameter in twin.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -1,6 +1,14 @@
-"""Gradient accumulation: the micro-batches of a step."""
+"""Gradient accumulation: the micro-batches of a step.
+
+The program's loop runs once for each micro-batch, and does with the gradients between `backward()` and
+`optimizer.step()` what it does for a whole batch: it clips them, for example. So in the last micro-batch of a
+step it finds the mean gradient of the step there, and in the others no gradients: `.grad` is None.
+"""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from adascale_core.batch import BatchPlan
 from adascale_worker.adascale import AdaScale
@@ -13,18 +21,33 @@ class GradientAccumulation:
     Args:
         optimizer: AdaScale around the program's optimizer.
         model: the program's model.
+        program_model: the program's model itself.
     """
 
-    def __init__(self, optimizer: AdaScale, model: DataParallelModel) -> None:
+    def __init__(self, optimizer: AdaScale, model: DataParallelModel, program_model: torch.nn.Module) -> None:
         self._optimizer = optimizer
         self._model = model
+        optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        both = [*program_model.parameters(), *optimized]
+        self._parameters = list({id(parameter): parameter for parameter in both}.values())
         self._accumulation = 1
         self._micro_batch = 0
+        self._set_aside: list[tuple[Tensor, Tensor]] = []
 
     @property
     def at_first_micro_batch(self) -> bool:
         """Whether the next micro-batch is the first of a step."""
         return self._micro_batch == 0
+
+    @property
+    def at_last_micro_batch(self) -> bool:
+        """Whether the next micro-batch is the last of a step."""
+        return self._micro_batch == self._accumulation - 1
+
+    @property
+    def has_set_aside(self) -> bool:
+        """Whether gradients of this step are set aside, so that `.grad` is None."""
+        return bool(self._set_aside)
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on.
@@ -42,13 +65,47 @@ class GradientAccumulation:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
         self._micro_batch = 0
         self._set_gradient_sync()
+        self.discard_set_aside()
         self._optimizer.zero_grad()
+
+    def before_backward(self) -> None:
+        """Let the next backward pass add its gradients to those of the micro-batches before."""
+        if self._accumulation > 1:
+            self._optimizer.sum_gradients_again()
+            self.put_back()
+
+    def after_backward(self) -> None:
+        """Let the program see the mean gradient of the step in its last micro-batch, else none."""
+        if self._accumulation == 1:
+            return
+        if self.at_last_micro_batch:
+            self._optimizer.scale_grad_by_num_grads_to_accum()
+        else:
+            self._set_gradients_aside()
+
+    def put_back(self) -> None:
+        """Put the gradients back that are set aside."""
+        for parameter, gradient in self._set_aside:
+            parameter.grad = gradient
+        self._set_aside.clear()
+
+    def discard_set_aside(self) -> None:
+        """Discard the gradients that are set aside, because the program deletes those of this step."""
+        self._set_aside.clear()
 
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         self._micro_batch = (self._micro_batch + 1) % self._accumulation
         self._set_gradient_sync()
+        if self._micro_batch > 0:
+            self._set_gradients_aside()
         return self._micro_batch == 0
+
+    def _set_gradients_aside(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._set_aside.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def _set_gradient_sync(self) -> None:
         ddp = self._model.ddp

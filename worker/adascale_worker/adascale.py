@@ -296,6 +296,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             )
         self._divide_gradients()
 
+    def sum_gradients_again(self) -> None:
+        """Undo `scale_grad_by_num_grads_to_accum` of this step, before another backward pass."""
+        if self._estimator.gradients_are_divided:
+            divide_in_place(self._gradients(), 1.0 / self._estimator.settings.accumulation)
+            self._estimator.gradients_are_divided = False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group`. Its gain is 1 until measured."""
         if not hasattr(self, "_estimator"):  # Optimizer.__init__ calls this for the groups that it gets
@@ -350,9 +356,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def _divide_gradients(self) -> None:
         accumulation = self._estimator.settings.accumulation
         if accumulation > 1 and not self._estimator.gradients_are_divided:
-            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            divide_in_place(gradients, float(accumulation))
+            with self._estimator.statistics.own_change_of_gradients():
+                divide_in_place(self._gradients(), float(accumulation))
             self._estimator.gradients_are_divided = True
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     # -- state ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Keeps a failed exchange of gradients from raising an error in the program's loop.
+"""What the trainer does around the backward passes of the program.
 
 `loss.backward()` averages the gradients, so an error of a lost peer is raised there. The program cannot do
 anything about it: the trainer discards the step, forms the group again, and delivers the same samples again.
+Before and after a pass, the trainer prepares the gradients of a step that has several micro-batches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from adascale_worker.torch_private import let_clipping_find_no_gradients
 
 
 class BackwardGuard:
@@ -20,24 +23,49 @@ class BackwardGuard:
 
     Args:
         handles: returns whether an error is handled, so that it is not raised.
+        before: called before each backward pass, and not for the passes of re-entrant checkpoints inside it.
+        after: called after each of these passes, unless it has raised an error.
     """
 
-    def __init__(self, handles: Callable[[BaseException], bool]) -> None:
+    def __init__(
+        self,
+        handles: Callable[[BaseException], bool],
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         self._handles = handles
+        self._before = before
+        self._after = after
+        self._is_inside = False
         self._original: Callable[..., None] | None = None
+        self._undo: Callable[[], None] = lambda: None
 
     def install(self) -> None:
-        """Replace `torch.autograd.backward`."""
+        """Replace `torch.autograd.backward`, and let clipping find no gradients."""
         if self._original is None:
             self._original = torch.autograd.backward
             torch.autograd.backward = self._backward
+            self._undo = let_clipping_find_no_gradients()
 
     def uninstall(self) -> None:
         """Restore it, unless it was replaced again since."""
         if self._original is not None and torch.autograd.backward == self._backward:
             torch.autograd.backward, self._original = self._original, None
+            self._undo()
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_inside:
+            self._run(*args, **kwargs)
+            return
+        self._before()
+        self._is_inside = True
+        try:
+            self._run(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        self._after()
+
+    def _run(self, *args: Any, **kwargs: Any) -> None:
         assert self._original is not None
         try:
             self._original(*args, **kwargs)

@@ -51,6 +51,7 @@ class LoopChecks:
         forward: records forward passes through the model.
         group: the replicas.
         at_first_micro_batch: returns whether the next backward pass is the first of its step.
+        has_set_aside: returns whether gradients of this step are set aside, so that `.grad` is None.
         requires_all: whether every parameter needs a gradient in every step, as DDP requires by default.
     """
 
@@ -61,6 +62,7 @@ class LoopChecks:
         forward: ForwardRecord,
         group: ReplicaGroup,
         at_first_micro_batch: Callable[[], bool] = lambda: True,
+        has_set_aside: Callable[[], bool] = lambda: False,
         *,
         requires_all: bool = True,
     ) -> None:
@@ -70,6 +72,7 @@ class LoopChecks:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._at_first_micro_batch = at_first_micro_batch
+        self._has_set_aside = has_set_aside
         self._has_backward = False
         self._earlier_batches = 0
         self._batches_since_step = 0
@@ -110,7 +113,8 @@ class LoopChecks:
 
     def delivered_batch(self) -> None:
         """Record that the program gets the next batch of `trainer.dataloader`."""
-        if self._has_backward and all(parameter.grad is None for parameter in self._observed):
+        are_deleted = all(parameter.grad is None for parameter in self._observed)
+        if self._has_backward and are_deleted and not self._has_set_aside():
             self.zeroed_gradients()
         self._earlier_batches += self._has_backward
         self._has_backward = False

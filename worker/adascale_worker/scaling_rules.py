@@ -169,6 +169,8 @@ class AdamRule(ScalingRule):
         step = state["step"]
         # On the host a number, which costs less; on a GPU (capturable) a tensor, which it does not wait for.
         passed = step if step.device.type != "cpu" else step.item()
+        if isinstance(passed, float) and passed == 0.0:
+            return None  # All steps were skipped, in the kernel of a fused optimizer.
         return SecondMoment(value, 1.0 / (1.0 - float(group["betas"][1]) ** (passed * self._unit(number))))
 
     def eps(self, number: int) -> float:

@@ -13,7 +13,8 @@ FSDP2 and DTensor take a third of a second to import, so they are imported only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,36 @@ def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply each tensor by `factor`, with one kernel for many of them."""
     if tensors:
         _private(torch, "_foreach_mul_", "to convert the steps of an optimizer")(tensors, factor)
+
+
+def let_clipping_find_no_gradients() -> Callable[[], None]:
+    """Let `clip_grad_value_` do nothing without gradients, as `clip_grad_norm_`; torch raises an error.
+
+    Returns:
+        Undoes it.
+    """
+    module, name = torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype"
+    original: Callable[[Sequence[Sequence[Tensor]]], dict[Any, Any]] | None = getattr(module, name, None)
+    if original is None:
+        return lambda: None
+
+    def group(tensors: Sequence[Sequence[Tensor]]) -> dict[Any, Any]:
+        return original(tensors) if tensors[0] else {}
+
+    setattr(module, name, group)
+    return lambda: setattr(module, name, original)
+
+
+@contextmanager
+def skipping_outside_kernel(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a GradScaler decide itself whether a fused optimizer makes a step, instead of its kernel."""
+    mark = "_step_supports_amp_scaling"
+    fused = vars(optimizer).pop(mark, None)
+    try:
+        yield
+    finally:
+        if fused is not None:
+            setattr(optimizer, mark, fused)
 
 
 def divide_in_place(tensors: Sequence[Tensor], divisor: float) -> None:

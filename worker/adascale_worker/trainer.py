@@ -46,6 +46,7 @@ from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
+from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.membership import Membership
 from adascale_worker.membership_links import listen
 from adascale_worker.model_buffers import ModelBuffers
@@ -141,6 +142,7 @@ class ElasticTrainer:
         self._watchdog: StepWatchdog | None = None
         self._other_optimizers: OtherOptimizers | None = None
         self._backward_guard: BackwardGuard | None = None
+        self._accumulation: GradientAccumulation | None = None
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -233,6 +235,18 @@ class ElasticTrainer:
             WorkerError: `program_reentry` has not been called.
         """
         return self._require_loop().adascale
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether `optimizer.step()` changes the weights after the present micro-batch.
+
+        Read it between `backward()` and `optimizer.step()`. If it is true, `.grad` is the mean gradient of
+        the step; otherwise `.grad` is None, because the trainer keeps the gradients until the step is
+        complete.
+        """
+        self._require_loop()
+        assert self._accumulation is not None
+        return self._accumulation.at_last_micro_batch
 
     def get_local_bsz(self) -> int:
         """Return the local batch size of the current epoch (b): samples per micro-batch on each replica."""
@@ -328,6 +342,7 @@ class ElasticTrainer:
         require_program(model, optimizer, lr_scheduler)
         warn_of_unknown_scheduler(optimizer, lr_scheduler, (register or {}).values())
         check_optimizer_parameters(model, optimizer, group.replicas)
+        scaler = scaler_of((register or {}).values())
         forward, buffers = ForwardRecord(), ModelBuffers(model)
         parallel = DataParallelModel(
             model,
@@ -342,19 +357,21 @@ class ElasticTrainer:
             world_size=group.replicas,
             is_scaled_loss=False,
             model=parallel.ddp,
+            grad_scaler=scaler,
             disjoint_pairs=True,
         )
         declared = Hyperparameters.read(optimizer, lr_scheduler)
         program = ProgramState(model, adascale, lr_scheduler, dict(register or {}), declared, hyperparameters)
         if trainer.checkpointing.enabled or group.is_elastic:
             program.require_loadable()
-        accumulation = GradientAccumulation(adascale, parallel)
+        accumulation = GradientAccumulation(adascale, parallel, model)
         checks = LoopChecks(
             model,
             adascale,
             forward,
             group,
             lambda: accumulation.at_first_micro_batch,
+            lambda: accumulation.has_set_aside,
             requires_all=not find_unused_parameters,
         )
         loop = TrainingLoop(
@@ -369,16 +386,27 @@ class ElasticTrainer:
             self._shutdown_signal,
             self._fast_exit,
         )
+        self._backward_guard = BackwardGuard(
+            loop.handle_communication_error, accumulation.before_backward, accumulation.after_backward
+        )
+        self._backward_guard.install()
         self._enter(loop)
         if program.differences and loop.was_restored and self.is_main:
             print(f"adascale: {describe(program.differences, hyperparameters)}", flush=True)
+
+        def zeroed_gradients() -> None:
+            accumulation.discard_set_aside()
+            checks.zeroed_gradients()
+
         patch_optimizer(
             optimizer,
             model,
             loop.optimizer_step,
             lambda: accumulation.at_first_micro_batch,
-            checks.zeroed_gradients,
+            zeroed_gradients,
         )
+        if scaler is not None:
+            patch_scaler(scaler, optimizer, loop)
         if lr_scheduler is not None:
             patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
         # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
@@ -386,7 +414,7 @@ class ElasticTrainer:
             optimizer, lambda: checks.has_stepped or not loop.inside_epoch
         )
         self._other_optimizers.install()
-        self._loop = loop
+        self._loop, self._accumulation = loop, accumulation
         self._watchdog = StepWatchdog(
             trainer.telemetry.step_timer,
             lambda: loop.inside_epoch,
@@ -422,8 +450,6 @@ class ElasticTrainer:
             loop.begin()
             return
         warm_up()
-        self._backward_guard = BackwardGuard(loop.handle_communication_error)
-        self._backward_guard.install()
 
         def step() -> int | None:
             number = loop.state_number

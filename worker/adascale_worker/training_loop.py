@@ -23,6 +23,7 @@ from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import CheckpointError, ReplicationError, WorkerError
 from adascale_worker.loop_checks import LoopChecks, check_optimizer_parameters
 from adascale_worker.loop_departures import LoopDepartures
+from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.membership import LeaveError, Membership
 from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
 from adascale_worker.model_buffers import ModelBuffers
@@ -43,6 +44,9 @@ from adascale_worker.weight_checks import (
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
 
+
+MAX_SKIPPED_STEPS = 100
+"""Steps in a row whose gradients are not finite, after which training fails."""
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -96,6 +100,10 @@ class TrainingLoop:
         self._shutdown_signal = shutdown_signal
         self._fast_exit = fast_exit
         self._agreement = Agreement()
+        self._unregistered_scaler = UnregisteredScaler(scaler_of(program.registered.values()))
+        self.step_calls = 0
+        """Calls of `optimizer.step()` so far."""
+        self._skipped_steps = 0
         self._stepped_at = float("-inf")
         self._delivered = 0
         self._inside_epoch = False
@@ -363,10 +371,13 @@ class TrainingLoop:
                 "optimizer.step(closure) is not supported: compute the gradients before optimizer.step()"
             )
         trainer, group = self._trainer, self._trainer.group
+        self.step_calls += 1
+        self._unregistered_scaler.check()
         trainer.planner.require_acknowledged()
         if self._model.has_missed_exchange:
             self._discard_step()
             return
+        self._accumulation.put_back()
         self._checks.check_step(inside_epoch=self._inside_epoch)
         if not self._accumulation.advance():
             return
@@ -383,6 +394,7 @@ class TrainingLoop:
             self._discard_step()
             return
         sums = self.adascale.flags_sum
+        self._skipped_steps = 0
         trainer.progress.advance(self.adascale.gain(), self._delivered)
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
         if self._membership is not None:
@@ -397,6 +409,34 @@ class TrainingLoop:
         except PeersLostError:
             # The step is made. What follows it waits for the next generation.
             return
+
+    @property
+    def steps(self) -> int:
+        """Steps that were made so far."""
+        return self._trainer.progress.step
+
+    @property
+    def awaits_micro_batches(self) -> bool:
+        """Whether the present micro-batch does not complete a step, or its step will be discarded."""
+        return self._model.has_missed_exchange or not self._accumulation.at_last_micro_batch
+
+    def skip_step(self) -> None:
+        """Count the samples of a step whose gradients are not finite, without making it.
+
+        Raises:
+            WorkerError: see `optimizer_step`.
+            NonFiniteWeightsError: too many steps in a row are skipped.
+        """
+        self._checks.check_step(inside_epoch=self._inside_epoch)
+        self._accumulation.advance()
+        self._trainer.telemetry.step_timer.pause()
+        self._skipped_steps += 1
+        if self._skipped_steps == MAX_SKIPPED_STEPS:
+            raise NonFiniteWeightsError(
+                f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite, and the GradScaler "
+                f"skipped them, after step {self.steps}: look for a division by zero or the logarithm of "
+                "a number that is not positive in the loss, and try a smaller learning rate"
+            )
 
     def _check_weights(self) -> None:
         step = self._trainer.progress.step

@@ -91,7 +91,7 @@ def model_with_unused_parameters() -> dict[str, Any]:
 
 
 def micro_batches() -> dict[str, Any]:
-    """Compare accumulation on two replicas with one large batch."""
+    """Compare accumulation with clipping on two replicas with one large batch."""
     trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -109,9 +109,11 @@ def micro_batches() -> dict[str, Any]:
             x, y = next(batches)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         twin_optimizer.zero_grad()
         nn.functional.cross_entropy(twin(features[order]), dataset.tensors[1][order]).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
         twin_optimizer.step()
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             largest = max(largest, (ours - theirs).abs().max().item())

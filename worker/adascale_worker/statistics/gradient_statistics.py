@@ -1,6 +1,7 @@
 """Measures a step, from its first backward pass to the estimates for each parameter group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -271,6 +272,14 @@ class GradientStatistics:
                 p for group in self.parameters.groups() for p in group if p.requires_grad
             )
         self._fingerprint.record()
+
+    @contextmanager
+    def own_change_of_gradients(self) -> Iterator[None]:
+        """A change of the gradients inside is not taken for one that the program has made."""
+        is_unchanged = self._all_reduce is not None and self._gradients_are_unchanged()
+        yield
+        if is_unchanged and self._fingerprint is not None:
+            self._fingerprint.record()
 
     def _gradients_are_unchanged(self) -> bool:
         """Whether gradients are certainly as they were after backward: not unscaled, clipped or averaged."""

@@ -1,0 +1,288 @@
+"""What the program does with gradients between `backward()` and `optimizer.step()` with accumulation."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from adascale_worker import AdaScale, ElasticTrainer
+from adascale_worker.errors import WorkerError
+from adascale_worker.stream import SampleStream
+from adascale_worker.training_loop import MAX_SKIPPED_STEPS
+from adascale_worker.weight_checks import NonFiniteWeightsError
+from support.training import (
+    ACCUMULATING,
+    FIXED,
+    MakeTrainer,
+    adamw,
+    equal,
+    learn,
+    network,
+    parameters_of,
+    samples,
+    sgd,
+)
+
+Change = Callable[[nn.Module], object]
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.003)
+
+
+def add_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 0.1 * parameter.detach()
+
+
+def require_close(ours: nn.Module, theirs: nn.Module) -> None:
+    for mine, other in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def twin_of(model: nn.Module, change: Change, epochs: int = 2) -> nn.Module:
+    """Train a copy with the whole batch at once."""
+    twin = copy.deepcopy(model)
+    optimizer = sgd(twin)
+    _, features, targets = samples().tensors
+    stream = SampleStream(48, seed=0)
+    for start in range(0, epochs * 48, 12):
+        order = torch.tensor(stream[start : start + 12])
+        optimizer.zero_grad()
+        learn(twin, features[order], targets[order])
+        change(twin)
+        optimizer.step()
+    return twin
+
+
+@pytest.mark.parametrize("change", [clip, clip_values, add_weights])
+def test_a_change_of_accumulated_gradients_acts_on_their_mean(
+    make_trainer: MakeTrainer, change: Change
+) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, change)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for epoch in range(2):
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            change(model)
+            optimizer.step()
+        trainer.step(epoch)
+    require_close(model, twin)
+
+
+def test_the_gradient_is_there_when_the_step_is_complete(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    twin = copy.deepcopy(model)
+    _, features, targets = samples().tensors
+    seen = []
+    batches = iter(trainer.dataloader(samples()))
+    for _ in range(3):
+        _, x, y = next(batches)
+        optimizer.zero_grad()
+        learn(model, x, y)
+        seen.append(trainer.completes_step)
+        assert all((parameter.grad is not None) == seen[-1] for parameter in model.parameters())
+        if not trainer.completes_step:
+            optimizer.step()
+    order = torch.tensor(SampleStream(48, seed=0)[0:12])
+    learn(twin, features[order], targets[order])
+    assert seen == [False, False, True]
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_several_backward_passes_for_a_micro_batch_add_up(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, clip)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+
+    def loop() -> None:
+        for epoch in range(2):
+            for _, x, y in trainer.dataloader(samples()):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    (nn.functional.cross_entropy(model(x), y) / 2).backward()
+                clip(model)
+                optimizer.step()
+            trainer.step(epoch)
+
+    with pytest.warns(RuntimeWarning, match="backward passes in a step"):
+        loop()
+    require_close(model, twin)
+
+
+def test_gradients_deleted_by_hand_are_those_of_the_last_step(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, lambda _: None)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for epoch in range(2):
+        for _, x, y in trainer.dataloader(samples()):
+            for parameter in model.parameters():
+                parameter.grad = None
+            learn(model, x, y)
+            optimizer.step()
+        trainer.step(epoch)
+    require_close(model, twin)
+
+
+def test_the_gain_does_not_depend_on_clipping_and_is_that_of_a_plain_loop(make_trainer: MakeTrainer) -> None:
+    gains = []
+    for change in (clip, lambda _: None):
+        trainer, model = make_trainer(**ACCUMULATING), network()
+        optimizer = sgd(model, lr=0.0, momentum=0.0, weight_decay=0.0)
+        trainer.program_reentry(model, optimizer)
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            change(model)
+            optimizer.step()
+        trainer.step(0)
+        gains.append((trainer.adascale.grad_sqr, trainer.adascale.grad_var))
+    assert gains[0] == pytest.approx(gains[1], rel=1e-5)
+
+
+# -- hooks ------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer = sgd(model)
+    seen: list[torch.Tensor] = []
+    first = next(model.parameters())
+    first.register_hook(lambda gradient: seen.append(gradient.clone()))
+    trainer.program_reentry(model, optimizer)
+    batches = iter(trainer.dataloader(samples()))
+    for _ in range(3):
+        _, x, y = next(batches)
+        optimizer.zero_grad()
+        learn(model, x, y)
+        if trainer.completes_step:
+            assert first.grad is not None
+            torch.testing.assert_close(torch.stack(seen).mean(0), first.grad)
+        optimizer.step()
+    assert len(seen) == 3
+
+
+# -- GradScaler -------------------------------------------------------------------------------------------
+
+
+def make_scaler(**options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, "growth_interval": 10**6, **options})
+
+
+def train_scaled(
+    trainer: ElasticTrainer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    change: Change | None = clip,
+    epochs: int = 2,
+    broken: frozenset[int] = frozenset(),
+) -> list[float]:
+    """Train as the documentation of torch shows, and return the loss scale after each micro-batch."""
+    scales: list[float] = []
+    for epoch in range(epochs):
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            factor = float("inf") if len(scales) in broken else 1.0
+            scaler.scale(nn.functional.cross_entropy(model(x), y) * factor).backward()
+            if change is not None:
+                scaler.unscale_(optimizer)
+                change(model)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        trainer.step(epoch)
+    return scales
+
+
+def test_a_grad_scaler_with_accumulation_trains_as_the_whole_batch(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, clip)
+    optimizer, scaler = sgd(model), make_scaler(growth_interval=2)
+    trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+    scales = train_scaled(trainer, model, optimizer, scaler)
+    require_close(model, twin)
+    # It grows after every second step, and so after every sixth micro-batch.
+    assert scales[:12] == [1024.0] * 5 + [2048.0] * 6 + [4096.0]
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("change", [None, clip])
+def test_a_step_with_infinite_gradients_is_skipped(
+    make_trainer: MakeTrainer, make: Any, *, fused: bool, change: Change | None
+) -> None:
+    """Also the first, before which a fused Adam has a state already."""
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer, scaler = make(model, fused=fused), make_scaler()
+    trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+    before = parameters_of(model)
+    scales = train_scaled(trainer, model, optimizer, scaler, change, 1, frozenset({0, 1}))
+    assert scales[:6] == [1024.0] * 2 + [512.0] * 4
+    assert trainer.steps == 4, "4 batches: the skipped one is not delivered again, and an epoch has 4 steps"
+    assert trainer.samples == 60
+    assert not equal(before, parameters_of(model))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_training_fails_if_all_steps_are_skipped(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    optimizer, scaler = sgd(model), make_scaler()
+    trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+    with pytest.raises(NonFiniteWeightsError, match=f"gradients of {MAX_SKIPPED_STEPS} steps in a row"):
+        train_scaled(trainer, model, optimizer, scaler, broken=frozenset(range(10**4)))
+
+
+def test_a_grad_scaler_that_is_not_registered_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    with pytest.raises(WorkerError, match=r'call program_reentry\(..., register={"scaler": scaler}\)'):
+        train_scaled(trainer, model, optimizer, make_scaler())
+
+
+def test_a_disabled_grad_scaler_does_nothing(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, clip)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    train_scaled(trainer, model, optimizer, make_scaler(enabled=False))
+    require_close(model, twin)
+
+
+def test_two_registered_grad_scalers_are_refused(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    with pytest.raises(WorkerError, match="register has 2 GradScalers"):
+        trainer.program_reentry(model, sgd(model), register={"a": make_scaler(), "b": make_scaler()})
+
+
+def test_a_fused_adam_whose_first_step_is_skipped_has_no_second_moment_yet() -> None:
+    model = network()
+    optimizer = AdaScale(adamw(model, fused=True), num_gradients_to_accumulate=2)
+    scaler = make_scaler()
+    _, x, y = samples().tensors
+    for step in range(3):
+        optimizer.zero_grad()
+        for half in (slice(0, 24), slice(24, 48)):
+            loss = nn.functional.cross_entropy(model(x[half]), y[half]) / 2
+            scaler.scale(loss * (float("inf") if step == 0 else 1.0)).backward()
+        scaler.step(optimizer.optimizer)
+        optimizer.step() if step else optimizer.discard_step()
+        scaler.update()
+    assert optimizer.gain() >= 1.0
