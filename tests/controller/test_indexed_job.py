@@ -583,14 +583,12 @@ def test_replicas_prefer_the_nodes_of_the_other_replicas(theirs: dict[str, Any])
     selector = {"matchLabels": {names.LABEL_JOB: "digits"}}
     assert affinity["podAffinity"] == {
         "preferredDuringSchedulingIgnoredDuringExecution": [
-            {
-                "weight": 100,
-                "podAffinityTerm": {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"},
-            },
-            {
-                "weight": 10,
-                "podAffinityTerm": {"labelSelector": selector, "topologyKey": "topology.kubernetes.io/zone"},
-            },
+            {"weight": weight, "podAffinityTerm": {"labelSelector": selector, "topologyKey": topology}}
+            for topology, weight in (
+                ("kubernetes.io/hostname", 100),
+                ("nvidia.com/gpu.product", 50),
+                ("topology.kubernetes.io/zone", 10),
+            )
         ]
     }
 

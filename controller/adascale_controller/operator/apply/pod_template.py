@@ -31,8 +31,13 @@ _AGENT_GRACE_SECONDS: Final = 5
 _FS_GROUP: Final = 65532
 """The group that owns volumes, so that a program that is not root can write to them."""
 _PLACEMENT_FIELDS: Final = ("podAffinity", "podAntiAffinity")
-_TOPOLOGIES: Final = (("kubernetes.io/hostname", 100), ("topology.kubernetes.io/zone", 10))
-"""Where replicas of a job prefer to be together, and how much, from 1 to 100."""
+_TOPOLOGIES: Final = (
+    ("kubernetes.io/hostname", 100),
+    ("nvidia.com/gpu.product", 50),
+    ("topology.kubernetes.io/zone", 10),
+)
+"""Where replicas of a job prefer to be together, and how much, from 1 to 100: nodes without the label of a
+topology have no preference for it. Replicas wait for each other, so one on a slower GPU slows down all."""
 _LOST_NODE_SECONDS: Final = 5
 """Seconds that a replica stays on a lost node. Its peers wait for it, so not Kubernetes' 300 seconds."""
 
