@@ -132,6 +132,9 @@ def test_a_policy_that_uses_more_than_a_node_holds_is_refused(files: Path) -> No
 def test_packed_replicas_share_nodes_and_spread_replicas_do_not() -> None:
     assert place({}, {"a": 4, "b": 2}, [4, 4]) == {"a": (0,) * 4, "b": (1, 1)}
     assert place({}, {"a": 2}, [4, 4], PlacementMode.SPREAD) == {"a": (0, 1)}
+    # One pod after the other, to the nodes of the job, else to the emptiest.
+    assert place({"a": (1,)}, {"a": 2, "b": 2}, [2, 2], PlacementMode.AFFINITY) == {"a": (1, 1), "b": (0, 0)}
+    assert place({"a": (0,)}, {"a": 1, "b": 3}, [2, 2], PlacementMode.AFFINITY) == {"a": (0,), "b": (1, 1, 0)}
     assert place({"a": (1,), "b": (0, 0, 0)}, {"a": 3, "b": 3}, [4, 4])["a"] == (1, 1, 1)
     assert place({"a": (0, 0, 1)}, {"a": 2}, [4, 4]) == {"a": (0, 0)}
 

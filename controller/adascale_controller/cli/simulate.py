@@ -79,7 +79,7 @@ def simulate_workload(
     ] = 0.04,
     seed: Annotated[int, typer.Option("--seed", metavar="SEED", help="Of the noise.")] = 0,
     placement: Annotated[
-        PlacementMode, typer.Option("--placement", metavar="MODE", help="packed or spread.")
+        PlacementMode, typer.Option("--placement", metavar="MODE", help="packed, affinity or spread.")
     ] = PlacementMode.PACKED,
     policy: Annotated[
         PolicyName,

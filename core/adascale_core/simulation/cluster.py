@@ -13,11 +13,13 @@ from adascale_core.simulation.application import Placement
 class PlacementMode(StrEnum):
     """How new replicas are placed.
 
-    `packed` is what affinity to the pods of the same job gives; `spread` is the default of the Kubernetes
-    scheduler.
+    `packed` is a scheduler that sees all new replicas of a job. `affinity` is the default scheduler of
+    Kubernetes with a preference for the nodes of the job's other pods, one pod after the other, and `spread`
+    the same without this preference.
     """
 
     PACKED = "packed"
+    AFFINITY = "affinity"
     SPREAD = "spread"
 
 
@@ -57,7 +59,8 @@ def place(
             nodes.extend(new)
             continue
         for _ in range(wanted):
-            node = slots.emptiest()
+            own = Counter(node for node in nodes if slots[node] > 0) if mode is PlacementMode.AFFINITY else {}
+            node = max(own, key=lambda node: (own[node], -node)) if own else slots.emptiest()
             if node is None:
                 raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
             slots.take([node])
