@@ -47,6 +47,8 @@ class MeasuredTemplate:
     are fitted to it can be used again."""
     MAX_JOBS = 32
     """Jobs whose step times of a plan are kept, the latest."""
+    SETTLED_STEPS = 100
+    """Steps of a job after which its estimate of the gradients is no longer that of a few steps."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int, int, int], dict[str, StepTime]] = {}
@@ -54,13 +56,19 @@ class MeasuredTemplate:
         self.step_times: Sequence[StepTime] = ()
         """The median over jobs of each plan and number of nodes."""
         self.first_estimate: GradientEstimate | None = None
-        """The first estimate that a job of this template reported."""
+        """An estimate from the beginning of a job of this template, after `SETTLED_STEPS` if there is one."""
+        self._is_settled = False
         self.largest = 0
         """The largest count on which a job of this template was measured."""
 
-    def add(self, job: str, measured: Sequence[StepTime], estimate: GradientEstimate) -> None:
-        """Add what a job has reported."""
-        self.first_estimate = self.first_estimate or estimate
+    def add_estimate(self, estimate: GradientEstimate, step: int) -> None:
+        """Add what a job estimates of its gradients after a number of steps."""
+        if self.first_estimate is None or (not self._is_settled and step >= self.SETTLED_STEPS):
+            self.first_estimate = estimate
+            self._is_settled = step >= self.SETTLED_STEPS
+
+    def add(self, job: str, measured: Sequence[StepTime]) -> None:
+        """Add the step times of a job."""
         for each in measured:
             plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
             times = self._times.setdefault(plan, {})
@@ -160,9 +168,11 @@ class JobMeasurements:
         """
         spec, report = job.spec, view.latest
         estimate = GradientEstimate(report.grad_sqr, report.grad_var) if report else None
-        if estimate is not None and len(view.step_times) > self._reported_plans:
-            self._reported_plans = len(view.step_times)
-            self.template.add(job.id, view.step_times, estimate)
+        if report is not None and estimate is not None:
+            self.template.add_estimate(estimate, report.step)
+            if len(view.step_times) > self._reported_plans:
+                self._reported_plans = len(view.step_times)
+                self.template.add(job.id, view.step_times)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]

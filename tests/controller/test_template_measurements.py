@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.measurements import TemplateMeasurements
+from adascale_controller.measurements import MeasuredTemplate, TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_core.gain import GradientEstimate
 from adascale_core.messages import JobSpec, StepTime
 from adascale_core.views import JobView
 from support.observed_jobs import SPEC, job, observed, report, training_job
@@ -66,6 +67,13 @@ def test_a_job_starts_with_what_jobs_of_the_same_template_have_reported(
     assert decide(scheduler, later)[later.resource.id] == replicas, "the first job is gone"
 
 
+def test_the_estimate_of_a_template_is_of_an_early_step_but_not_of_the_first_steps() -> None:
+    template = MeasuredTemplate()
+    for step, expected in ((1, 1), (50, 1), (120, 120), (121, 120), (5000, 120)):
+        template.add_estimate(GradientEstimate(1.0, float(step)), step)
+        assert template.first_estimate == GradientEstimate(1.0, float(expected))
+
+
 def test_the_templates_and_jobs_that_are_remembered_are_bounded() -> None:
     templates = TemplateMeasurements()
     first = templates.of("0")
@@ -75,8 +83,6 @@ def test_the_templates_and_jobs_that_are_remembered_are_bounded() -> None:
     templates.of("one more")
     assert templates.of("1") is not None
     assert templates.of("0") is first
-    estimate = first_job().service
-    assert estimate is not None
     for i in range(2 * first.MAX_JOBS):
-        first.add(f"job-{i}", [StepTime(1, 4, 1, float(i))], None)  # type: ignore[arg-type]
+        first.add(f"job-{i}", [StepTime(1, 4, 1, float(i))])
     assert len(first._times[1, 1, 4, 1]) == first.MAX_JOBS
