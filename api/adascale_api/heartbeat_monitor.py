@@ -18,7 +18,8 @@ from adascale_api.sql import Transaction
 from adascale_api.store import heartbeats, jobs, replicas
 from adascale_api.store.heartbeats import Counts
 from adascale_core.messages import Registration
-from adascale_core.names import HEARTBEAT_TIMEOUT
+from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from adascale_core.pacing import heartbeat_interval, heartbeat_timeout, post_interval
 from adascale_core.rendezvous import EXITED_STATES
 
 PAGE_SIZE = 500
@@ -61,6 +62,12 @@ class HeartbeatMonitor:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        self.interval = HEARTBEAT_INTERVAL
+        """Seconds between two heartbeats of an agent, as the service asks for."""
+        self.post_interval = post_interval(0)
+        """Seconds between two requests with reports of a job, as the service asks for."""
+        self._longest = HEARTBEAT_INTERVAL
+        self._longest_at = clock()
         self._database = database
         self._clock = clock
         self._wall_clock = wall_clock
@@ -134,8 +141,17 @@ class HeartbeatMonitor:
             for heartbeats_of_job in self._jobs.values():
                 for heartbeat in heartbeats_of_job.values():
                     heartbeat.received_at = now
+        self._set_intervals(now)
         for job_id in [job_id for job_id in self._jobs if self._overdue(job_id)]:
             await self._expire(job_id)
+
+    def _set_intervals(self, now: float) -> None:
+        """Set the intervals by the number of replicas."""
+        self.interval = heartbeat_interval(sum(map(len, self._jobs.values())))
+        self.post_interval = post_interval(len(self._jobs))
+        # An agent learns of a shorter interval with its next heartbeat only, after the longer one.
+        if self.interval >= self._longest or now - self._longest_at > heartbeat_timeout(self._longest):
+            self._longest, self._longest_at = self.interval, now
 
     async def _exchange(self) -> None:
         """Send the heartbeats that arrived here to the other services, and take theirs."""
@@ -182,7 +198,7 @@ class HeartbeatMonitor:
             self._jobs.pop(job_id, None)
 
     def _overdue(self, job_id: str) -> dict[int, str]:
-        oldest = self._clock() - HEARTBEAT_TIMEOUT
+        oldest = self._clock() - heartbeat_timeout(self._longest)
         return {
             rank: heartbeat.instance
             for rank, heartbeat in self._jobs.get(job_id, {}).items()

@@ -94,10 +94,11 @@ class WorkerEndpoints:
         text = await _read(receive)
         if replica is None:
             posted = await store_reports(self._service, job_id, self._reports.parse(text))
-            return b'{"stored":%d,"repeated":%d,"allocation":%b}' % (
+            return b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
                 posted.stored,
                 posted.repeated,
                 posted.job.view_json,
+                self._service.heartbeats.post_interval,
             )
         body = allocation.registration_body.parse(text)
         view = await allocation.put_replica(self._service, job_id, replica, body)

@@ -181,9 +181,9 @@ class JobClient:
         self._client = client
         self._job_id = job_id
 
-    def post_gain(self, reports: Sequence[GainReport]) -> AllocationView:
-        """Store reports, and return the job's generations."""
-        return self._client.post_gain(self._job_id, reports).allocation
+    def post_gain(self, reports: Sequence[GainReport]) -> StoredReports:
+        """As `MetricsServiceClient.post_gain`."""
+        return self._client.post_gain(self._job_id, reports)
 
     def register(self, registration: Registration) -> MemberView:
         """As `MetricsServiceClient.register`."""

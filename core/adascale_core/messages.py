@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from adascale_core import names
 from adascale_core.batch import BatchBounds, BatchPlan, is_valid_replicas
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+from adascale_core.names import DEFAULT_EFFICIENCY_TARGET, HEARTBEAT_INTERVAL
 
 
 class Message:
@@ -330,10 +330,12 @@ class MemberView(AllocationView):
     Args:
         key: the secret by which the members of the job authenticate each other.
         left_out: whether the trainer was a member and is not any more: it can take part in no generation.
+        heartbeat_interval: seconds until the agent's next registration, unless its state changes before.
     """
 
     key: str = ""
     left_out: bool = False
+    heartbeat_interval: float = HEARTBEAT_INTERVAL
 
 
 class ReplicaState(StrEnum):

@@ -35,11 +35,13 @@ class StoredReports(Message):
         stored: the number of reports that are new.
         repeated: the number of reports whose generation and step are stored already; the first ones stay.
         allocation: the job's generations.
+        post_interval: seconds until the trainer posts its next reports.
     """
 
     stored: int
     repeated: int
     allocation: AllocationView
+    post_interval: float
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:

@@ -16,8 +16,10 @@ from adascale_api.job_cache import JobCache
 from adascale_api.service import Service, Settings, repeat
 from adascale_api.sql import Sql, Transaction
 from adascale_api.store import jobs, reports
+from adascale_core import pacing
 from adascale_core.messages import Allocation, AllocationView, ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from adascale_core.pacing import heartbeat_timeout
 from adascale_core.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
 
@@ -321,6 +323,32 @@ def test_no_replica_is_removed_before_the_service_has_run_for_the_timeout(url: s
         assert await is_registered(restarted)
         await pass_time(restarted, clock, 2 * HEARTBEAT_INTERVAL)
         assert not await is_registered(restarted)
+
+    with_monitor(url, scenario)
+
+
+def test_heartbeats_are_asked_for_less_frequently_with_many_replicas_and_expire_later(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service, clock: Clock) -> None:
+        await service.heartbeats.check()
+        assert service.heartbeats.interval == HEARTBEAT_INTERVAL
+        with monkeypatch.context() as many:
+            many.setattr(pacing, "HEARTBEATS_PER_SECOND", 0.05)  # one replica is many
+            await service.heartbeats.check()
+            interval = service.heartbeats.interval
+            assert interval == 20
+            await register(service)
+        await pass_time(service, clock, interval)
+        assert service.heartbeats.interval == HEARTBEAT_INTERVAL
+        # The agent was asked for its next heartbeat after `interval`.
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT)
+        assert await is_registered(service)
+        await pass_time(service, clock, heartbeat_timeout(interval))
+        assert not await is_registered(service)
+        await register(service)
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT + HEARTBEAT_INTERVAL)
+        assert not await is_registered(service), "the long interval is over"
 
     with_monitor(url, scenario)
 

@@ -260,7 +260,7 @@ def test_a_worker_reads_its_generations_from_every_answer(service: Service) -> N
     client = MetricsServiceClient(service.url, TOKEN)
     worker = client.for_job("default.worker")
     registered = worker.register(REGISTRATION)
-    assert worker.post_gain([REPORT]).version == registered.version
+    assert worker.post_gain([REPORT]).allocation.version == registered.version
     assert worker.get_allocation().version == registered.version
     (replica,) = client.get_job("default.worker").replicas
     assert replica.registration == REGISTRATION

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -49,6 +50,26 @@ def start_heartbeat(client: FakeClient) -> Heartbeat:
     heartbeat = Heartbeat(client, lambda: None)  # type: ignore[arg-type]
     heartbeat.start()
     return heartbeat
+
+
+def test_heartbeats_follow_the_interval_of_the_answers() -> None:
+    """Otherwise it would wait for 3 s between the two registrations."""
+    slow, asked = threading.Event(), []
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None:
+                asked.append(timeout)
+                slow.set()
+            return super().wait(timeout)
+
+    client = FakeClient(registered=lambda: replace(member_view(1), heartbeat_interval=17.5))
+    heartbeat = Heartbeat(client, lambda: None)  # type: ignore[arg-type]
+    heartbeat._changed = Condition()
+    heartbeat._registration = REGISTRATION
+    heartbeat.start()
+    assert slow.wait(30)
+    assert asked == [17.5]
 
 
 def test_the_view_follows_a_service_that_has_lost_its_data() -> None:

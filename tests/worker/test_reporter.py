@@ -11,7 +11,9 @@ import torch
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_core.batch import BatchBounds, BatchPlan
-from adascale_core.messages import Allocation, GainReport
+from adascale_core.messages import Allocation, AllocationView, GainReport
+from adascale_core.pacing import REPORTS_PER_POST
+from adascale_core.views import StoredReports
 from adascale_worker import reporter as reporter_module
 from adascale_worker.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
@@ -120,6 +122,7 @@ def test_the_newest_reports_are_queued_while_the_service_does_not_answer(
         time.sleep(0.01)
     service_job.service.start()
     wait_until(lambda: service_job.steps() == [1, *range(52, 102)], "the newest fifty")
+    reporter.close()
     output += capsys.readouterr().out
     assert output.count("does not answer") == 1, "logged once, not at each attempt"
     assert "the metrics service answers again" in output
@@ -167,6 +170,31 @@ def test_close_returns_after_its_timeout_if_the_service_does_not_answer(service_
         service_job.service.send_signal(signal.SIGCONT)
 
 
+class BusyService:
+    """Asks for a long time between two requests."""
+
+    def __init__(self) -> None:
+        self.posted: list[list[int]] = []
+
+    def post_gain(self, reports: list[GainReport]) -> StoredReports:
+        self.posted.append([report.step for report in reports])
+        view = AllocationView(1, None, None, broken=False, complete=False)
+        return StoredReports(len(reports), 0, view, post_interval=40.0)
+
+
+def test_reports_are_collected_for_as_long_as_the_service_asks_for() -> None:
+    service = BusyService()
+    reporter = Reporter(service)  # type: ignore[arg-type]
+    reporter.report(report(1))
+    wait_until(lambda: reporter.interval > 0, "the first answer")
+    assert reporter.interval == 40.0 / REPORTS_PER_POST
+    for step in (2, 3, 4):
+        reporter.report(report(step))
+    assert service.posted == [[1]]
+    reporter.close()
+    assert service.posted == [[1], [2, 3, 4]], "the end does not wait"
+
+
 def test_a_trainer_without_an_agent_reports_every_step(
     service_job: ServiceJob, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +216,7 @@ class RecordingReporter:
 
     def __init__(self) -> None:
         self.reports: list[GainReport] = []
+        self.interval = 0.0
 
     def report(self, report: GainReport) -> None:
         self.reports.append(report)

@@ -12,6 +12,8 @@ from itertools import islice
 
 from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import GainReport
+from adascale_core.names import REPORT_INTERVAL
+from adascale_core.pacing import MAX_INTERVAL, report_interval
 
 MAX_QUEUED = 1000
 """Reports that are queued while the service does not answer, and the maximum in one request."""
@@ -31,6 +33,8 @@ class Reporter:
         self._queue: deque[GainReport] = deque(maxlen=MAX_QUEUED)
         self._changed = threading.Condition()
         self._closing = False
+        self.interval = 0.0
+        """Seconds between two reports, at least, as the service asks for."""
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="adascale-reporter", daemon=True)
         self._thread.start()
@@ -65,7 +69,7 @@ class Reporter:
                         return
                     continue
             try:
-                self._client.post_gain(reports)
+                answer = self._client.post_gain(reports)
             except ServiceError as error:
                 status = error.status if isinstance(error, ServiceRefusedError) else None
                 if status in INVALID_REPORT:
@@ -87,6 +91,15 @@ class Reporter:
                 print("adascale: the metrics service answers again", flush=True)
             backoff.reset()
             self._dequeue(reports)
+            self._wait_for_next(answer.post_interval)
+
+    def _wait_for_next(self, post_interval: float) -> None:
+        """Collect reports for the next request, if the service asks for fewer requests than reports."""
+        self.interval = 0.0
+        if post_interval > REPORT_INTERVAL:
+            self.interval = report_interval(post_interval)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, min(post_interval, MAX_INTERVAL))
 
     def _dequeue(self, reports: list[GainReport]) -> None:
         """Remove reports from the queue, unless newer ones have displaced them already."""

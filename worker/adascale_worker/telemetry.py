@@ -67,7 +67,8 @@ class Telemetry:
     def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
         """Record the time of a step, and report if the report interval has passed."""
         self.step_timer.step(plan, time.perf_counter(), self._group.nodes)
-        if time.monotonic() - self._reported_at >= REPORT_INTERVAL:
+        asked_for = 0.0 if self._reporter is None else self._reporter.interval
+        if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
             self.report(plan, progress, optimizer)
 
     def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:

@@ -1,5 +1,6 @@
 """Allocations, which the controller sets, and replicas, which agents register."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -99,11 +100,13 @@ async def put_replica(
     replica: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
     body: Annotated[RegistrationBody, Depends(registration_body)],
 ) -> MemberView:
-    """Agents repeat it every few seconds as a heartbeat. A replica whose heartbeat has expired is absent.
-    Answers with the job's generations, and with the secret of its members."""
+    """Agents repeat it as a heartbeat, at the interval in the answer, which grows with the number of
+    replicas. A replica whose heartbeat has expired is absent. Answers with the job's generations, and with
+    the secret of its members."""
     if body.replica != replica:
         expected = f"{replica}, the index in the path"
         raise InvalidInputError([FieldError(field="replica", got=str(body.replica), expected=expected)])
     registration = body.to_registration()
     stored = await service.register(job, registration)
-    return stored.rendezvous.member_view(stored.version, registration.instance)
+    view = stored.rendezvous.member_view(stored.version, registration.instance)
+    return replace(view, heartbeat_interval=service.heartbeats.interval)

@@ -47,9 +47,9 @@ async def post_gain(
     service: ServiceOf, job: JobId, body: Annotated[list[GainReportBody], Depends(reports_body)]
 ) -> StoredReports:
     """Stores each report once per generation and step, so repeating a request has no effect. Stores all
-    reports of a request, or none. Answers with the job's generations, which show a worker when to leave its
-    generation."""
-    return (await store_reports(service, job, body)).view
+    reports of a request, or none. Answers with the job's generations, and with the seconds until the next
+    reports shall be posted, which grow with the number of jobs."""
+    return (await store_reports(service, job, body)).view(service.heartbeats.post_interval)
 
 
 async def store_reports(service: Service, job: str, body: list[GainReportBody]) -> Posted:

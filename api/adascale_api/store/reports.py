@@ -63,10 +63,9 @@ class Posted:
         """The job's generations."""
         return self.job.view
 
-    @property
-    def view(self) -> StoredReports:
-        """The answer."""
-        return StoredReports(self.stored, self.repeated, self.job.view)
+    def view(self, post_interval: float) -> StoredReports:
+        """Return the answer."""
+        return StoredReports(self.stored, self.repeated, self.job.view, post_interval)
 
 
 def post(

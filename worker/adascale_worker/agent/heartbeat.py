@@ -14,9 +14,10 @@ from collections.abc import Callable
 from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import AllocationView, MemberView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
+from adascale_core.pacing import MAX_INTERVAL, change_wait
 
 CHANGE_TIMEOUT = 20.0
-"""Seconds for which a request waits for a change of the generations."""
+"""Seconds for which a request waits for a change of the generations, longer where there are many replicas."""
 
 
 class Heartbeat:
@@ -37,6 +38,7 @@ class Heartbeat:
         self._error: str | None = None
         self._refusal: str | None = None
         self._refused_at: float | None = None
+        self._interval = HEARTBEAT_INTERVAL
         self.key = ""
         """The secret of the job's members; empty before the first answer to a registration."""
         self.left_out: str | None = None
@@ -107,7 +109,7 @@ class Heartbeat:
                 self._acknowledged = registration
                 self._changed.notify_all()
                 if self._registration == registration:
-                    self._changed.wait(HEARTBEAT_INTERVAL)
+                    self._changed.wait(self._interval)
 
     def _read_generations(self) -> None:
         backoff = Backoff()
@@ -117,7 +119,8 @@ class Heartbeat:
                 if before is None:
                     self._update_view(self._client.get_allocation(), before)
                 else:
-                    self._update_view(self._client.get_allocation(before.version, CHANGE_TIMEOUT), before)
+                    wait = change_wait(self._interval, CHANGE_TIMEOUT)
+                    self._update_view(self._client.get_allocation(before.version, wait), before)
                 backoff.reset()
             except ServiceError as error:
                 self._record_error(error)
@@ -125,6 +128,7 @@ class Heartbeat:
 
     def _record_answer(self, answer: MemberView, registration: Registration) -> None:
         self._refused_at = None
+        self._interval = min(max(answer.heartbeat_interval, HEARTBEAT_INTERVAL), MAX_INTERVAL)
         if answer.key != self.key:
             self.key = answer.key
             self._on_change()
