@@ -1,0 +1,35 @@
+"""Buffers after a discarded step."""
+
+import torch
+from torch import nn
+
+from adascale_worker.model_buffers import ModelBuffers
+
+
+class Network(nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        output: torch.Tensor = self.norm(x)
+        return output
+
+
+def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one() -> None:
+    network = Network()
+    buffers = ModelBuffers(network)
+    for _ in range(3):
+        buffers.begin_step()
+        buffers.record()
+        before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+        network(torch.randn(8, 3))
+        buffers.record()
+        network(torch.randn(8, 3))
+    buffers.restore()
+    after = dict(network.named_buffers())
+    assert all(torch.equal(after[name], before[name]) for name in before), "BatchNorm's too"
