@@ -200,7 +200,7 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
 def _largest_divisor(samples: int, bounds: BatchBounds) -> int | None:
     """Return the local batch size with which one replica makes `samples` in the fewest micro-batches."""
     if bounds.upper is None:
-        return samples
+        return samples if samples >= bounds.lower else None
     fitting = [size for size in _divisors(samples) if bounds.lower <= size <= bounds.upper]
     return fitting[-1] if fitting else None
 

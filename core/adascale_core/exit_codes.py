@@ -21,6 +21,8 @@ EXIT_SINGLE_REPLICA: Final = 77
 """Of a trainer or agent whose program cannot train on several replicas, but on one."""
 EXIT_INVALID_PROGRAM: Final = 78
 """Of a trainer or agent whose program or settings must be changed (EX_CONFIG of sysexits.h)."""
+EXIT_OUT_OF_MEMORY: Final = 79
+"""Of a trainer whose batch did not fit into memory, and that can be started again with smaller batches."""
 EXIT_COMMAND_NOT_FOUND: Final = 127
 """Of an agent that cannot start the program, as in shells."""
 
@@ -47,7 +49,7 @@ class ExitClass(Enum):
     KILLED = auto()
     """The process was ended from outside by SIGKILL, SIGTERM, SIGINT or SIGHUP: a disruption."""
     OUT_OF_MEMORY = auto()
-    """The kernel has ended the container because it exceeded its memory limit."""
+    """A batch did not fit into memory, or the kernel has ended the container at its memory limit."""
     SERVICE_UNAVAILABLE = auto()
     """The agent could not reach the metrics service."""
     COMMAND_NOT_FOUND = auto()
@@ -75,6 +77,7 @@ _CLASSES: Final = {
     EXIT_SERVICE_UNAVAILABLE: ExitClass.SERVICE_UNAVAILABLE,
     EXIT_REENTRY: ExitClass.REENTRY,
     EXIT_PEER_LOST: ExitClass.PEER_LOST,
+    EXIT_OUT_OF_MEMORY: ExitClass.OUT_OF_MEMORY,
     EXIT_INVALID_PROGRAM: ExitClass.INVALID_PROGRAM,
     EXIT_SINGLE_REPLICA: ExitClass.SINGLE_REPLICA_PROGRAM,
     EXIT_COMMAND_NOT_FOUND: ExitClass.COMMAND_NOT_FOUND,

@@ -126,6 +126,9 @@ def test_the_limit_is_below_what_did_not_fit_and_not_below_what_fits(too_large: 
         # and is not valid if no divisor is: 7 = 7 * 1
         (BatchBounds(7, None, (2, 6)), [*range(2, 21)]),
         (BatchBounds(100, None, (30, 49)), [*range(2, 21)]),
+        # without an upper bound, one replica still must not be below the lower bound
+        (BatchBounds(4, 64, (8, None)), [*range(2, 9)]),
+        (BatchBounds(8, 64, (8, None)), [*range(1, 9)]),
         # memory for 6 samples: a replica accumulates, so the same counts are valid
         (BatchBounds(12, local_bsz_limit=1), [1, 2, 3, 4, 6, 12]),
         (BatchBounds(8, None, (4, 8), local_bsz_limit=6), [*range(1, 21)]),

@@ -27,6 +27,7 @@ from adascale_core.exit_codes import (
         (69, ExitClass.SERVICE_UNAVAILABLE),
         (75, ExitClass.REENTRY),
         (76, ExitClass.PEER_LOST),
+        (79, ExitClass.OUT_OF_MEMORY),
         (126, ExitClass.PROGRAM_FAILURE),
         (127, ExitClass.COMMAND_NOT_FOUND),
         (128, ExitClass.PROGRAM_FAILURE),
@@ -87,7 +88,7 @@ def test_an_agent_reports_a_failure_with_an_exit_code_that_counts(trainer: int, 
 
 def test_the_ignored_exit_codes_are_ascending_and_exclude_success() -> None:
     """The API server requires both of the exit codes in a podFailurePolicy."""
-    assert IGNORED_EXIT_CODES == (69, 75, 76, 129, 130, 137, 143)
+    assert IGNORED_EXIT_CODES == (69, 75, 76, 79, 129, 130, 137, 143)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
 from adascale_core.names import LEAVE_GRACE
 from support.launch import wait_until
 
@@ -141,7 +142,7 @@ class Members:
 
     def wait(self, condition: Any, what: str) -> None:
         def check() -> bool:
-            failed = [t for t in self.started if t.code not in (None, 0, 75, -9)]
+            failed = [t for t in self.started if t.code not in (None, 0, 75, EXIT_OUT_OF_MEMORY, -9)]
             assert not failed, self.output()
             return bool(condition())
 
@@ -150,8 +151,13 @@ class Members:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from None
 
-    def activate(self, members: Sequence[Trainer], *, wait: bool = True) -> None:
-        """Make a generation of these members active. Those of the last generation come first."""
+    def activate(
+        self, members: Sequence[Trainer], *, wait: bool = True, env: dict[str, str] | None = None
+    ) -> None:
+        """Make a generation of these members active, with `env` from the service.
+
+        Those of the last generation come first.
+        """
         self.generation += 1
         released = [t for t in self.active if t not in members and t.code is None]
         described = [
@@ -165,7 +171,7 @@ class Members:
                 rank=rank,
                 members=described,
                 secret="secret",
-                env={"RANK": str(rank), "WORLD_SIZE": str(len(members))},
+                env={"RANK": str(rank), "WORLD_SIZE": str(len(members)), **(env or {})},
             )
         for trainer in released:
             trainer.send(type="release", generation=self.generation)

@@ -1,7 +1,8 @@
 """What the trainer does around the backward passes of the program.
 
-`loss.backward()` averages the gradients, so an error of a lost peer is raised there. The program cannot do
-anything about it: the trainer discards the step, forms the group again, and delivers the same samples again.
+`loss.backward()` averages the gradients, so an error of a lost peer is raised there. So is that of a batch
+which does not fit into memory. The program cannot do anything about them: the trainer discards the step, and
+delivers the same samples again.
 Before and after a pass, the trainer prepares the gradients of a step that has several micro-batches.
 """
 
@@ -25,6 +26,7 @@ class BackwardGuard:
         handles: returns whether an error is handled, so that it is not raised.
         before: called before each backward pass, and not for the passes of re-entrant checkpoints inside it.
         after: called after each of these passes, unless it has raised an error.
+        skips: returns whether a backward pass is not made, because its loss has no graph.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class BackwardGuard:
         handles: Callable[[BaseException], bool],
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
+        skips: Callable[[], bool] = lambda: False,
     ) -> None:
         self._handles = handles
         self._before = before
         self._after = after
+        self._skips = skips
         self._is_inside = False
         self._original: Callable[..., None] | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -54,6 +58,8 @@ class BackwardGuard:
             self._undo()
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._skips():
+            return
         if self._is_inside:
             self._run(*args, **kwargs)
             return
@@ -69,6 +75,6 @@ class BackwardGuard:
         assert self._original is not None
         try:
             self._original(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not self._handles(error):
                 raise

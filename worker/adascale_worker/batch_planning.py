@@ -9,6 +9,7 @@ from adascale_core.batch import (
     BatchPlan,
     allows,
     is_valid_replicas,
+    limit_after,
     plan_batch,
     valid_replicas,
 )
@@ -21,6 +22,9 @@ from adascale_worker.step_timer import StepTimer
 
 REPLAN_INTERVAL = 1.0
 """Seconds of training after which the batch plan is chosen again, at the next end of an epoch."""
+PROBE_FACTOR = 2
+"""Without an upper bound of the local batch size, a batch is at most this many times as large as one that has
+fit into memory."""
 
 
 class BatchPlanner:
@@ -43,6 +47,8 @@ class BatchPlanner:
         self.bounds = bounds
         self.plan = plan_batch(bounds, replicas)
         """The plan of the current epoch."""
+        self.fitting = 0
+        """The largest local batch size of a finished step; 0 before the first step."""
         self._group = group
         self._efficiency_target = efficiency_target
         self._acknowledged = False
@@ -57,6 +63,18 @@ class BatchPlanner:
     def is_due(self) -> bool:
         """Whether the plan should be chosen again at the end of this epoch."""
         return time.monotonic() - self._planned_at >= REPLAN_INTERVAL
+
+    def finished_step(self) -> None:
+        """Record that a step was made with the current plan."""
+        self.fitting = max(self.fitting, self.plan.local_bsz)
+
+    def smaller_local_bsz(self) -> int | None:
+        """Return the limit to try after the current batch did not fit into memory; None if none is left."""
+        size = self.plan.local_bsz
+        for limit in (limit_after(size, self.fitting), self.bounds.lower, size - 1):
+            if 0 < limit < size and is_valid_replicas(self.bounds.with_limit(limit), self._group.replicas):
+                return limit
+        return None
 
     def acknowledge(self) -> None:
         """Record that the program has read the current local batch size, or gets batches of that size."""
@@ -87,7 +105,7 @@ class BatchPlanner:
             model = StepTimeModel.fit(step_timer.step_times())
             nodes = self._group.nodes
             plan = plan_batch(
-                self.bounds,
+                self._bounds_to_try(),
                 self._group.replicas,
                 estimate=optimizer.estimate,
                 throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
@@ -98,6 +116,13 @@ class BatchPlanner:
         if plan != self.plan:
             self.plan = plan
             self._acknowledged = False
+
+    def _bounds_to_try(self) -> BatchBounds:
+        """Return the bounds of the next plan. Without an upper bound, batches grow by `PROBE_FACTOR`."""
+        if self.bounds.declared_upper is not None or not self.bounds.elastic or not self.fitting:
+            return self.bounds
+        probed = self.bounds.with_limit(PROBE_FACTOR * self.fitting)
+        return probed if is_valid_replicas(probed, self._group.replicas) else self.bounds
 
     def begin(self, bounds: BatchBounds) -> None:
         """Choose the first plan of a job for the replicas that there are.
@@ -122,6 +147,8 @@ class BatchPlanner:
         """
         _require_valid_replicas(bounds, self._group.replicas)
         self.bounds = bounds
+        if bounds.upper is not None:
+            self.fitting = min(self.fitting, bounds.upper)
         if self.plan.replicas != self._group.replicas or not allows(bounds, self.plan):
             self.replan(optimizer, step_timer)
 

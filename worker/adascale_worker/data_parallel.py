@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.loop_checks import ForwardRecord
+from adascale_worker.out_of_memory import forward_without_graph
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.torch_private import (
@@ -44,12 +45,16 @@ class DataParallelModel:
         group: the replicas.
         forward: records forward passes through the model.
         find_unused_parameters: as DDP's argument of this name.
-        before_forward: called in each forward pass through DDP, when buffers are those of rank 0.
+        before_forward: called in each forward pass while training, when buffers are those of rank 0.
 
     Attributes:
         ddp: the DDP module that wraps the model. None on one replica.
         device: the replica's device.
-        has_missed_exchange: whether gradients since `begin_step` are not averaged, because peers are lost.
+        has_missed_exchange: whether this step is discarded: its gradients are not averaged, because peers
+            are lost, or its batch does not fit into memory.
+        lacks_memory: whether its batch does not fit, so that the program gets outputs without a graph.
+        handles_shortage: returns whether an error is handled that may mean that a batch does not fit.
+        local_bsz: returns the local batch size.
     """
 
     def __init__(
@@ -64,6 +69,9 @@ class DataParallelModel:
     ) -> None:
         self.ddp: DistributedDataParallel | None = None
         self.has_missed_exchange = False
+        self.lacks_memory = False
+        self.handles_shortage: Callable[[BaseException], bool] = lambda _: False
+        self.local_bsz: Callable[[], int] = lambda: 1
         self.device = device
         self._group = group
         self._find_unused_parameters = find_unused_parameters
@@ -78,7 +86,7 @@ class DataParallelModel:
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed."""
-        self.has_missed_exchange = False
+        self.has_missed_exchange = self.lacks_memory = False
         if self._group.replicas == 1:
             self._remove()
             return
@@ -101,17 +109,19 @@ class DataParallelModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's original forward, through DDP on several replicas."""
         self._record.called = True
-        if self.ddp is None:
-            return self._wrapped.original_forward(*args, **kwargs)
-        if not self._group.has_failed:
-            self._exchanges += self.ddp.require_backward_grad_sync
+        if not self.has_missed_exchange and not self._group.has_failed:
+            if self.ddp is not None:
+                self._exchanges += self.ddp.require_backward_grad_sync
             try:
-                return self.ddp(*args, **kwargs)
-            except RuntimeError as error:
-                if not self._group.is_failure(error):
+                return (self.ddp or self._wrapped.forward)(*args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not self._group.is_failure(error) and not self.handles_shortage(error):
                     raise
         # The step is discarded before the optimizer uses its gradients.
         self.has_missed_exchange = True
+        if self.lacks_memory:
+            # The error is deleted: its traceback has kept the activations.
+            return forward_without_graph(self._wrapped.original_forward, args, kwargs, self.local_bsz())
         return self._wrapped.original_forward(*args, **kwargs)
 
     def begin_timing(self) -> None:

@@ -34,6 +34,7 @@ class Membership:
         secret: authenticates members if the assignment has no secret.
         peer_timeout: seconds of silence after which a member is lost.
         is_terminated: returns whether the process got a shutdown signal.
+        device: the kind of device that this trainer computes on.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Membership:
         secret: str,
         peer_timeout: float,
         is_terminated: Callable[[], bool],
+        device: str = "",
     ) -> None:
         self._channel = channel
+        self._device = device
         self._listener = listener
         self._group = group
         self._secret = secret
@@ -76,7 +79,7 @@ class Membership:
         """
         self._step = step
         self._channel.start(self._on_assignment, self._on_hold)
-        self._channel.send("ready", port=self._listener.getsockname()[1])
+        self._channel.send("ready", port=self._listener.getsockname()[1], device=self._device)
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -271,6 +274,10 @@ class Membership:
         if not self._has_stepped:
             self._has_stepped = True
             self._channel.send("stepped", generation=self._group.generation, step=self._step() or 0)
+
+    def report_limit(self, local_bsz: int) -> None:
+        """Report that a batch did not fit into memory, and the largest local batch size to try next."""
+        self._channel.send("limited", local_bsz_limit=local_bsz)
 
     def report_terminated(self) -> None:
         """Report that this trainer got a shutdown signal, once."""

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
 from adascale_worker.errors import exit_code
 from adascale_worker.process_group import is_lost_peer
 from adascale_worker.user_code import raising_line
@@ -201,6 +201,7 @@ class UncaughtErrorHandler:
     - With `recognizes_lost_peers`, an error of the program's own communication that a lost peer has caused is
       printed as one line, and the process exits with `EXIT_PEER_LOST`. With `explains_lost_peers`, any error
       that a lost peer has caused is.
+    - If `leaves_short_of_memory` returns true, the process exits with `EXIT_OUT_OF_MEMORY`.
     - Any other error goes to the previous hook.
 
     Args:
@@ -212,6 +213,8 @@ class UncaughtErrorHandler:
         """Whether an agent starts the program again, so that another process can join the peers."""
         self.explains_lost_peers: Callable[[], bool] = lambda: False
         """Returns whether a lost connection means that a peer has ended, and not a wrong configuration."""
+        self.leaves_short_of_memory: Callable[[BaseException, TracebackType | None], bool] = lambda *_: False
+        """Prepares the end of the process, and returns whether another one continues with smaller batches."""
         self._fast_exit = fast_exit
         self._previous: Callable[..., Any] | None = None
 
@@ -243,6 +246,15 @@ class UncaughtErrorHandler:
                 file=sys.stderr,
             )
             self._fast_exit.code = EXIT_PEER_LOST
+            return
+        line = raising_line(trace)
+        if self.leaves_short_of_memory(error, trace):
+            print(
+                f"adascale: {type(error).__name__} was raised outside of the model ({line}), so this process "
+                "ends, and another one continues with smaller batches",
+                file=sys.stderr,
+            )
+            self._fast_exit.code = EXIT_OUT_OF_MEMORY
             return
         if isinstance(error, AdaScaleError):
             line = raising_line(trace)

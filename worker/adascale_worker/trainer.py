@@ -50,6 +50,7 @@ from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.membership import Membership
 from adascale_worker.membership_links import listen
 from adascale_worker.model_buffers import ModelBuffers
+from adascale_worker.out_of_memory import kind_of
 from adascale_worker.patching import patch_optimizer, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_checks import OtherOptimizers, require_program, warn_of_unknown_scheduler
@@ -100,7 +101,8 @@ class ElasticTrainer:
     Args:
         batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
         max_batch_size: upper bound of the global batch size, in samples. None: not bounded.
-        local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples. None: not bounded.
+        local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples. None: not bounded. An
+            upper bound of None means what fits into memory, up to `max_batch_size`.
         scale_invariant_steps: steps at `batch_size` after which training is finished.
         epochs: epochs after which training is finished, if `scale_invariant_steps` is not set. If neither is
             set, training ends with the program.
@@ -123,7 +125,7 @@ class ElasticTrainer:
         self,
         batch_size: int | None = None,
         max_batch_size: int | None = None,
-        local_bsz_bounds: Sequence[int] | None = None,
+        local_bsz_bounds: Sequence[int | None] | None = None,
         *,
         scale_invariant_steps: int | None = None,
         epochs: int | None = None,
@@ -350,7 +352,7 @@ class ElasticTrainer:
             group,
             forward,
             find_unused_parameters=find_unused_parameters,
-            before_forward=buffers.record if group.is_elastic else lambda: None,
+            before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
         )
         adascale = AdaScale(
             optimizer,
@@ -387,7 +389,10 @@ class ElasticTrainer:
             self._fast_exit,
         )
         self._backward_guard = BackwardGuard(
-            loop.handle_communication_error, accumulation.before_backward, accumulation.after_backward
+            loop.handle_backward_error,
+            accumulation.before_backward,
+            accumulation.after_backward,
+            loop.skips_backward,
         )
         self._backward_guard.install()
         self._enter(loop)
@@ -426,6 +431,7 @@ class ElasticTrainer:
         )
         self._watchdog.start()
         # An NCCL error before the first step can mean a wrong configuration.
+        self._uncaught_errors.leaves_short_of_memory = loop.leave_short_of_memory
         self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
         self._handle_shutdown()
         self._exit_status.install()
@@ -469,6 +475,7 @@ class ElasticTrainer:
             environment.read_secret(environ),
             environment.read_peer_timeout(environ),
             lambda: self._shutdown_signal.received is not None,
+            kind_of(self.device),
         )
 
     def _adopt_settings(self, environ: Mapping[str, str | None]) -> None:
@@ -654,6 +661,6 @@ def _make_reporter() -> Reporter | None:
     return Reporter(client.for_job(service.job_id))
 
 
-def _pair(bounds: Sequence[int] | None) -> tuple[int, int] | None:
+def _pair(bounds: Sequence[int | None] | None) -> tuple[int, int | None] | None:
     """Return the bounds as a tuple; `BatchBounds` checks its length and items."""
     return None if bounds is None else tuple(bounds)  # type: ignore[return-value]

@@ -3,13 +3,18 @@
 The program iterates over `epoch`, calls `optimizer.step()`, which `optimizer_step` replaces, and calls
 `end_epoch`. Between two steps all replicas do what they have agreed on: save, enter another generation, or
 save and exit. A step in which members are lost is discarded before the optimizer changes anything. The
-remaining members then enter another generation, where the same samples are delivered again.
+remaining members then enter another generation, where the same samples are delivered again. So do all members
+if a batch does not fit into the memory of one, with a lower limit of the local batch size.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import replace
+from types import TracebackType
 from typing import Any, NoReturn
 
 from adascale_core.errors import AdaScaleError
@@ -27,6 +32,7 @@ from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.membership import LeaveError, Membership
 from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
 from adascale_worker.model_buffers import ModelBuffers
+from adascale_worker.out_of_memory import is_out_of_memory, kind_of, release_memory
 from adascale_worker.program_state import ProgramState
 from adascale_worker.receive_memory import ReceiveMemory, expected_sizes
 from adascale_worker.rng_state import seed_generators
@@ -44,6 +50,8 @@ from adascale_worker.weight_checks import (
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
 
+MAX_REASON = 200
+"""Characters of torch's own message about a lack of memory that are printed."""
 
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
@@ -110,6 +118,8 @@ class TrainingLoop:
         self._current_epoch: object = None
         self._is_looping = False
         """Whether a loop over `epoch` has begun and not ended."""
+        self._left_loop = False
+        """Whether the program has left that loop before its end, and not called `end_epoch`."""
         self._finish_request: str | None = None
         self._finish_line = ""
         self._ended_epoch: int | None = None
@@ -121,10 +131,14 @@ class TrainingLoop:
         """The epoch of the program's loop, if a member had ended it, and this one has copied its state."""
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
+        self._local_limit: int | None = None
+        """Without an agent: the limit of the local batch size for the samples of a discarded step."""
         self._receive_memory = ReceiveMemory()
         self._assignment: Assignment | None = None
         self._state_generation: int | None = None
         """The generation in which the state was last equal on all members. None without a state."""
+        model.handles_shortage = self._handle_shortage
+        model.local_bsz = lambda: trainer.planner.plan.local_bsz
 
     @property
     def inside_epoch(self) -> bool:
@@ -277,6 +291,8 @@ class TrainingLoop:
     def _recover(self) -> None:
         """Discard the step in which members were lost, and enter another generation."""
         self._discard_step()
+        if self._model.lacks_memory:
+            release_memory()
         self.enter_generation()
 
     def _discard_step(self) -> None:
@@ -298,6 +314,93 @@ class TrainingLoop:
             self._model.has_missed_exchange = True
             return True
         return False
+
+    def handle_backward_error(self, error: BaseException) -> bool:
+        """Whether `error` of a backward pass means that its step is discarded, and its samples repeated."""
+        return self.handle_communication_error(error) or self._handle_shortage(error)
+
+    def skips_backward(self) -> bool:
+        """Whether a backward pass is not made: the step is discarded, and its loss has no graph."""
+        return self._model.lacks_memory
+
+    # -- batches that do not fit into memory --------------------------------------------------------------
+
+    def _handle_shortage(self, error: BaseException) -> bool:
+        """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
+        is_alone = self._membership is None and self._trainer.group.replicas == 1
+        if not self._inside_epoch or not (is_alone or self._membership is not None):
+            return False
+        limit = self._limit_after(error)
+        if limit is None:
+            return False
+        self._model.has_missed_exchange = self._model.lacks_memory = True
+        if self._membership is None:
+            self._local_limit = limit
+        else:
+            self._trainer.group.fail()
+        return True
+
+    def _limit_after(self, error: BaseException) -> int | None:
+        """Report and return the limit after an error; None if it has another cause, or none is left."""
+        if not is_out_of_memory(error):
+            return None
+        planner, device = self._trainer.planner, kind_of(self._model.device)
+        size, limit = planner.plan.local_bsz, planner.smaller_local_bsz()
+        found = f"a local batch of {size} samples does not fit into the memory of {device}"
+        if limit is None:
+            print(
+                f"adascale: {found}, and the bounds allow no smaller one: lower the lower bound of "
+                "local_bsz_bounds, or use devices with more memory",
+                file=sys.stderr,
+            )
+            return None
+        reason = str(error).partition("\n")[0][:MAX_REASON]
+        print(f"adascale: {found}: training continues with at most {limit}. {reason}", file=sys.stderr)
+        if self._membership is not None:
+            self._membership.report_limit(limit)
+        return limit
+
+    def _retry_in_smaller_batches(self) -> None:
+        """Deliver the samples of the discarded step again, in batches that may fit."""
+        trainer = self._trainer
+        bounds = trainer.settings.bounds.with_limit(self._local_limit)
+        self._local_limit = None
+        self._discard_step()
+        self._model.has_missed_exchange = self._model.lacks_memory = False
+        trainer.settings = replace(trainer.settings, bounds=bounds)
+        release_memory()
+        self.begin()
+        trainer.planner.acknowledge()
+
+    def leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
+        """Prepare the end of the process after an error of the program that the lack of memory has caused.
+
+        With an agent, another process continues with smaller batches, from the state of the others. Rank 0
+        saves its state, because the batch may have been too large for all of them.
+
+        Returns:
+            whether it has, so that the process can end.
+        """
+        if self._membership is None or not isinstance(error, Exception) or not self._is_training():
+            return False
+        if not self._model.lacks_memory and self._limit_after(error) is None:
+            return False
+        group = self._trainer.group
+        group.fail()  # The others need not wait until this process has ended.
+        if group.is_main:
+            traceback.clear_frames(trace)
+            release_memory()
+            try:
+                self._discard_step()
+                group.be_alone()
+                self._save_if_possible()
+            except (RuntimeError, MemoryError) as failure:
+                print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
+        return True
+
+    def _is_training(self) -> bool:
+        """Whether the program makes steps, in the trainer's loop, which an error has ended, or in its own."""
+        return self._left_loop or (self._current_epoch is None and self._program.model.training)
 
     def _change_generation(self) -> None:
         """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""
@@ -396,6 +499,7 @@ class TrainingLoop:
         sums = self.adascale.flags_sum
         self._skipped_steps = 0
         trainer.progress.advance(self.adascale.gain(), self._delivered)
+        trainer.planner.finished_step()
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
         if self._membership is not None:
             self._membership.report_step()
@@ -519,11 +623,11 @@ class TrainingLoop:
         trainer, planner, progress = self._trainer, self._trainer.planner, self._trainer.progress
         end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
         batches: Iterator[Any] | None = None
-        generation = trainer.generation
+        place = (trainer.generation, planner.plan)
         self._leave_loop(early=True)
         self._departures.wait()
         self._epoch_of_program = progress.epoch
-        self._is_looping = True
+        self._is_looping, self._left_loop = True, False
         self._current_epoch = this_epoch = object()
         self._accumulation.restart_step()
         self._checks.begin_epoch()
@@ -540,7 +644,9 @@ class TrainingLoop:
                 if at_boundary and not self._model.has_missed_exchange:
                     # Includes batches for which the program made no step.
                     progress.consumed = self._delivered
-                if trainer.group.has_failed:
+                if self._local_limit is not None:
+                    self._retry_in_smaller_batches()
+                elif trainer.group.has_failed:
                     self._recover()
                 elif at_boundary:
                     try:
@@ -557,8 +663,8 @@ class TrainingLoop:
                         self._leave_loop(early=False)
                         return
                     self._buffers.begin_step()
-                if batches is None or generation != trainer.generation:
-                    generation = trainer.generation
+                if batches is None or place != (trainer.generation, planner.plan):
+                    place = (trainer.generation, planner.plan)
                     batches = trainer.feed.micro_batches(
                         dataset, stream, progress.consumed, planner.plan, options
                     )
@@ -576,6 +682,7 @@ class TrainingLoop:
                     )
         except GeneratorExit:
             if self._current_epoch is this_epoch:
+                self._left_loop = True
                 self._leave_loop(early=True)
             raise
         finally:
@@ -594,6 +701,7 @@ class TrainingLoop:
             CheckpointError: the state at the end of training cannot be saved.
         """
         trainer = self._trainer
+        self._left_loop = False
         self._leave_loop(early=True)
         self._departures.wait()
         if epoch == self._overtaken_epoch:

@@ -46,6 +46,7 @@ class TrainingState:
             "program": self._program.state_dict(),
             "progress": trainer.progress.state_dict(),
             "plan": [plan.replicas, plan.local_bsz, plan.accumulation],
+            "fitting_local_bsz": trainer.planner.fitting,
             "batch_size": trainer.settings.bounds.batch_size,
             "data": trainer.feed.state_dict(),
             "step_times": trainer.telemetry.step_timer.state_dict(),
@@ -74,3 +75,4 @@ class TrainingState:
         trainer.feed.load_state_dict(state["data"])
         trainer.telemetry.step_timer.load_state_dict(state["step_times"])
         trainer.planner.plan = BatchPlan(*state["plan"])
+        trainer.planner.fitting = int(state["fitting_local_bsz"])

@@ -2,7 +2,9 @@
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of the trainer as JSON;
 STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer;
-KEEP_GRADIENTS, to set gradients to zero instead of None.
+KEEP_GRADIENTS, to set gradients to zero instead of None; FITS, the samples of a batch that fit into memory,
+SHORT, where others fail (forward, backward, allocate, loss), after SHORT_AFTER steps, and SHORT_REPLICA, on
+which replica only.
 """
 
 import hashlib
@@ -26,10 +28,46 @@ features = torch.randn(48, 6)
 targets = (features.sum(1) > 0).long()
 dataset = [(index, features[index], targets[index]) for index in range(48)]
 
+short = os.environ.get("SHORT", "")
+fits = int(os.environ.get("FITS", "1000000"))
+if os.environ.get("SHORT_REPLICA", os.environ["REPLICA"]) != os.environ["REPLICA"]:
+    short = ""
+
+
+def require_memory(samples: int, place: str) -> None:
+    if samples > fits and place == short and trainer.steps >= int(os.environ.get("SHORT_AFTER", "0")):
+        if place == "allocate":
+            torch.empty(1 << 60, dtype=torch.uint8)
+        raise torch.OutOfMemoryError(f"{samples} samples do not fit")
+
+
+class _BackwardMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: object, *gradients: torch.Tensor) -> torch.Tensor:
+        require_memory(len(gradients[0]), "backward")
+        return gradients[0]
+
+
+class Memory(nn.Module):
+    """Raises an error for batches that do not fit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_memory(len(x), "forward")
+        require_memory(len(x), "allocate")
+        if short != "backward":
+            return x
+        output: torch.Tensor = _BackwardMemory.apply(x)
+        return output
+
+
 width = int(os.environ.get("WIDTH", "16"))
 torch.manual_seed(int(os.environ["REPLICA"]))
 model = nn.Sequential(
-    nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+    nn.Linear(6, width), nn.BatchNorm1d(width), Memory(), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
@@ -45,6 +83,7 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
             optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
             noise = random.random() + float(numpy.random.rand())
             loss = nn.functional.cross_entropy(model(x + 0.01 * noise), y)
+            require_memory(len(x), "loss")
             loss.backward()
             optimizer.step()
             scheduler.step()

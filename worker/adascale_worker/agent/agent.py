@@ -184,6 +184,8 @@ class Agent:
             node=self._node,
             key=self._heartbeat.key or self._key,
             stall=status.stall if status else "",
+            device=status.device if status else "",
+            local_bsz_limit=status.local_bsz_limit if status else None,
         )
 
     def _register(self, registration: Registration) -> None:
@@ -365,7 +367,7 @@ class Agent:
                 return ReplicaState.FINISHED
             case ExitClass.FINISHED if self._released:
                 return ReplicaState.LOST
-            case ExitClass.REENTRY:
+            case ExitClass.REENTRY | ExitClass.OUT_OF_MEMORY:
                 return ReplicaState.REENTERING
             case ExitClass.PEER_LOST | ExitClass.KILLED:
                 return ReplicaState.LOST

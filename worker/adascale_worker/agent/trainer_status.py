@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_core.messages import ReplicaState
-from adascale_core.names import MAX_STALL_LENGTH
+from adascale_core.names import MAX_DEVICE_LENGTH, MAX_STALL_LENGTH
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class TrainerStatus:
         finished: whether training is finished, and the program ends by itself.
         terminated: whether it has got SIGTERM.
         stall: while no step ends: where it is, or that it waits for the others. Empty while steps end.
+        device: the kind of device that it computes on; empty if unknown.
+        local_bsz_limit: the largest local batch size that it can still try, because a larger one did not fit
+            into memory; None if none has failed in its generation.
     """
 
     port: int | None = None
@@ -37,15 +40,23 @@ class TrainerStatus:
     finished: bool = False
     terminated: bool = False
     stall: str = ""
+    device: str = ""
+    local_bsz_limit: int | None = None
 
     def after(self, message: Mapping[str, Any]) -> TrainerStatus:
         """Return the status after a message. Messages of unknown types are ignored."""
         match message:
             case {"type": "ready", "port": int(port)}:
-                return replace(self, port=port)
+                return replace(self, port=port, device=str(message.get("device", ""))[:MAX_DEVICE_LENGTH])
             case {"type": "running", "generation": int(generation)}:
                 return replace(
-                    self, state=ReplicaState.RUNNING, generation=generation, step=None, lost=(), stall=""
+                    self,
+                    state=ReplicaState.RUNNING,
+                    generation=generation,
+                    step=None,
+                    lost=(),
+                    stall="",
+                    local_bsz_limit=None,
                 )
             case {"type": "holding", "generation": int(generation), "step": step, "lost": [*lost]}:
                 return replace(
@@ -57,6 +68,8 @@ class TrainerStatus:
                 )
             case {"type": "stepped", "generation": int(generation)}:
                 return replace(self, stepped=max(self.stepped, generation))
+            case {"type": "limited", "local_bsz_limit": int(limit)}:
+                return replace(self, local_bsz_limit=limit)
             case {"type": "stalled", "stall": str(stall)}:
                 return replace(self, stall=stall[:MAX_STALL_LENGTH])
             case {"type": "final"}:

@@ -1,0 +1,261 @@
+"""Batches that do not fit into memory: in one process, and with real trainers and a scripted agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
+from adascale_worker.out_of_memory import forward_without_graph, is_out_of_memory
+from support.launch import wait_until
+from support.members import Members, Trainer, TrainerStarter
+from support.training import MakeTrainer, samples, sgd, train
+
+BOUNDS = {"batch_size": 32, "max_batch_size": 48, "local_bsz_bounds": [2, 16]}
+"""Two replicas begin with local batches of 16."""
+
+
+# -- one process, without an agent ----------------------------------------------------------------------
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: Tensor) -> Tensor:
+        if len(gradients[0]) > 4:
+            torch.empty(1 << 60)
+        return gradients[0]
+
+
+class Memory(nn.Module):
+    """Memory for 4 samples of the activations of a forward or backward pass."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.failures = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.place == "backward":
+            backward: Tensor = _Backward.apply(x)
+            return backward
+        if self.place != "none" and len(x) > 4:
+            self.failures += 1
+            if self.place == "with graph" and not torch.is_grad_enabled():
+                return x
+            torch.empty(1 << 60)
+        return x
+
+
+def network_with(memory: Memory) -> nn.Module:
+    torch.manual_seed(2)
+    layers = nn.Linear(6, 16), nn.BatchNorm1d(16), memory, nn.Dropout(0.2), nn.Linear(16, 2)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("place", ["forward", "with graph", "backward"])
+def test_the_samples_of_a_step_that_does_not_fit_follow_in_smaller_batches(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    def run(place: str, **bounds: Any) -> tuple[list[list[int]], dict[str, Tensor]]:
+        trainer = make_trainer(batch_size=12, **bounds)
+        model = network_with(Memory(place))
+        optimizer = sgd(model)
+        trainer.program_reentry(model, optimizer)
+        batches = train(trainer, model, optimizer, epochs=range(2), data=samples(48))
+        assert trainer.steps == 8
+        trainer.close()
+        return batches, model.state_dict()
+
+    batches, state = run(place)
+    # 12 and 6 samples did not fit; limits are half way to what has fit, which is nothing yet.
+    assert [len(batch) for batch in batches] == [12, 6, *[3] * 32]
+    expected_batches, expected = run("none", local_bsz_bounds=(1, 3))
+    assert batches[2:] == expected_batches
+    assert all(torch.equal(state[name], expected[name]) for name in expected), "weights and BatchNorm"
+    assert "a local batch of 12 samples does not fit into the memory of cpu" in capsys.readouterr().err
+
+
+def test_without_an_upper_bound_batches_grow_step_by_step_to_what_fits(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(batch_size=2, max_batch_size=48, local_bsz_bounds=(1, None))
+    planner = trainer._trainer.planner
+    planner.finished_step()
+    assert planner._bounds_to_try().upper == 4
+    assert planner.smaller_local_bsz() == 1
+
+
+@pytest.mark.slow
+def test_a_failed_allocation_of_a_process_with_limited_memory_is_recovered_from() -> None:
+    program = Path(__file__).parents[1] / "support" / "programs" / "memory.py"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
+    run = subprocess.run(
+        [sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "64 samples does not fit into the memory of cpu" in run.stderr
+    steps = run.stdout.splitlines()
+    assert len(steps) == 8
+    assert not any(line.endswith("1 x 64") for line in steps)
+
+
+# -- the parts ------------------------------------------------------------------------------------------
+
+
+def raised(function: Callable[[], object]) -> BaseException:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        function()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (raised(lambda: torch.empty(1 << 60)), True),
+        (raised(lambda: bytearray(1 << 60)), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (12x6 and 5x2)"), False),
+        (raised(lambda: torch.zeros(2) + torch.zeros(3)), False),
+        (OSError("out of memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_recognized_by_type_or_message(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def test_an_output_without_a_graph_has_the_shapes_of_the_whole_batch() -> None:
+    sizes: list[int] = []
+
+    def forward(x: Tensor, *, mask: Tensor, scale: float) -> OrderedDict[str, Any]:
+        sizes.append(len(x))
+        if len(x) > 4:
+            torch.empty(1 << 60)
+        assert x.shape == mask.shape
+        return OrderedDict(logits=(x * mask * scale, [x]), loss=x.sum(), count=len(x))
+
+    x = torch.arange(10.0, requires_grad=True)
+    output = forward_without_graph(forward, (x,), {"mask": torch.ones(10), "scale": 2.0}, 10)
+    assert sizes == [10, 5, 2]
+    assert type(output) is OrderedDict
+    assert output["logits"][0].tolist() == [0, 2] * 5
+    assert output["logits"][1][0].shape == (10,)
+    assert output["loss"].shape == ()
+    assert not output["loss"].requires_grad
+
+
+# -- under an agent -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[TrainerStarter]:
+    made = TrainerStarter()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_members(tmp_path: Path, starter: TrainerStarter) -> Iterator[Callable[..., Members]]:
+    made: list[Members] = []
+
+    def make(**options: object) -> Members:
+        made.append(Members(starter, tmp_path / "job", **options))
+        return made[-1]
+
+    yield make
+    for members in made:
+        members.close()
+
+
+def limits(trainer: Trainer) -> list[int]:
+    """The limits that a trainer has reported."""
+    return [message["local_bsz_limit"] for message in trainer.messages if message["type"] == "limited"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "replica"),
+    [
+        ("backward", 0),
+        ("backward", 1),
+        ("forward", 0),
+        ("allocate", 1),
+    ],
+)
+def test_a_batch_that_does_not_fit_on_one_replica_is_repeated_in_smaller_batches_by_all(
+    make_members: Callable[..., Members], place: str, replica: int
+) -> None:
+    job = make_members(BOUNDS=json.dumps(BOUNDS), EPOCHS=4, SHORT=place, FITS=5, SHORT_REPLICA=replica)
+    trainers = job.start(2)
+    job.activate(trainers)
+    for expected in (8, 4):
+        job.wait_holding(trainers)
+        assert limits(trainers[replica])[-1] == expected
+        assert not limits(trainers[1 - replica])
+        job.activate(trainers, env={"ADASCALE_LOCAL_BSZ_LIMIT": str(expected)})
+    assert len(job.finish()) == 1, "the weights are equal"
+    job.require_complete_stream()
+    assert {record["file"] for record in job.records()} == {f"{t.replica}-{t.pid}.jsonl" for t in trainers}
+    assert all(len(record["indices"]) <= 32 for record in job.records())
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_alone_repeats_its_step(make_members: Callable[..., Members]) -> None:
+    job = make_members(BOUNDS=json.dumps(BOUNDS), EPOCHS=4, SHORT="forward", FITS=8)
+    trainers = job.start(1)
+    job.activate(trainers)
+    job.wait_holding(trainers)
+    assert limits(trainers[0]) == [8]
+    job.activate(trainers, env={"ADASCALE_LOCAL_BSZ_LIMIT": "8"})
+    job.finish()
+    job.require_complete_stream()
+    assert {len(record["indices"]) for record in job.records()} == {32}, "four batches of 8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [0, 1])
+def test_after_an_error_outside_of_the_model_another_process_continues_without_losing_a_step(
+    make_members: Callable[..., Members], tmp_path: Path, others: int
+) -> None:
+    bounds = {**BOUNDS, "checkpoint_dir": str(tmp_path / "state"), "checkpoint_interval": 1000}
+    job = make_members(
+        BOUNDS=json.dumps(bounds), EPOCHS=8, SHORT="loss", FITS=8, SHORT_AFTER=4, SHORT_REPLICA=0
+    )
+    short, *rest = job.start(1 + others)
+    job.activate([short, *rest])
+    job.wait(lambda: short.code is not None, "the process ends")
+    assert short.code == EXIT_OUT_OF_MEMORY
+    assert limits(short) == [8]
+    if rest:
+        job.wait_holding(rest)
+    (replacement,) = job.start(1)
+    job.activate([*rest, replacement], env={"ADASCALE_LOCAL_BSZ_LIMIT": "8"})
+    job.finish()
+    job.require_complete_stream()
+    assert "Traceback" not in short.output.read_text()
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_become_smaller_is_a_failure_of_the_program(
+    make_members: Callable[..., Members],
+) -> None:
+    bounds = {**BOUNDS, "local_bsz_bounds": [16, 16]}
+    job = make_members(BOUNDS=json.dumps(bounds), EPOCHS=8, SHORT="forward", FITS=8)
+    (trainer,) = job.start(1)
+    job.activate([trainer], wait=False)
+    wait_until(lambda: trainer.code is not None, "the program fails", patience=150)
+    assert trainer.code == 1
+    assert "16 samples does not fit into the memory of cpu, and the bounds allow no" in job.output()

@@ -1,0 +1,121 @@
+"""Batches that do not fit into memory: their errors, and a forward pass in place of theirs.
+
+An error of `loss.backward()` is caught there, because the trainer replaces `torch.autograd.backward`. An
+error of the forward pass is raised inside of the program's loop, which only an exception could leave. So the
+program gets an output of the same shapes, computed without a graph, and continues to `optimizer.step()`,
+where the step is discarded, as after the loss of a peer. Any other error, such as of the program's own loss
+function, ends the process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "std::bad_alloc",
+)
+"""Parts of the messages of errors of other types than `torch.OutOfMemoryError`, in lower case."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that an allocation has failed, of the device's memory or of the host's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in message for part in _MESSAGES)
+
+
+def kind_of(device: torch.device) -> str:
+    """Return the kind of a device: a batch that fits on one of a kind should fit on the others."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def release_memory() -> None:
+    """Release memory that is not used any more, and return what torch caches of it to the device."""
+    gc.collect()
+    _empty_cache()
+
+
+def _empty_cache() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def forward_without_graph(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
+) -> Any:
+    """Return an output of the shapes that `forward(*args, **kwargs)` has, from as little memory as possible.
+
+    If the batch does not fit without a graph either, the output of a part of it is repeated.
+
+    Args:
+        forward: the forward of a model.
+        args, kwargs: its arguments.
+        batch: the local batch size. Tensors with this first dimension are divided.
+
+    Raises:
+        Exception: what `forward` raises, also for the smallest part.
+    """
+    size = batch
+    while True:
+        _empty_cache()
+        inputs = _part_of((args, kwargs), size, batch)
+        try:
+            with torch.no_grad():
+                output = forward(*inputs[0], **inputs[1])
+                return _repeated(output, size, batch)
+        except (RuntimeError, MemoryError) as error:
+            # BatchNorm needs two samples.
+            if size <= 2 or not is_out_of_memory(error):
+                raise
+            size = max(size // 2, 2)
+        del inputs
+
+
+def _part_of(value: Any, size: int, batch: int) -> Any:
+    """Return the first `size` samples of the tensors in `value` that have `batch` samples."""
+    return _mapped(value, lambda tensor: tensor[:size] if _samples(tensor) == batch else tensor)
+
+
+def _repeated(value: Any, size: int, batch: int) -> Any:
+    """Return `value` with the tensors that have `size` samples extended to `batch` samples."""
+    if size == batch:
+        return value
+    return _mapped(
+        value,
+        lambda tensor: (
+            tensor[torch.arange(batch, device=tensor.device) % size] if _samples(tensor) == size else tensor
+        ),
+    )
+
+
+def _samples(tensor: Tensor) -> int | None:
+    return tensor.shape[0] if tensor.dim() else None
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `function` applied to the tensors in it, in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        made = type(value)() if type(value) is not dict else {}
+        for key, member in value.items():
+            made[key] = _mapped(member, function)
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(member, function) for member in value))
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(member, function) for member in value)
+    return value
