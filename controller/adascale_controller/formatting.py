@@ -71,3 +71,11 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def describe_limit(local_bsz: int) -> str:
+    """Return the message about a batch that did not fit into memory."""
+    return (
+        "A local batch did not fit into memory. Its samples are repeated in smaller batches, and local "
+        f"batches have at most {local_bsz} samples from now on"
+    )

@@ -58,6 +58,8 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
         ("trains on", f"{batch}, generation {report.generation}"),
         ("progress", f"{count(report.progress)} steps, in {plural(report.step, 'optimizer step')}"),
     ]
+    if gain.local_bsz_limit is not None:
+        facts.append(("memory", f"holds local batches of at most {gain.local_bsz_limit}"))
     if report.loss is not None:
         facts.append(("loss", significant(report.loss)))
     age = now - report.time

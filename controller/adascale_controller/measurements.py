@@ -179,7 +179,7 @@ class JobMeasurements:
         return JobState(
             id=job.id,
             arrival=0.0,
-            bounds=spec.bounds,
+            bounds=spec.bounds.with_limit(view.local_bsz_limit),
             min_replicas=spec.min_replicas,
             max_replicas=spec.max_replicas,
             replicas=view.desired.replicas if view.desired else 0,

@@ -90,7 +90,11 @@ class LocalBszBounds(_ClosedModel):
     """Bounds of the batch on one replica, in samples."""
 
     lower: Samples = Field(description="The smallest batch on one replica.")
-    upper: Samples = Field(description="The largest batch on one replica.")
+    upper: Samples | None = Field(
+        default=None,
+        description="The largest batch on one replica. If unset, it is found in training: what fits into "
+        "memory, up to maxBatchSize.",
+    )
 
 
 class Checkpoint(_ClosedModel):

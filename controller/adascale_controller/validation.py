@@ -173,7 +173,7 @@ class _Sizes:
 
     batch_size: int | None
     max_batch_size: int | None
-    local_bsz_bounds: tuple[int, int] | None
+    local_bsz_bounds: tuple[int, int | None] | None
     min_replicas: int | None
     max_replicas: int | None
 
@@ -204,7 +204,7 @@ class _Sizes:
         return cls(
             valid.get("batchSize"),
             valid.get("maxBatchSize"),
-            (local["lower"], local["upper"]) if local else None,
+            (local["lower"], local.get("upper")) if local else None,
             valid.get("minReplicas", None if "minReplicas" in invalid else 1),
             valid.get("maxReplicas"),
         )
@@ -213,7 +213,12 @@ class _Sizes:
 def _size_errors(sizes: _Sizes) -> list[FieldError]:
     errors: list[FieldError] = []
     # One bound at a time, so that errors in both are reported.
-    for max_batch_size, local_bsz_bounds in ((sizes.max_batch_size, None), (None, sizes.local_bsz_bounds)):
+    is_open = sizes.local_bsz_bounds is not None and sizes.local_bsz_bounds[1] is None
+    maximum = names.MAX_BATCH_SIZE if is_open and sizes.max_batch_size is not None else None
+    for max_batch_size, local_bsz_bounds in (
+        (sizes.max_batch_size, None),
+        (maximum, sizes.local_bsz_bounds),
+    ):
         try:
             BatchBounds(sizes.batch_size or 1, max_batch_size, local_bsz_bounds)
         except InvalidBoundsError as error:

@@ -33,3 +33,25 @@ def test_new_disruptions_of_the_metrics_service_are_added(
     assert actions.status["attempts"]["reportedDisruptions"] == disruptions
     lost = [event for event in actions.events if event.reason == "ReplicaLost"]
     assert bool(lost) == (expected > counted)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "limit", "expected", "has_event"),
+    [
+        (None, None, None, False),
+        (None, 6, 6, True),
+        (6, 6, 6, False),
+        (6, 4, 4, True),
+        (6, None, None, False),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_in_the_status_and_a_lower_limit_is_an_event(
+    recorded: int | None, limit: int | None, expected: int | None, has_event: bool
+) -> None:
+    status = {"localBatchLimit": recorded} if recorded else {}
+    service = view((2, 2), (2, 2), local_bsz_limit=limit)
+    actions = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
+    assert actions.status.get("localBatchLimit") == expected
+    events = [event for event in actions.events if event.reason == "LocalBatchLimited"]
+    assert len(events) == has_event
+    assert not events or f"at most {limit} samples" in events[0].message

@@ -81,6 +81,16 @@ def test_a_loss_without_an_exit_code_is_reported_after_a_timeout(tmp_path: Path)
     assert run.messages == ["A replica was lost; training restarts from the last checkpoint"]
 
 
+def test_a_batch_that_does_not_fit_is_reported_once(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    for limit in (None, 6, 6, 4, None):
+        run.events.report_limit(replace(VIEW, local_bsz_limit=limit))
+    assert [message.split(" have at most ")[1] for message in run.messages] == [
+        "6 samples from now on",
+        "4 samples from now on",
+    ]
+
+
 def test_losses_before_the_run_are_not_reported(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     for now in (1.0, 10.0):

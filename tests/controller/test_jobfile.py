@@ -358,6 +358,10 @@ INVALID_FIELDS = [
         "spec.maxBatchSize: 16 is less than batchSize 32: raise maxBatchSize, or lower batchSize",
     ),
     (
+        job(localBszBounds={"lower": 4}),
+        "spec.localBszBounds: has no upper bound, which needs maxBatchSize: set one of them",
+    ),
+    (
         job(localBszBounds={"lower": 128, "upper": 16}),
         "spec.localBszBounds: lower 128 is greater than upper 16: lower must be at most upper",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adascale_controller.formatting import duration, plural, trimmed
+from adascale_controller.formatting import describe_limit, duration, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
 from adascale_core.exit_codes import EXIT_PEER_LOST, describe_exit
@@ -29,6 +29,7 @@ class EventMessages:
         self._display = display
         self._disruptions: int | None = None
         self._disrupted_at: float | None = None
+        self._limit: int | None = None
         self._last_step: tuple[int, int] | None = None
         self._last_step_at: float | None = now
 
@@ -57,6 +58,12 @@ class EventMessages:
         others = any(replica.holds for replica in view.replicas)
         effect = "the others keep their state" if others else "training restarts from the last checkpoint"
         self._display.message(f"{lost}; {effect}", "yellow")
+
+    def report_limit(self, view: JobView) -> None:
+        """Report that a batch did not fit into memory."""
+        previous, self._limit = self._limit, view.local_bsz_limit
+        if self._limit is not None and (previous is None or self._limit < previous):
+            self._display.message(describe_limit(self._limit), "yellow")
 
     def report_generation(self, first: GainReport, downtime: float | None) -> None:
         """Report a new generation.

@@ -82,6 +82,7 @@ class JobStatus:
             "replicas": self.replicas,
             "desiredReplicas": self.desired,
             "batchSize": report.replicas * report.local_bsz * report.accumulation if report else None,
+            "localBatchLimit": self.view.local_bsz_limit if self.view else None,
             "gain": report.gain if report else None,
             "efficiency": report.efficiency if report else None,
             "progress": self.progress,
@@ -137,6 +138,7 @@ def render_status(status: JobStatus, now: float) -> str:
         ("age", age(now - job.runs[0].began)),
         ("replicas", f"{status.replicas} of {status.desired} desired" if status.process else "0"),
         ("batch size", "" if members["batchSize"] is None else count(members["batchSize"])),
+        ("memory", _memory(members["localBatchLimit"])),
         ("gain", _number(members["gain"])),
         ("efficiency", _number(members["efficiency"])),
         ("progress", _progress(status)),
@@ -202,6 +204,10 @@ def _progress(status: JobStatus) -> str:
     if total is None:
         return status.progress_text
     return f"{count(status.progress)} of {count(total)} steps ({status.progress_text})"
+
+
+def _memory(limit: int | None) -> str:
+    return "" if limit is None else f"holds local batches of at most {limit}"
 
 
 def _number(value: float | None) -> str:

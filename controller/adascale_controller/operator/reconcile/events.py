@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adascale_controller.formatting import plural
+from adascale_controller.formatting import describe_limit, plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
 from adascale_controller.operator.reconcile.status import ScheduledJob
@@ -43,6 +43,9 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
             "or from the last checkpoint if all were lost"
         )
         yield Event("ReplicaLost", message, warning=True)
+    limit = status.get("localBatchLimit")
+    if limit is not None and limit < current.get("localBatchLimit", limit + 1):
+        yield Event("LocalBatchLimited", describe_limit(limit), warning=True)
     failures = scheduled.assessment.failures.count
     if failures > current.get("failures", 0) and not scheduled.assessment.ended:
         limit = observed.resource.valid_job.backoff_limit if observed.resource.job is not None else 0

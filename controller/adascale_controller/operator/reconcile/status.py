@@ -47,6 +47,7 @@ STATUS_FIELDS = TELEMETRY | {
     "failures",
     "restarts",
     "attempts",
+    "localBatchLimit",
     "conditions",
     "allocation",
     "startTime",
@@ -108,6 +109,11 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         status["startTime"] = current.get("startTime") or timestamp(observed.now)
     if ended:
         status["completionTime"] = current.get("completionTime") or timestamp(observed.now)
+    limit = current.get("localBatchLimit")
+    if observed.service is not None:
+        limit = observed.service.local_bsz_limit
+    if limit is not None:
+        status["localBatchLimit"] = limit
     if observed.claim is not None:
         status["claim"] = observed.claim.name
     return status

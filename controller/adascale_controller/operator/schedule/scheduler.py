@@ -188,6 +188,8 @@ def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: 
     while placed in live and live[placed].is_placed:
         placed += 1
     spec = observed.resource.valid_job.spec
+    if observed.service is not None:
+        spec = spec.with_limit(observed.service.local_bsz_limit)
     backoff.update(
         generation=current.generation,
         count=current.replicas,
