@@ -107,7 +107,7 @@ def test_a_failed_allocation_of_a_process_with_limited_memory_is_recovered_from(
     assert run.returncode == 0, run.stderr
     assert "64 samples does not fit into the memory of cpu" in run.stderr
     steps = run.stdout.splitlines()
-    assert len(steps) == 8
+    assert len(steps) == 4
     assert not any(line.endswith("1 x 64") for line in steps)
 
 

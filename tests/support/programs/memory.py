@@ -1,4 +1,4 @@
-"""A training program with limited memory: a sample takes 8 MB, so a batch of 64 does not fit."""
+"""A training program with limited memory: a sample takes 4 MB, so a batch of 64 does not fit."""
 
 import resource
 from pathlib import Path
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from adascale_worker import ElasticTrainer
 
-WIDTH = 1_000_000
-SPARE = 600 * 2**20
+WIDTH = 500_000
+SPARE = 300 * 2**20
 """Bytes beside what the process has at first."""
 
 
 class Wide(nn.Module):
-    """Keeps two tensors of a million numbers for each sample, for the backward pass."""
+    """Keeps two tensors of 500,000 numbers for each sample, for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Wide(nn.Module):
         return (wide * wide).mean(1)
 
 
-trainer = ElasticTrainer(batch_size=64, epochs=4)
+trainer = ElasticTrainer(batch_size=64, epochs=2)
 model = Wide()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 trainer.program_reentry(model, optimizer)
@@ -35,7 +35,7 @@ pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + SPARE
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 seen: list[int] = []
-for epoch in range(4):
+for epoch in range(2):
     for index, x in trainer.dataloader([(i, torch.full((3,), i / 128)) for i in range(128)]):
         steps = trainer.steps
         optimizer.zero_grad()
