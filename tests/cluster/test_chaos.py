@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,7 +231,8 @@ def test_under_any_faults_each_sample_is_trained_once(
     # Training may reach its end while the service, which knows the progress, is away.
     assert len(applied) >= FAULTS / 2, f"training has ended before {len(pending)} faults"
     assert job.status()["failures"] == 0
-    logs = [job.logs(rank) for rank in job.pods(ended=True)]
+    # A pod that is not needed any more may be deleted meanwhile.
+    logs = [attempt(partial(job.logs, rank)) or "" for rank in job.pods(ended=True)]
     results = [json.loads(found[1]) for text in logs for found in RESULT.finditer(text)]
     assert results, "no replica has printed a result"
     for result in results:
