@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from api.client import Client, ServiceProcess, a_report, wait_until
 from support.launch import free_port
+from support.operator_metrics import serve
+from support.world import World
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES = yaml.safe_load((FOLDER / "rules.yaml").read_text())["spec"]
@@ -45,8 +48,9 @@ def test_the_alerts_fire_only_if_something_is_wrong(tmp_path: Path) -> None:
 
 
 @needs_prometheus
-def test_the_metrics_follow_the_conventions(client: Client) -> None:
-    text = client.call("GET", "/metrics").body
+@pytest.mark.parametrize("source", ["service", "operator"])
+def test_the_metrics_follow_the_conventions(client: Client, source: str) -> None:
+    text = client.call("GET", "/metrics").body if source == "service" else OperatorMetrics().text().decode()
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
@@ -57,11 +61,17 @@ def test_the_metrics_follow_the_conventions(client: Client) -> None:
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Prometheus that scrapes a service every second."""
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
-    with ServiceProcess(folder) as service, Client(service.port) as client:
+    metrics = operator_metrics()
+    with (
+        ServiceProcess(folder) as service,
+        Client(service.port) as client,
+        serve(metrics) as operator,
+    ):
         config = {
             "global": {"scrape_interval": "1s"},
             "scrape_configs": [
-                {"job_name": "adascale-api", "static_configs": [{"targets": [f"127.0.0.1:{service.port}"]}]}
+                {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+                for name, port in (("adascale-api", service.port), ("adascale-controller", operator))
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -74,15 +84,28 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             for step in range(3):
                 client.post_gain("team.digits", a_report(step, progress=2.0 * step))
             url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: len(_range(url)) >= 3, "three scrapes")
+            wait_until(
+                lambda: len(_range(url, 'adascale_job_gain{adascale_job="team.digits"}')) >= 3, "scrapes"
+            )
+            wait_until(lambda: len(_range(url, "adascale_operator_leader")) >= 3, "scrapes of the operator")
             yield url
         finally:
             process.terminate()
             process.wait(20)
 
 
-def _range(url: str) -> list[Any]:
-    found = query(url, 'adascale_job_gain{adascale_job="team.digits"}[5m]')
+def operator_metrics() -> OperatorMetrics:
+    """The metrics of an operator that has started a job in a cluster in memory."""
+    world = World()
+    world.submit()
+    world.deliver()
+    world.run(0.5)
+    world.metrics.count_api_request("GET", 200)
+    return world.metrics
+
+
+def _range(url: str, series: str) -> list[Any]:
+    found = query(url, f"{series}[5m]")
     return list(found[0]["values"]) if found else []
 
 
@@ -123,7 +146,18 @@ def test_the_labels_of_a_job_are_not_those_that_prometheus_sets(client: Client, 
 
 
 def test_the_manifests_select_the_service() -> None:
-    monitor = yaml.safe_load((FOLDER / "servicemonitor.yaml").read_text())["spec"]
+    monitor, pod_monitor = (
+        each["spec"] for each in yaml.safe_load_all((FOLDER / "servicemonitor.yaml").read_text())
+    )
+    (deployment,) = [
+        each
+        for each in yaml.safe_load_all((FOLDER.parent / "base" / "controller.yaml").read_text())
+        if each["kind"] == "Deployment"
+    ]
+    template = deployment["spec"]["template"]
+    assert pod_monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    assert pod_monitor["podMetricsEndpoints"][0]["port"] in ports
     base = list(yaml.safe_load_all((FOLDER.parent / "base" / "api.yaml").read_text()))
     (service,) = [each for each in base if each["kind"] == "Service"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()

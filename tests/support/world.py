@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.types.actions import Event
@@ -63,6 +64,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.service = FakeService(self.before_write)
+        self.metrics = OperatorMetrics()
         self._undelivered: list[tuple[str, Resource, Object]] = []
         self.start_operator()
 
@@ -77,6 +79,7 @@ class World:
             self.service,
             OperatorSettings("http://api", namespace="team"),
             RESOURCES,
+            metrics=self.metrics,
             clock=lambda: self.now,
         )
         asyncio.run(self._operator.list_all())

@@ -69,7 +69,7 @@ def operator(
         typer.Option(
             "--liveness",
             metavar="HOST:PORT",
-            help="The address that serves GET /healthz. Default: not served.",
+            help="The address that serves GET /healthz and /metrics. Default: not served.",
             show_default=False,
         ),
     ] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
@@ -34,8 +34,14 @@ class KubernetesCluster:
         namespace: the only namespace whose objects are listed. None for all namespaces.
     """
 
-    def __init__(self, api: ApiClient, namespace: str | None) -> None:
+    def __init__(
+        self,
+        api: ApiClient,
+        namespace: str | None,
+        on_request: Callable[[str, int | None], None] = lambda _method, _status: None,
+    ) -> None:
         self._api = api
+        self._on_request = on_request
         self._namespace = namespace
 
     # -- reading --------------------------------------------------------------------------------------------
@@ -217,7 +223,9 @@ class KubernetesCluster:
                 content_type=content_type,
             )
         except kubernetes_client.NoAnswerError as error:
+            self._on_request(method, None)
             raise ClusterError(f"the API server does not answer: {error}") from error
+        self._on_request(method, response.status)
         if response.status >= 300:
             reply = _message(response.content)
             raise ClusterError(f"the API server rejects {method} {path}: {reply}", response.status, reply)

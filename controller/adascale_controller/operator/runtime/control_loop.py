@@ -19,6 +19,7 @@ from adascale_controller.operator.runtime.deregistration import Deregistration
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
 from adascale_controller.operator.runtime.job_follower import JobFollower
 from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
+from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.schedule.scheduler import Scheduler
@@ -61,6 +62,7 @@ class ControlLoop:
         settings: of the operator.
         resources: the watched resources.
         reader: the metrics service over connections of its own, to follow its jobs. None for `service`.
+        metrics: counts what is done. None for metrics that no one reads.
         on_progress: is called whenever the actions for a job are applied, and after each cycle.
         clock: returns seconds since 1970.
     """
@@ -74,6 +76,7 @@ class ControlLoop:
         resources: Collection[Resource],
         *,
         reader: AllocationService | None = None,
+        metrics: OperatorMetrics | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -82,7 +85,8 @@ class ControlLoop:
         self._resources = resources
         self._on_progress = on_progress
         self._clock = clock
-        self._errors = ErrorIsolation()
+        self._metrics = metrics or OperatorMetrics()
+        self._errors = ErrorIsolation(self._metrics.job_errors.inc)
         self._deregistration = Deregistration(service, settings.namespace)
         self._observer = Observer(PodSettings(api_url=settings.pod_api_url or settings.api_url))
         self._fetcher = LookupFetcher(cluster, cache.changed.set)
@@ -140,8 +144,10 @@ class ControlLoop:
 
     async def _timed_cycle(self, views: Mapping[str, JobView] | None) -> None:
         begun = time.process_time()
-        await self._cycle(views)
+        with self._metrics.cycle_duration.time():
+            await self._cycle(views)
         used = time.process_time() - begun
+        self._metrics.cycle_cpu.inc(used)
         interval = max(INTERVAL, (used + self._follower.refresh_cost) / MAX_IDLE_SHARE)
         self._follower.refresh_interval = interval
         # Each read of all jobs brings the next cycle; without one, time alone may change what is to be done.
@@ -166,6 +172,8 @@ class ControlLoop:
         decisions = await asyncio.to_thread(
             self._scheduler.schedule, runnable, snapshot.nodes, snapshot.pods, self._errors.isolate
         )
+        self._metrics.set_jobs(assessment.phase for assessment in assessments.values())
+        self._metrics.waiting.set(sum(decision.replicas == 0 for decision in decisions.values()))
         urgent, telemetry = [], []
         async for job in _in_slices(jobs):
             with self._errors.isolate(job.resource.id):
@@ -213,6 +221,10 @@ class ControlLoop:
 
         async def apply(job: ObservedJob, actions: Actions) -> None:
             async with limit:
+                if actions.allocate is not None:
+                    current = job.current_allocation
+                    before = 0 if current is None else current.replicas
+                    self._metrics.count_allocation(before, actions.allocate.replicas)
                 with self._errors.isolate(job.resource.id):
                     applied = await self._applier.apply(job, actions)
                     if applied.claim_created:
@@ -221,9 +233,12 @@ class ControlLoop:
                         self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
                         self._cache.changed.set()
                     self._errors.clear(job.resource.id)
+                self._metrics.pending.dec()
                 self._on_progress()
 
-        await asyncio.gather(*(apply(job, actions) for job, actions in planned))
+        jobs = list(planned)
+        self._metrics.pending.set(len(jobs))
+        await asyncio.gather(*(apply(job, actions) for job, actions in jobs))
 
     def _expect_allocated(self, job_id: str, view: AllocationView) -> None:
         self._follower.expect(job_id, view.version)

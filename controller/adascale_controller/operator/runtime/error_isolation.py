@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from adascale_client import ServiceError
@@ -13,9 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorIsolation:
-    """Logs each error of a job once and suppresses it."""
+    """Logs each error of a job once and suppresses it.
 
-    def __init__(self) -> None:
+    Args:
+        on_error: is called for each error.
+    """
+
+    def __init__(self, on_error: Callable[[], None] = lambda: None) -> None:
+        self._on_error = on_error
         self._last_errors: dict[str, str] = {}
         self.cache_is_stale = False
         """Whether an object at the API server was not as the caches have it."""
@@ -26,12 +31,14 @@ class ErrorIsolation:
         try:
             yield
         except (ClusterError, ServiceError) as error:
+            self._on_error()
             if self._is_new(job_id, str(error)):
                 logger.warning("%s: %s; retrying", job_id, error)
             self.cache_is_stale |= isinstance(error, ClusterError) and error.status in {404, 409}
         except Exception as error:
             # Broad on purpose: an object that no schema rules out, or a bug of ours, must not stop the
             # operator for all other jobs.
+            self._on_error()
             if self._is_new(job_id, repr(error)):
                 logger.exception("%s: unexpected error; the job is skipped", job_id)
 

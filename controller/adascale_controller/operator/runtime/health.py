@@ -1,4 +1,4 @@
-"""The liveness probe of the operator's pod."""
+"""The liveness probe and the metrics of the operator's pod."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from adascale_controller.operator.runtime.metrics import MEDIA_TYPE, OperatorMetrics
 from adascale_core.errors import AdaScaleError
 
 MAX_SILENCE = 120.0
@@ -21,9 +22,14 @@ class ProbeAddressError(AdaScaleError):
 
 
 class Health:
-    """Records the progress of the operator, once it has its lease."""
+    """Records the progress of the operator, once it has its lease.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: served beside the probe.
+    """
+
+    def __init__(self, metrics: OperatorMetrics) -> None:
+        self._metrics = metrics
         self._progress_at: float | None = None
 
     def record_progress(self) -> None:
@@ -37,7 +43,7 @@ class Health:
 
     @asynccontextmanager
     async def serve(self, address: str | None) -> AsyncIterator[None]:
-        """Answer `GET /healthz` at an address (HOST:PORT). None serves nothing.
+        """Answer `GET /healthz` and `GET /metrics` at an address (HOST:PORT). None serves nothing.
 
         Raises:
             ProbeAddressError: the address is invalid or in use.
@@ -47,6 +53,7 @@ class Health:
             return
         app = web.Application()
         app.router.add_get("/healthz", self._answer)
+        app.router.add_get("/metrics", self._answer_metrics)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
@@ -60,6 +67,9 @@ class Health:
             yield
         finally:
             await runner.cleanup()
+
+    async def _answer_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": MEDIA_TYPE})
 
     async def _answer(self, _request: web.Request) -> web.Response:
         if self.silence > MAX_SILENCE:

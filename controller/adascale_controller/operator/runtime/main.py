@@ -17,6 +17,7 @@ from adascale_controller.operator.runtime.control_loop import ControlLoop
 from adascale_controller.operator.runtime.health import Health
 from adascale_controller.operator.runtime.informers import run_informers, silence_event_logs
 from adascale_controller.operator.runtime.lease import LeaseElection
+from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.types.kubernetes import Resource
@@ -58,21 +59,24 @@ def run_operator(settings: OperatorSettings) -> None:
 
 async def _run(settings: OperatorSettings) -> None:
     await _load_config()
-    health = Health()
+    metrics = OperatorMetrics()
+    health = Health(metrics)
     async with client.ApiClient() as api, health.serve(settings.liveness):
-        await _run_until_signal(_run_as_leader(settings, api, health))
+        await _run_until_signal(_run_as_leader(settings, api, health, metrics))
 
 
-async def _run_as_leader(settings: OperatorSettings, api: client.ApiClient, health: Health) -> None:
+async def _run_as_leader(
+    settings: OperatorSettings, api: client.ApiClient, health: Health, metrics: OperatorMetrics
+) -> None:
     """Run once no other operator does."""
     if settings.lease_namespace is None:
-        await _run_control_loop(settings, api, health, [])
+        await _run_control_loop(settings, api, health, metrics, [])
         return
     lease = LeaseElection(api, settings.lease_namespace, names.CONTROLLER, settings.identity)
     logger.info("Waiting for the lease")
     await lease.acquire()
     try:
-        await _run_control_loop(settings, api, health, [lease.hold()])
+        await _run_control_loop(settings, api, health, metrics, [lease.hold()])
     finally:
         await lease.release()
 
@@ -81,20 +85,25 @@ async def _run_control_loop(
     settings: OperatorSettings,
     api: client.ApiClient,
     health: Health,
+    metrics: OperatorMetrics,
     background: list[Coroutine[Any, Any, None]],
 ) -> None:
     """Run the informers, the control loop and background tasks until one of them ends."""
-    cluster = KubernetesCluster(api, settings.namespace)
+    cluster = KubernetesCluster(api, settings.namespace, metrics.count_api_request)
     service, reader = (
         MetricsServiceClient(settings.api_url, token_file=settings.token_file) for _ in range(2)
     )
     cache = ObjectCache()
     resources = await _retry(lambda: _watched_resources(settings, cluster))
     loop = ControlLoop(
-        *(cache, cluster, service, settings, resources), reader=reader, on_progress=health.record_progress
+        *(cache, cluster, service, settings, resources),
+        reader=reader,
+        metrics=metrics,
+        on_progress=health.record_progress,
     )
     await _retry(loop.list_all)
     health.record_progress()
+    metrics.leader.set(1)
     logger.info("Running in %s", settings.namespace or "all namespaces")
     coroutines = [run_informers(cache, resources, settings), loop.run(), *background]
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
