@@ -353,6 +353,22 @@ def test_heartbeats_are_asked_for_less_frequently_with_many_replicas_and_expire_
     with_monitor(url, scenario)
 
 
+def test_setting_the_clock_back_keeps_no_replica_alive(url: str) -> None:
+    async def use(database: Database) -> None:
+        clock, wall = Clock(), Clock()
+        service = Service(database, None, Settings(), clock=wall, monotonic=clock)
+        first = Allocation(1, 1)
+        await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=wall()))
+        await register(service)
+        wall.now -= 3600
+        await pass_time(service, clock, HEARTBEAT_TIMEOUT)
+        assert await is_registered(service)
+        await pass_time(service, clock, HEARTBEAT_INTERVAL)
+        assert not await is_registered(service)
+
+    with_database(url, use)
+
+
 def test_no_replica_is_removed_because_the_machine_slept(url: str) -> None:
     async def scenario(service: Service, clock: Clock) -> None:
         await pass_time(service, clock, HEARTBEAT_TIMEOUT - 5)

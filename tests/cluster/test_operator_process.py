@@ -22,6 +22,7 @@ from adascale_core import names
 from api.client import TOKEN, ServiceProcess
 from cluster.conftest import Kubectl, fresh_namespace
 from cluster.system import JobUnderTest, System, job_manifest, wait_until
+from support.launch import free_port
 from support.operator_process import WRITES, OperatorProcess
 
 pytestmark = pytest.mark.cluster
@@ -193,17 +194,25 @@ def test_an_operator_takes_over_from_a_stopped_and_from_a_killed_one(place: Plac
     assert third.stop() == 0
 
 
+def cycles(port: int) -> int:
+    """The number of cycles, by the operator's metrics."""
+    text = urllib3.request("GET", f"http://127.0.0.1:{port}/metrics").data.decode()
+    name = "adascale_operator_cycle_duration_seconds_count"
+    return next(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(name))
+
+
 def test_an_idle_operator_makes_no_calls(place: Place) -> None:
     jobs = [place.submit(f"idle-{number}", suspend=True) for number in range(5)]
-    operator = place.operator()
+    port = free_port()
+    operator = place.operator("--liveness", f"127.0.0.1:{port}")
     wait_until(lambda: all(job.status().get("state") == "Suspended" for job in jobs), "all of them suspended")
     observed: list[Counter[str]] = []
 
     def is_quiet() -> bool:
         """Whether the operator sent nothing to the cluster in some cycles."""
         versions = [job.raw()["metadata"]["resourceVersion"] for job in jobs]
-        before = operator.calls
-        wait_until(lambda: (operator.calls - before)["service GET jobs"] > IDLE_CYCLES, "some more cycles")
+        before, first = operator.calls, cycles(port)
+        wait_until(lambda: cycles(port) > first + IDLE_CYCLES, "some more cycles")
         made = operator.calls - before
         print(dict(made))
         observed.append(made)
