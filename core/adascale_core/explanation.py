@@ -198,7 +198,9 @@ class _Explainer:
         if not counts:
             yield LimitView(LimitKind.BOUNDS, utility.reason(0))
             return
-        yield LimitView(LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid")
+        size = job.bounds.local_bsz_limit
+        memory = "" if size is None else f", and memory holds local batches of at most {size}"
+        yield LimitView(LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid{memory}")
         if job.limit is not None:
             yield LimitView(LimitKind.SCHEDULING, f"at most {job.limit} replicas may be scheduled at present")
         total = self._room.total

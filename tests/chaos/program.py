@@ -7,8 +7,8 @@ of the state, and compares itself with the order of the samples after every step
 
 Environment: CHAOS_FOLDER, the folder of the journals and results; PACE, the seconds that a sample takes;
 CHAOS_BUG, an error that the harness must find: `lose` trains no gradient of one sample of a step, `repeat`
-counts one twice, `diverge` changes the weights when a process starts; CHAOS_FITS, where batches of more than
-a number of samples do not fit into memory: `model 5` or `loss 5`.
+counts one twice, `diverge` changes the weights when a process starts; CHAOS_FITS, how many samples fit into
+memory, in the model and in the loss function: `8 5`.
 """
 
 import faulthandler
@@ -108,7 +108,7 @@ class Network(nn.Module):
         self.seen = nn.Parameter(torch.zeros(SAMPLES))
 
     def forward(self, index: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        require_memory("model", len(x))
+        require_memory(0, len(x))
         return self.last(self.norm(self.first(x))), self.seen[index]
 
 
@@ -117,11 +117,11 @@ folder = Path(os.environ["CHAOS_FOLDER"])
 pace = float(os.environ["PACE"])
 bug = os.environ.get("CHAOS_BUG", "")
 
-short, fits = os.environ.get("CHAOS_FITS", "nowhere 0").split()
+fits = os.environ.get("CHAOS_FITS", f"{SAMPLES} {SAMPLES}").split()
 
 
-def require_memory(place: str, samples: int) -> None:
-    if place == short and samples > int(fits):
+def require_memory(place: int, samples: int) -> None:
+    if samples > int(fits[place]):
         raise torch.OutOfMemoryError(f"{samples} samples do not fit")
 
 
@@ -149,7 +149,7 @@ def train() -> None:
             for index, x, y in trainer.dataloader(dataset):
                 optimizer.zero_grad()
                 logits, seen = network(index, x)
-                require_memory("loss", len(x))
+                require_memory(1, len(x))
                 weights = torch.ones(len(index))
                 if ledger.steps == BUGGY_STEP and trainer.is_main:
                     weights[0] = {"lose": 0.0, "repeat": 2.0}.get(bug, 1.0)

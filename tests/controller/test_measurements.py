@@ -8,6 +8,8 @@ import pytest
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
+from adascale_core.batch import candidate_plans
+from adascale_core.goodput_table import candidate_counts
 from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
 from adascale_core.views import JobView
 
@@ -37,6 +39,16 @@ def test_a_job_is_stable_from_the_first_report_of_its_generation() -> None:
     state = measurements.job_state(JOB, view(1, REPORT), 1000)
     assert (state.stable_since, state.remaining, state.largest) == (6.0, 990.0, 2)
     assert state.restart_seconds == DEFAULT_DOWNTIME
+
+
+def test_the_decision_knows_which_counts_need_batches_that_do_not_fit() -> None:
+    job = Job("default.digits", JobSpec(8, 64, (5, 16), 1, 4, 1000))
+    for limit, counts in ((None, (1, 2, 3, 4)), (7, (2, 3, 4))):
+        limited = replace(view(1, REPORT), local_bsz_limit=limit)
+        state = JobMeasurements().job_state(job, limited, 1000)
+        assert candidate_counts(state.bounds, 1, 4) == counts
+        plans = [plan for count in counts for plan in candidate_plans(state.bounds, count)]
+        assert max(plan.local_bsz for plan in plans) == (limit or 16)
 
 
 def test_a_job_is_not_stable_while_another_allocation_is_desired_or_a_replica_is_lost() -> None:

@@ -47,6 +47,13 @@ def given_by(view: DecisionView, count: int) -> Mapping[str, int]:
     return {each.job: each.replicas for each in found.given}
 
 
+def test_the_bounds_name_what_fits_into_memory() -> None:
+    state = job("a")
+    limit = state.bounds.lower
+    view = explained([replace(state, bounds=state.bounds.with_limit(limit))], 8)["a"]
+    assert f"memory holds local batches of at most {limit}" in view.limits[0].reason
+
+
 # -- cases ----------------------------------------------------------------------------------------------
 
 

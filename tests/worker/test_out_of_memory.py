@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
+from adascale_worker import ElasticTrainer
 from adascale_worker.out_of_memory import forward_without_graph, is_out_of_memory
 from support.launch import wait_until
 from support.members import Members, Trainer, TrainerStarter
-from support.training import MakeTrainer, samples, sgd, train
+from support.training import MakeTrainer, adamw, samples, sgd, train
 
 BOUNDS = {"batch_size": 32, "max_batch_size": 48, "local_bsz_bounds": [2, 16]}
 """Two replicas begin with local batches of 16."""
@@ -66,6 +67,26 @@ def network_with(memory: Memory) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def train_in_mixed_precision(trainer: ElasticTrainer, model: nn.Module) -> list[list[int]]:
+    """Train two epochs with autocast, a GradScaler and clipping, and return the indices of each batch."""
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+    batches = []
+    for epoch in range(2):
+        for index, x, y in trainer.dataloader(samples(48)):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            batches.append(index.tolist())
+        trainer.step(epoch)
+    return batches
+
+
 @pytest.mark.parametrize("place", ["forward", "with graph", "backward"])
 def test_the_samples_of_a_step_that_does_not_fit_follow_in_smaller_batches(
     make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], place: str
@@ -73,13 +94,17 @@ def test_the_samples_of_a_step_that_does_not_fit_follow_in_smaller_batches(
     def run(place: str, **bounds: Any) -> tuple[list[list[int]], dict[str, Tensor]]:
         trainer = make_trainer(batch_size=12, **bounds)
         model = network_with(Memory(place))
-        optimizer = sgd(model)
-        trainer.program_reentry(model, optimizer)
-        batches = train(trainer, model, optimizer, epochs=range(2), data=samples(48))
+        if is_mixed:
+            batches = train_in_mixed_precision(trainer, model)
+        else:
+            optimizer = sgd(model)
+            trainer.program_reentry(model, optimizer)
+            batches = train(trainer, model, optimizer, epochs=range(2), data=samples(48))
         assert trainer.steps == 8
         trainer.close()
         return batches, model.state_dict()
 
+    is_mixed = place == "with graph"
     batches, state = run(place)
     # 12 and 6 samples did not fit; limits are half way to what has fit, which is nothing yet.
     assert [len(batch) for batch in batches] == [12, 6, *[3] * 32]
