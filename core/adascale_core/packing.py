@@ -230,6 +230,8 @@ class Packing:
         """Kind -> position of the first node that may have room, and the length of `_freed` at that time."""
         self._freed: list[int] = []
         """The nodes from which replicas were removed, in the order of time."""
+        self._room: dict[int, tuple[int, int]] = {}
+        """Kind -> how many replicas found room in an attempt that failed, and the length of `_freed` then."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -270,13 +272,12 @@ class Packing:
         if demand.one_node and not demand.placed:
             # No replica is placed yet, so all of them may use another node.
             self._remove(demand, list(before))
-        if self.keep_placed(demand, count) and self.place_new(demand, count):
-            return True
-        changed = [rank for rank, node in self._nodes[job].items() if before.get(rank) != node]
-        self._remove(demand, changed)
-        for rank, node in before.items():
-            if rank not in self._nodes[job]:
-                self._add(demand, rank, node)
+        room, seen = self._room.get(demand.kind, (0, -1))
+        if seen != len(self._freed) or new <= room or demand.one_node:
+            first = self._first.get(demand.kind)
+            if self.keep_placed(demand, count) and self.place_new(demand, count):
+                return True
+            self._restore(demand, before, first)
         work = (len(self._nodes) + 1) * len(self._free)
         if not always_repack and work > self._budget:
             return False
@@ -286,7 +287,34 @@ class Packing:
             return False
         self._free, self._new, self._nodes = repacked._free, repacked._new, repacked._nodes
         self._total, self._first, self._freed = repacked._total, repacked._first, repacked._freed
+        self._room = repacked._room
         return True
+
+    def _restore(
+        self, demand: IndexedDemand, before: Mapping[int, int], first: tuple[int, int] | None
+    ) -> None:
+        """Undo a failed attempt to give a job more replicas.
+
+        Args:
+            demand: of the job.
+            before: rank -> node, before the attempt.
+            first: what `_first` had for this kind before the attempt.
+        """
+        ranks = self._nodes[demand.job]
+        changed = [rank for rank, node in ranks.items() if before.get(rank) != node]
+        if not demand.one_node and not demand.placed:
+            self._room[demand.kind] = len(changed), len(self._freed)
+        freed = len(self._freed)
+        self._remove(demand, changed)
+        for rank, node in before.items():
+            if rank not in ranks:
+                self._add(demand, rank, node)
+        # All nodes are as before, so no kind has to look at them again.
+        del self._freed[freed:]
+        if first is None:
+            self._first.pop(demand.kind, None)
+        else:
+            self._first[demand.kind] = first
 
     def keep_placed(self, demand: IndexedDemand, count: int) -> bool:
         """Add the replicas below rank `count` that are placed on a node.
