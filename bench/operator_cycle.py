@@ -4,8 +4,9 @@
 
 The real control loop runs with an API server and a metrics service in memory, in which pods start and agents
 register at once. When all jobs train, it measures cycles in which nothing has changed, cycles after a change
-of one job (its spec, a new job, a lost pod), and cycles after new reports of all jobs. The memory is that of
-the process, with the objects of the API server.
+of one job (its spec, a new job, a lost pod), and cycles after new reports of all jobs. Then the loop runs for
+a while in which nothing changes, as it does beside a cluster. The memory is that of the process, with the
+objects of the API server.
 """
 
 # ruff: noqa: ARG002 -- the API server in memory has the arguments of the real one.
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=500)
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
     parser.add_argument("--rounds", type=int, default=5, help="measured cycles of each kind")
+    parser.add_argument("--seconds", type=float, default=30.0, help="in which nothing changes")
     parser.add_argument("--profile", action="store_true", help="print what the idle cycles spend time on")
     asyncio.run(measure(parser.parse_args()))
 
@@ -97,6 +99,11 @@ async def measure(arguments: argparse.Namespace) -> None:
         print(f"{name:32}{1000 * median(times):10.0f}")
         if arguments.profile and name == "nothing has changed":
             pstats.Stats(profile).sort_stats("cumulative").print_stats(40)
+    cpu, reads, writes = await world.idle(arguments.seconds)
+    per_minute = 60 / arguments.seconds
+    print(f"{'idle, % of a core':32}{100 * cpu / arguments.seconds:10.1f}")
+    print(f"{'idle, reads of all jobs a minute':32}{per_minute * reads:10.1f}")
+    print(f"{'idle, writes a minute':32}{per_minute * writes:10.1f}")
     print(f"{'peak memory, MiB':32}{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:10.0f}")
 
 
@@ -107,6 +114,7 @@ class World:
         self.objects: dict[Resource, dict[str, Object]] = {kind: {} for kind in RESOURCES}
         self.jobs: dict[str, ServiceJob] = {}
         self.writes = 0
+        self.reads = 0
         self._version = 0
         self._gpus = gpus
         self._free = {}
@@ -144,6 +152,17 @@ class World:
         self._run_pods()
         self._run_agents()
         return seconds
+
+    async def idle(self, seconds: float) -> tuple[float, int, int]:
+        """Run the loop while nothing changes. Returns the processor time in seconds, the reads of all jobs of
+        the metrics service, and the writes."""
+        running = asyncio.create_task(self._loop.run())
+        await asyncio.sleep(5)
+        begun, reads, writes = time.process_time(), self.reads, self.writes
+        await asyncio.sleep(seconds)
+        used = time.process_time() - begun
+        running.cancel()
+        return used, self.reads - reads, self.writes - writes
 
     def write(self, kind: Resource, raw: Object) -> Object:
         """Store a new version of an object."""
@@ -372,6 +391,7 @@ class InMemoryService:
 
     def read_jobs(self) -> JobList:
         """Return all jobs."""
+        self._world.reads += 1
         return JobList([job.view() for job in self._jobs.values()], None, "")
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:

@@ -207,13 +207,21 @@ def post(port: int, token: str, client: int, seconds: float, size: int) -> Resul
             body = f"[{body}]" if size > 1 else body
             connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
             answer = b""
-            while not answer.endswith(b"}}"):
+            while not is_complete(answer):
                 answer += connection.recv(65536)
             if not answer.startswith(b"HTTP/1.1 200 ") or expected not in answer:
                 sys.exit(f"unexpected answer: {answer.decode()}")
             latencies.append(time.perf_counter() - now)
             step += size
         return Result(len(latencies), step, time.perf_counter() - started, latencies)
+
+
+def is_complete(answer: bytes) -> bool:
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    if not separator:
+        return False
+    length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+    return len(body) == int(length)
 
 
 def total(port: int, job: str) -> int:
