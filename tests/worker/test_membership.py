@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.members import Members, TrainerStarter
 
+EVALUATES = Path(__file__).parents[1] / "support" / "programs" / "evaluates.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 
 
@@ -131,3 +133,38 @@ def test_weights_and_samples_survive_kills_and_freezes_at_any_moment(
             job.release(member)
     assert job.finish() == expected
     assert job.require_complete_stream() == calm.require_complete_stream()
+
+
+def results_of(job: Members) -> dict[str, list[Any]]:
+    """Return the results of all evaluations, by replica."""
+    return {
+        path.name.removeprefix("results-"): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (job.folder / "journal").glob("results-*")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_that_is_killed_in_an_evaluation_does_not_change_its_result(
+    make_members: Callable[..., Members], victim: int
+) -> None:
+    calm = make_members("calm", PROGRAM=EVALUATES)
+    calm.activate(calm.start(2))
+    expected = calm.finish()
+    results = results_of(calm)
+    assert results["0"] == results["1"]
+    assert [epoch for epoch, _ in results["0"]] == [0, 1, 2, 3]
+
+    job = make_members("killed", PROGRAM=EVALUATES, WAITS=victim)
+    *members, spare = job.start(3)
+    job.activate(members)
+    folder = job.folder / "journal"
+    # The buffers of rank 0 are there then.
+    job.wait(lambda: len(list(folder.glob("evaluates-*"))) == 2, "both evaluate")
+    members[victim].kill()
+    survivor = members[1 - victim]
+    job.wait_holding([survivor])
+    job.activate([survivor, spare])
+    assert job.finish() == expected
+    assert results_of(job)[str(survivor.replica)] == results["0"]
+    assert results_of(job)[str(spare.replica)] == results["0"][2:]

@@ -85,6 +85,22 @@ def test_a_checkpoint_is_saved_at_the_first_step_and_once_when_it_is_due(
     assert results[1]["saved"] == []
 
 
+def test_an_evaluation_is_shared_out_without_padding_and_has_the_same_result_on_all_replicas(
+    results: list[dict[str, Any]],
+) -> None:
+    shared, alone = (results[0]["evaluation"][kind] for kind in ("shared", "alone"))
+    other = results[1]["evaluation"]["shared"]
+    assert shared[:2] == other[:2]
+    assert sorted(shared[2] + other[2]) == list(range(43))
+    assert (len(shared[2]), len(other[2])) == (23, 20)
+    assert shared[0]["samples"] == 43
+    assert isinstance(shared[0]["positive"], int)
+    # One replica that evaluates alone gets all samples, and the same numbers to the last bit.
+    assert sorted(alone[2]) == list(range(43))
+    assert alone[:2] == shared[:2]
+    assert [result["evaluation"]["buffers"] for result in results] == [0.0, 0.0], "those of rank 0"
+
+
 @pytest.mark.slow
 def test_the_example_trains_on_one_replica() -> None:
     output = python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adascale_worker.adascale import AdaScale as AdaScale
     from adascale_worker.errors import StaleBatchSizeError as StaleBatchSizeError
+    from adascale_worker.evaluation import Evaluation as Evaluation
     from adascale_worker.scaling_rules import SecondMomentOptimizer as SecondMomentOptimizer
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
     from adascale_worker.trainer import ReentryState as ReentryState
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AdaScale": "adascale_worker.adascale",
     "ElasticTrainer": "adascale_worker.trainer",
+    "Evaluation": "adascale_worker.evaluation",
     "ReentryState": "adascale_worker.trainer",
     "SecondMomentOptimizer": "adascale_worker.scaling_rules",
     "StaleBatchSizeError": "adascale_worker.errors",
@@ -26,6 +28,7 @@ _MODULE_OF = {
 __all__ = [
     "AdaScale",
     "ElasticTrainer",
+    "Evaluation",
     "ReentryState",
     "SecondMomentOptimizer",
     "StaleBatchSizeError",

@@ -114,6 +114,22 @@ class DataFeed:
             self._seed = state["seed"]
 
 
+def require_evaluable(dataset: Sized, options: dict[str, Any]) -> None:
+    """Check a data set for evaluation, and the arguments for DataLoader.
+
+    Raises:
+        DatasetError: the data set has no length, no items by index, or no items; or an option would choose
+            the batches.
+    """
+    if conflicting := _CHOSEN_BY_TRAINER & set(options):
+        raise DatasetError(
+            f"evaluation() got {', '.join(sorted(conflicting))}, but the trainer chooses the batches: pass "
+            "batch_size alone, or use a DataLoader of your own on each replica"
+        )
+    if _indexed_length(dataset) == 0:
+        raise DatasetError(f"the data set (type {type(dataset).__name__}) has 0 samples")
+
+
 def _indexed_length(dataset: Sized) -> int:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):

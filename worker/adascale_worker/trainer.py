@@ -39,11 +39,12 @@ from adascale_worker.backward_guard import BackwardGuard
 from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
-from adascale_worker.data_feed import DataFeed
+from adascale_worker.data_feed import DataFeed, require_evaluable
 from adascale_worker.data_loop import DataLoop
 from adascale_worker.data_parallel import DataParallelModel, warm_up
 from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError, exit_code
+from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
@@ -145,6 +146,7 @@ class ElasticTrainer:
         self._other_optimizers: OtherOptimizers | None = None
         self._backward_guard: BackwardGuard | None = None
         self._accumulation: GradientAccumulation | None = None
+        self._model: torch.nn.Module | None = None
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -419,10 +421,10 @@ class ElasticTrainer:
             optimizer, lambda: checks.has_stepped or not loop.inside_epoch
         )
         self._other_optimizers.install()
-        self._loop, self._accumulation = loop, accumulation
+        self._loop, self._accumulation, self._model = loop, accumulation, model
         self._watchdog = StepWatchdog(
             trainer.telemetry.step_timer,
-            lambda: loop.inside_epoch,
+            lambda: loop.inside_epoch and not loop.is_evaluating,
             lambda: f"rank {self.rank}",
             lambda: self.replicas,
             environment.read_step_timeout(os.environ),
@@ -547,6 +549,43 @@ class ElasticTrainer:
         self._trainer.progress.target = self._trainer.target(stream.length)
         self._trainer.planner.acknowledge()
         return DataLoop(loop.epoch(dataset, stream, options))
+
+    def evaluation(
+        self, dataset: Sized, *, batch_size: int, model: torch.nn.Module | None = None, **options: Any
+    ) -> Evaluation:
+        """Return an iterator over batches for evaluation, which shares them out over the replicas.
+
+        Call it on all replicas, with `model.eval()` and without gradients, between two epochs, after
+        training, or inside the data loop:
+
+            evaluation = trainer.evaluation(test_set, batch_size=256)
+            for x, y in evaluation:
+                evaluation.add(correct=(model(x).argmax(1) == y).sum())
+            accuracy = evaluation.means["correct"]
+
+        Each batch of `batch_size` samples, the last of which may be smaller, is delivered to one replica. The
+        results are those of the whole data set, on all replicas. If a replica is lost meanwhile, or does not
+        evaluate, each of the others also gets its batches. With one replica this is a plain loop.
+
+        Args:
+            dataset: has a length and items by index.
+            batch_size: samples of a batch.
+            model: the model that is evaluated, such as an averaged copy. Its buffers become those of rank 0.
+                Default: the one passed to `program_reentry`.
+            options: arguments for `torch.utils.data.DataLoader`.
+
+        Raises:
+            DatasetError: the data set has no length, no items by index, or no items; or an option would
+                choose the batches.
+            WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
+        """
+        loop = self._require_loop()
+        require_evaluable(dataset, options)
+        if batch_size < 1:
+            raise WorkerError(f"trainer.evaluation() got batch_size={batch_size}: it must be at least 1")
+        assert self._model is not None
+        exchange = loop.begin_evaluation()
+        return Evaluation(dataset, batch_size, model or self._model, exchange, options, loop.end_evaluation)
 
     def step(self, epoch: int) -> None:
         """End the epoch `epoch`. Call it after the data loop of each epoch.

@@ -9,6 +9,8 @@ if a batch does not fit into the memory of one, with a lower limit of the local 
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
 import traceback
@@ -26,6 +28,7 @@ from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import CheckpointError, ReplicationError, WorkerError
+from adascale_worker.evaluation import Exchange
 from adascale_worker.loop_checks import LoopChecks, check_optimizer_parameters
 from adascale_worker.loop_departures import LoopDepartures
 from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
@@ -55,6 +58,9 @@ MAX_REASON = 200
 
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
+
+TRAINS = "trains"
+"""The event that a replica announces with the place that it has reached, for those that evaluate."""
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -112,6 +118,11 @@ class TrainingLoop:
         self.step_calls = 0
         """Calls of `optimizer.step()` so far."""
         self._skipped_steps = 0
+        self.is_evaluating = False
+        """Whether the program is inside a loop over `ElasticTrainer.evaluation`."""
+        self._evaluations = 0
+        """Evaluations at `_evaluated_at` so far."""
+        self._evaluated_at: tuple[int, int, bool] | None = None
         self._stepped_at = float("-inf")
         self._delivered = 0
         self._inside_epoch = False
@@ -264,6 +275,8 @@ class TrainingLoop:
             self._overtaken_epoch = self._epoch_of_program
 
     def _announce_place(self) -> None:
+        if self._is_looping and self._overtaken_epoch is None:
+            self._announce_training()
         epoch, has_looped = self._trainer.progress.epoch, self._current_epoch is not None
         if self._is_looping or (has_looped and epoch <= self._epoch_of_program):
             self._departures.begin_generation(self._epoch_of_program, inside=self._is_looping)
@@ -284,8 +297,9 @@ class TrainingLoop:
 
     def explain_stall(self) -> str | None:
         """Return an error message if the present step cannot end because others have left their loop."""
-        if not self._inside_epoch or self._trainer.group.has_failed:
+        if not self._inside_epoch or self.is_evaluating or self._trainer.group.has_failed:
             return None
+        self._announce_training(is_waiting=True)
         return self._departures.find_failure(self._trainer.progress.step)
 
     def _recover(self) -> None:
@@ -475,6 +489,7 @@ class TrainingLoop:
             )
         trainer, group = self._trainer, self._trainer.group
         self.step_calls += 1
+        self.is_evaluating = False
         self._unregistered_scaler.check()
         trainer.planner.require_acknowledged()
         if self._model.has_missed_exchange:
@@ -498,6 +513,8 @@ class TrainingLoop:
             return
         sums = self.adascale.flags_sum
         self._skipped_steps = 0
+        # What this step has changed stays, also if members are lost before the next.
+        self._buffers.begin_step()
         trainer.progress.advance(self.adascale.gain(), self._delivered)
         trainer.planner.finished_step()
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
@@ -513,6 +530,40 @@ class TrainingLoop:
         except PeersLostError:
             # The step is made. What follows it waits for the next generation.
             return
+
+    # -- evaluation -------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> Exchange:
+        """Return how the replicas exchange the results of the evaluation that begins."""
+        progress, inside = self._trainer.progress, self._inside_epoch
+        place = (progress.epoch, progress.step, inside)
+        self._evaluations = self._evaluations + 1 if place == self._evaluated_at else 1
+        self._evaluated_at = place
+        self._trainer.telemetry.step_timer.pause()
+        self.is_evaluating = True
+        # A replica passes an evaluation outside of a loop when it begins a loop of the same epoch.
+        before = (progress.epoch, progress.step, int(inside))
+
+        def has_passed() -> set[int]:
+            values = self._trainer.group.announced(TRAINS) or ()
+            return {rank for rank, value in enumerate(values) if value and tuple(json.loads(value)) > before}
+
+        name = f"evaluation/{progress.epoch}/{progress.step}/{int(inside)}/{self._evaluations}"
+        return Exchange(self._trainer.group, name, has_passed)
+
+    def end_evaluation(self) -> None:
+        """Continue with training."""
+        self._trainer.telemetry.step_timer.pause()
+        self.is_evaluating = False
+
+    def _announce_training(self, *, is_waiting: bool = False) -> None:
+        """Let replicas that evaluate know that this one trains, or waits in a step."""
+        progress = self._trainer.progress
+        self._announce_passed([progress.epoch, progress.step, 2 if is_waiting else 1])
+
+    def _announce_passed(self, place: list[float]) -> None:
+        """Let replicas that evaluate know that this one takes no part in evaluations before a place."""
+        self._trainer.group.announce(TRAINS, json.dumps(place))
 
     @property
     def steps(self) -> int:
@@ -626,6 +677,7 @@ class TrainingLoop:
         place = (trainer.generation, planner.plan)
         self._leave_loop(early=True)
         self._departures.wait()
+        self._announce_training()
         self._epoch_of_program = progress.epoch
         self._is_looping, self._left_loop = True, False
         self._current_epoch = this_epoch = object()
@@ -716,6 +768,7 @@ class TrainingLoop:
                 "with the epoch that program_reentry returns, and call trainer.step(epoch) once per epoch"
             )
         self._require_loop_in_epoch(epoch)
+        self._announce_passed([epoch, math.inf])
         self._accumulation.restart_step()
         trainer.progress.epoch += 1
         if trainer.finished:
@@ -779,6 +832,7 @@ class TrainingLoop:
             except NonFiniteWeightsError as error:
                 return error
         unfinished = trainer.unfinished
+        self._announce_passed([math.inf])
         if self._finish_request is not None and not trainer.finished:
             return self._finished_alone()
         try:

@@ -160,6 +160,33 @@ def evaluation_on_rank_0() -> dict[str, Any]:
     return {}
 
 
+def evaluation_on_all() -> dict[str, Any]:
+    """Share out an evaluation whose batches and samples do not divide evenly; only rank 0 makes the last."""
+    trainer = ElasticTrainer(batch_size=8)
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2))
+    trainer.program_reentry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.add_(trainer.rank)
+    model.eval()
+
+    def evaluate() -> tuple[dict[str, float], dict[str, float], list[int]]:
+        evaluation = trainer.evaluation(TensorDataset(torch.arange(43), features[:43]), batch_size=5)
+        delivered = []
+        with torch.no_grad():
+            for index, x in evaluation:
+                delivered += index.tolist()
+                output = model(x)
+                evaluation.add(loss=output.sum(), samples=len(x), positive=(output > 0).sum())
+        return evaluation.sums, evaluation.means, delivered
+
+    shared = evaluate()
+    alone = evaluate() if trainer.is_main else None
+    next(trainer.dataloader(dataset))
+    return {"evaluation": {"shared": shared, "alone": alone, "buffers": float(next(model.buffers())[0])}}
+
+
 def skip_time(seconds: float) -> None:
     """Advance the clock of this process."""
     monotonic = time.monotonic
@@ -190,6 +217,13 @@ def saves() -> dict[str, Any]:
 
 
 results: dict[str, Any] = {}
-for case in (model_with_unused_parameters, micro_batches, copies_of_the_model, evaluation_on_rank_0, saves):
+for case in (
+    evaluation_on_all,
+    model_with_unused_parameters,
+    micro_batches,
+    copies_of_the_model,
+    evaluation_on_rank_0,
+    saves,
+):
     results |= case()
 (OUT / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
