@@ -127,6 +127,26 @@ def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "result"), [("cnn", r"test accuracy ([6-9][\d.]+)%"), ("gpt", r"test loss ([1-4][\d.]+) bits")]
+)
+def test_the_examples_with_adamw_and_bfloat16_train_on_two_replicas(
+    tmp_path: Path, name: str, result: str
+) -> None:
+    output = python(
+        *TORCHRUN,
+        "2",
+        str(EXAMPLE.with_name(f"{name}.py")),
+        ADASCALE_SCALE_INVARIANT_STEPS=200,
+        ADASCALE_CHECKPOINT_DIR=tmp_path,
+    )
+    assert len(re.findall(result, output)) == 1, output
+    manifest = json.loads(sorted(tmp_path.glob("*.json"))[-1].read_text())
+    assert manifest["finished"]
+    assert manifest["progress"] >= 200
+
+
+@pytest.mark.slow
 def test_three_restarted_replicas_round_like_replicas_that_continue() -> None:
     undisturbed, *disturbed = python(*TORCHRUN, "3", str(PROGRAMS / "buckets.py")).split()
     assert disturbed == [undisturbed] * 2
