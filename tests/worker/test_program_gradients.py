@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.errors import WorkerError
@@ -102,6 +103,19 @@ def test_the_gradient_is_there_when_the_step_is_complete(make_trainer: MakeTrain
     assert seen == [False, False, True]
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_an_averaged_model_is_updated_once_per_step(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer, averaged = sgd(model), AveragedModel(model)
+    trainer.program_reentry(model, optimizer, register={"averaged": averaged})
+    for _, x, y in trainer.dataloader(samples()):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+        if trainer.made_step:
+            averaged.update_parameters(model)
+    assert int(averaged.n_averaged) == trainer.steps == 4
 
 
 def test_several_backward_passes_for_a_micro_batch_add_up(make_trainer: MakeTrainer) -> None:

@@ -252,6 +252,15 @@ class ElasticTrainer:
         assert self._accumulation is not None
         return self._accumulation.at_last_micro_batch
 
+    @property
+    def made_step(self) -> bool:
+        """Whether the last `optimizer.step()` has changed the weights.
+
+        False after a micro-batch that does not complete a step, a step that was discarded because replicas
+        were lost, and a step that a GradScaler has skipped.
+        """
+        return self._require_loop().made_step
+
     def get_local_bsz(self) -> int:
         """Return the local batch size of the current epoch (b): samples per micro-batch on each replica."""
         self._trainer.planner.acknowledge()

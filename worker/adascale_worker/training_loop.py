@@ -115,6 +115,8 @@ class TrainingLoop:
         self._fast_exit = fast_exit
         self._agreement = Agreement()
         self._unregistered_scaler = UnregisteredScaler(scaler_of(program.registered.values()))
+        self.made_step = False
+        """Whether the last `optimizer.step()` has changed the weights."""
         self.step_calls = 0
         """Calls of `optimizer.step()` so far."""
         self._skipped_steps = 0
@@ -489,6 +491,7 @@ class TrainingLoop:
             )
         trainer, group = self._trainer, self._trainer.group
         self.step_calls += 1
+        self.made_step = False
         self.is_evaluating = False
         self._unregistered_scaler.check()
         trainer.planner.require_acknowledged()
@@ -513,6 +516,7 @@ class TrainingLoop:
             return
         sums = self.adascale.flags_sum
         self._skipped_steps = 0
+        self.made_step = True
         # What this step has changed stays, also if members are lost before the next.
         self._buffers.begin_step()
         trainer.progress.advance(self.adascale.gain(), self._delivered)
@@ -585,6 +589,7 @@ class TrainingLoop:
         self._checks.check_step(inside_epoch=self._inside_epoch)
         self._accumulation.advance()
         self._trainer.telemetry.step_timer.pause()
+        self.made_step = False
         self._skipped_steps += 1
         if self._skipped_steps == MAX_SKIPPED_STEPS:
             raise NonFiniteWeightsError(
