@@ -31,6 +31,7 @@ from adascale_api.database import Database
 from adascale_api.store import jobs, replicas, reports
 from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
 from adascale_core.names import ENV_TOKEN, HEARTBEAT_INTERVAL, REPORT_INTERVAL
+from adascale_core.pacing import REPORTS_PER_POST
 
 
 def main() -> None:
@@ -184,7 +185,7 @@ async def run_agent(
                 counts["heartbeats"] += 1
                 next_heartbeat += options.heartbeat
             if index == 0 and time.monotonic() >= next_report:
-                size = max(int(options.report / REPORT_INTERVAL), 1)
+                size = max(int(min(options.report / REPORT_INTERVAL, REPORTS_PER_POST)), 1)
                 body = [replace(REPORT, step=step + number).to_json() for number in range(size)]
                 step += size
                 await send("POST", f"{path}/gain", body)
