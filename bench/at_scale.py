@@ -295,15 +295,16 @@ class Agents:
         url: the metrics service.
         heartbeat: seconds between two heartbeats of an agent.
         report: seconds between two reports of a job.
+        token: a token that may write for all jobs.
     """
 
-    def __init__(self, url: str, heartbeat: float, report: float) -> None:
+    def __init__(self, url: str, heartbeat: float, report: float, token: str = TOKEN) -> None:
         self.url = url
         self.agents: dict[str, Agent] = {}
         self.changes = 0
         self._heartbeat = heartbeat
         self._report = report
-        self._transport = Transport(url, TOKEN, None)
+        self._transport = Transport(url, token, None)
         self._due: PriorityQueue[tuple[float, int, Agent]] = PriorityQueue()
         self._number = 0
         self._steps: dict[str, int] = {}

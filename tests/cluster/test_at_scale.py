@@ -1,0 +1,143 @@
+"""Many jobs on simulated nodes (KWOK): an operator that ends, however it does, changes none of them.
+
+The agents are played by the benchmark `bench/at_scale.py`; the pods have no processes.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client
+
+from adascale_core import names
+from api.client import TOKEN, ServiceProcess
+from cluster.conftest import fresh_namespace
+from cluster.system import wait_until
+from support.operator_process import OperatorProcess
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from at_scale import Agents, manifest
+
+pytestmark = pytest.mark.cluster
+
+JOBS = 50
+PATIENCE = 60.0
+
+
+class Jobs:
+    """The jobs of a namespace."""
+
+    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+        self._objects: Any = client.CustomObjectsApi(api)
+        self._core: Any = client.CoreV1Api(api)
+        self._batch: Any = client.BatchV1Api(api)
+        self._namespace = namespace
+
+    def submit(self, number: int) -> None:
+        """Create a job of one replica, whose count no report changes."""
+        body = manifest(f"job-{number:02d}", number % 5)
+        body["spec"]["maxReplicas"] = 1
+        self._objects.create_namespaced_custom_object(
+            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, body
+        )
+
+    def states(self) -> list[str]:
+        """The states of all jobs."""
+        found = self._objects.list_namespaced_custom_object(
+            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL
+        )
+        return [raw.get("status", {}).get("state", "") for raw in found["items"]]
+
+    def edit(self, number: int, limit: int) -> None:
+        """Change what has no effect on the pods of a job."""
+        self._objects.patch_namespaced_custom_object(
+            *(names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, f"job-{number:02d}"),
+            {"spec": {"backoffLimit": limit}},
+        )
+
+    def is_observed(self, number: int) -> bool:
+        """Whether an operator has seen the last edit of a job."""
+        raw = self._objects.get_namespaced_custom_object(
+            *(names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, f"job-{number:02d}")
+        )
+        return bool(raw["status"].get("observedGeneration") == raw["metadata"]["generation"])
+
+    def made(self) -> dict[str, Any]:
+        """What must stay as it is: pods, Indexed Jobs with their sizes, and the generations."""
+        pods = self._core.list_namespaced_pod(self._namespace, label_selector=names.LABEL_JOB).items
+        indexed = self._batch.list_namespaced_job(self._namespace).items
+        jobs = self._objects.list_namespaced_custom_object(
+            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL
+        )["items"]
+        return {
+            "pods": sorted(pod.metadata.uid for pod in pods),
+            "indexed jobs": sorted(
+                (each.metadata.uid, each.spec.parallelism, each.spec.suspend) for each in indexed
+            ),
+            "allocations": {raw["metadata"]["name"]: raw["status"].get("allocation") for raw in jobs},
+        }
+
+
+@pytest.fixture
+def namespace(api_client: client.ApiClient, crd: dict[str, Any]) -> Iterator[str]:
+    core: Any = client.CoreV1Api(api_client)
+    if not core.list_node(label_selector="type=kwok").items:
+        pytest.skip("needs simulated nodes: install KWOK, with nodes that have the label type=kwok")
+    with fresh_namespace(api_client) as name:
+        yield name
+
+
+def test_no_end_of_the_operator_changes_a_job(
+    api_client: client.ApiClient, kubeconfig: str, namespace: str, tmp_path: Path
+) -> None:
+    jobs = Jobs(api_client, namespace)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    with ServiceProcess(tmp_path) as service:
+        url = f"http://127.0.0.1:{service.port}"
+        operators: list[OperatorProcess] = []
+
+        def start(name: str) -> OperatorProcess:
+            folder = tmp_path / name
+            folder.mkdir()
+            options = ("--namespace", namespace, "--lease-namespace", namespace)
+            operators.append(OperatorProcess(kubeconfig, url, token, folder, *options))
+            return operators[-1]
+
+        def works(number: int) -> None:
+            jobs.edit(number, 4 + number)
+            wait_until(lambda: jobs.is_observed(number), "an operator at work", patience=PATIENCE)
+
+        try:
+            with Agents(url, heartbeat=3.0, report=1.0, token=TOKEN).following(api_client, namespace):
+                first = start("first")
+                with ThreadPoolExecutor(4) as threads:
+                    list(threads.map(jobs.submit, range(JOBS)))
+                wait_until(
+                    lambda: jobs.states() == ["Running"] * JOBS, "training of all jobs", patience=PATIENCE
+                )
+                made = jobs.made()
+                assert len(made["pods"]) == JOBS
+                assert first.stop() == 0
+                second = start("second")
+                works(0)
+                assert jobs.made() == made, "after a restart"
+                third = start("third")
+                wait_until(lambda: "Waiting for the lease" in third.log, "an operator that waits")
+                assert second.stop() == 0
+                works(1)
+                assert jobs.made() == made, "after a takeover from an operator that ends"
+                third.stop(signal.SIGKILL)
+                start("fourth")
+                works(2)
+                assert jobs.made() == made, "after a takeover from a killed operator"
+        finally:
+            for operator in operators:
+                operator.stop(signal.SIGKILL)
