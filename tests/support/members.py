@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
+from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.names import LEAVE_GRACE
 from support.launch import wait_until
 
@@ -63,6 +63,11 @@ class TrainerStarter:
                     self.codes[message["pid"]] = message["code"]
                 else:
                     self._ready.set()
+
+
+REPLACED_CODES = (EXIT_REENTRY, EXIT_PEER_LOST)
+"""Exit codes after which an agent starts another trainer."""
+EXPECTED_CODES = (None, 0, *REPLACED_CODES, EXIT_OUT_OF_MEMORY, -signal.SIGKILL)
 
 
 class Trainer:
@@ -142,7 +147,7 @@ class Members:
 
     def wait(self, condition: Any, what: str) -> None:
         def check() -> bool:
-            failed = [t for t in self.started if t.code not in (None, 0, 75, EXIT_OUT_OF_MEMORY, -9)]
+            failed = [t for t in self.started if t.code not in EXPECTED_CODES]
             assert not failed, self.output()
             return bool(condition())
 
@@ -189,8 +194,12 @@ class Members:
         self.wait(lambda: self.last_step() >= step, f"step {step}")
 
     def wait_holding(self, trainers: Sequence[Trainer]) -> None:
+        """Wait until these trainers hold; a collective call that cannot be freed ends a process instead."""
         generation = self.generation
-        self.wait(lambda: all(t.has_sent("holding", generation) for t in trainers), "members hold")
+        self.wait(
+            lambda: all(t.has_sent("holding", generation) or t.code in REPLACED_CODES for t in trainers),
+            "members hold",
+        )
 
     def last_step(self) -> int:
         return max((record["step"] for record in self.records()), default=0)
@@ -223,13 +232,16 @@ class Members:
     def finish(self) -> set[str]:
         """Wait until the members have finished, and return the digests of their weights.
 
-        Members that could not form their generation get another one, as from the service.
+        Members that could not form their generation get another one, as from the service, with others for
+        those whose processes have ended.
         """
 
         def have_ended() -> bool:
-            last = [t.messages[-1] for t in self.active]
+            rest = [t for t in self.active if t.code not in REPLACED_CODES]
+            last = [t.messages[-1] for t in rest]
             if all(m["type"] == "holding" and m["generation"] == self.generation for m in last):
-                self.activate(sorted(self.active, key=lambda t: t.messages[-1]["step"] is None), wait=False)
+                rest.sort(key=lambda t: t.messages[-1]["step"] is None)
+                self.activate([*rest, *self.start(len(self.active) - len(rest))], wait=False)
             return all(t.code is not None for t in self.active)
 
         self.wait(have_ended, "training ends")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
 
 PROGRAM = """
 import os, sys, tempfile, threading, time
@@ -32,11 +32,11 @@ if os.fork() == 0:
         time.sleep(0.05)
     os._exit(0)
 dist.init_process_group("gloo", store=store, rank=0, world_size=2)
-stuck_collective.watch(lambda: {over})
+stuck_collective.watch(lambda: {over}, lambda: {saved})
 dist.all_reduce(torch.zeros(1))
 """
 COMPUTES = """
-stuck_collective.watch(lambda: False)
+stuck_collective.watch(lambda: False, lambda: True)
 x = torch.ones(300, 300, requires_grad=True)
 while True:
     y = x
@@ -45,7 +45,7 @@ while True:
     y.sum().backward()
 """
 SLEEPS = """
-stuck_collective.watch(lambda: False)
+stuck_collective.watch(lambda: False, lambda: True)
 time.sleep(100)
 """
 
@@ -53,12 +53,21 @@ time.sleep(100)
 @pytest.mark.parametrize(
     ("main_thread", "code"),
     [
-        (WAITS.format(over="False"), EXIT_PEER_LOST),
-        (WAITS.format(over="True"), 5),
+        (WAITS.format(over="False", saved="True"), EXIT_REENTRY),
+        (WAITS.format(over="False", saved="False"), EXIT_PEER_LOST),
+        (WAITS.format(over="False", saved="1 / 0"), EXIT_PEER_LOST),
+        (WAITS.format(over="True", saved="True"), 5),
         (COMPUTES, 5),
         (SLEEPS, 5),
     ],
-    ids=["waits", "waits in a newer generation", "computes", "waits elsewhere"],
+    ids=[
+        "saves",
+        "has nothing to save",
+        "cannot save",
+        "waits in a newer generation",
+        "computes",
+        "waits elsewhere",
+    ],
 )
 def test_a_process_ends_if_its_main_thread_stays_in_a_collective_call(main_thread: str, code: int) -> None:
     ended = subprocess.run(
@@ -69,4 +78,4 @@ def test_a_process_ends_if_its_main_thread_stays_in_a_collective_call(main_threa
         check=False,
     )
     assert ended.returncode == code, ended.stderr
-    assert ("has not ended within" in ended.stderr) == (code == EXIT_PEER_LOST)
+    assert ("has not ended within" in ended.stderr) == (code != 5)

@@ -64,6 +64,9 @@ class ReplicaGroup:
         self.is_elastic = is_elastic
         self.on_failure: Callable[[], None] = lambda: None
         """Called once per generation when communication has failed, in any thread."""
+        self.save_alone: Callable[[], bool] = lambda: False
+        """Called in a thread before the process ends, while the main thread cannot leave a collective call:
+        saves the state without the other replicas, and returns whether it did."""
         self._device = device
         self._formed = False
         self._failed = False
@@ -202,11 +205,16 @@ class ReplicaGroup:
                 return
             self._failed = True
             sockets = self._sockets
+            is_forming = self._sockets_before is not None
             if self._sockets_before is not None:
                 sockets = gloo_sockets.open_sockets() - self._sockets_before
             generation = self.generation
         gloo_sockets.shut_down(sockets)
-        stuck_collective.watch(lambda: not self._failed or self.generation != generation)
+        if not is_forming:
+            # What waits while a group is formed has a timeout.
+            stuck_collective.watch(
+                lambda: not self._failed or self.generation != generation, lambda: self.save_alone()
+            )
         if self._device.type == "cuda" and self._formed:
             abort_process_group()
         self.on_failure()

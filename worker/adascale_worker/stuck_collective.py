@@ -1,4 +1,4 @@
-"""Ends the process if its main thread stays in a collective call that has failed.
+"""Saves the state and ends the process if its main thread stays in a collective call that has failed.
 
 When a peer is lost, the sockets of gloo are shut down, and the collective call that waits there raises an
 error. There is one wait that gloo does not end: the peer's permission to send arrives just before the sockets
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
 
 POLL_INTERVAL: Final = 0.5
 """Seconds between two looks at the main thread."""
@@ -34,16 +34,18 @@ _MODULES: Final = (
 """Modules whose functions call collectives. The checkpoint, which waits for a disk, is not among them."""
 
 
-def watch(has_ended: Callable[[], bool]) -> None:
+def watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
     """Start a thread that ends the process if the main thread waits in a collective call and stays there.
 
     Args:
         has_ended: returns whether the generation that has failed is over, so that the thread ends.
+        save: saves the state of training, and returns whether it did. Called in the thread, before the end.
     """
-    threading.Thread(target=_watch, args=(has_ended,), name="adascale-stuck-collective", daemon=True).start()
+    name = "adascale-stuck-collective"
+    threading.Thread(target=_watch, args=(has_ended, save), name=name, daemon=True).start()
 
 
-def _watch(has_ended: Callable[[], bool]) -> None:
+def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
     main = threading.main_thread()
     if main.ident is None:
         return
@@ -56,7 +58,7 @@ def _watch(has_ended: Callable[[], bool]) -> None:
         waits = before is not None and before[0] == place and used - before[1] < _MAX_CPU_TIME
         looks = looks + 1 if place is not None and waits else 0
         if looks >= LOOKS:
-            _end_process()
+            _end_process(save)
         before = place, used
         del frame
         time.sleep(POLL_INTERVAL)
@@ -67,12 +69,17 @@ def _calls_collectives(frame: FrameType) -> bool:
     return module.startswith(_MODULES)
 
 
-def _end_process() -> None:
+def _end_process(save: Callable[[], bool]) -> None:
     sys.stderr.write(
         f"adascale: a peer was lost, and the collective call that waited for it has not ended within "
         f"{LOOKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
     )
-    sys.stderr.flush()
-    sys.stdout.flush()
-    # The main thread does not return to Python.
-    os._exit(EXIT_PEER_LOST)
+    code = EXIT_PEER_LOST
+    try:
+        if save():
+            code = EXIT_REENTRY
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        # The main thread does not return to Python.
+        os._exit(code)

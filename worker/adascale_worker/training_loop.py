@@ -127,6 +127,8 @@ class TrainingLoop:
         self._evaluated_at: tuple[int, int, bool] | None = None
         self._stepped_at = float("-inf")
         self._delivered = 0
+        self._position_after_step = 0
+        """Samples consumed after the last step that this process has made."""
         self._inside_epoch = False
         self._current_epoch: object = None
         self._is_looping = False
@@ -147,6 +149,7 @@ class TrainingLoop:
         self._local_limit: int | None = None
         """Without an agent: the limit of the local batch size for the samples of a discarded step."""
         self._receive_memory = ReceiveMemory()
+        trainer.group.save_alone = self._save_in_thread
         self._assignment: Assignment | None = None
         self._state_generation: int | None = None
         """The generation in which the state was last equal on all members. None without a state."""
@@ -449,12 +452,28 @@ class TrainingLoop:
             self._trainer.group.be_alone()
             self._save_if_possible()
 
-    def _save_if_possible(self) -> None:
+    def _save_in_thread(self) -> bool:
+        """Save the state in a thread while the main thread cannot leave a collective call.
+
+        Returns:
+            Whether it is saved. It is not between a step and what the program does after it.
+        """
+        trainer = self._trainer
+        has_state = self._state_generation is not None and trainer.checkpointing.enabled
+        if not has_state or self._position_after_step > trainer.progress.consumed:
+            return False
+        self._buffers.restore()
+        trainer.group.be_alone()
+        return self._save_if_possible()
+
+    def _save_if_possible(self) -> bool:
         try:
             self._save(durable=True)
         except (NonFiniteWeightsError, CheckpointError) as error:
             if self._trainer.group.is_main:
                 print(f"adascale: {error}", flush=True)
+            return False
+        return True
 
     def _leave(self) -> NoReturn:
         assert self._membership is not None
@@ -520,6 +539,7 @@ class TrainingLoop:
         # What this step has changed stays, also if members are lost before the next.
         self._buffers.begin_step()
         trainer.progress.advance(self.adascale.gain(), self._delivered)
+        self._position_after_step = self._delivered
         trainer.planner.finished_step()
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
         if self._membership is not None:
