@@ -300,6 +300,7 @@ def test_the_processes_of_a_killed_run_exit_and_the_next_run_starts(tmp_path: Pa
             assert all(map(has_exited, pids))
 
 
+@pytest.mark.slow
 def test_a_killed_service_is_restarted_at_the_same_address(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
         trainer, service = run.wait_for_trainer(), run.pid("service")

@@ -150,6 +150,7 @@ def test_a_killed_trainer_costs_no_step(job: Job) -> None:
     assert all(agent.process.poll() is None for agent in job.agents)
 
 
+@pytest.mark.slow
 def test_the_trainer_of_a_killed_agent_exits_and_another_agent_can_replace_it(job: Job) -> None:
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **LONG)
@@ -189,6 +190,7 @@ def saved_step(folder: Path) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last_lines(job: Job) -> None:
     job.service.allocate(1, 2)
     log = job.folder / "termination-log"
@@ -214,6 +216,7 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     assert (view["failures"], view["disruptions"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_training_continues_while_the_service_is_down_and_reports_arrive_afterwards(job: Job) -> None:
     job.service.allocate(1, 1)
     job.start(0, **LONG)

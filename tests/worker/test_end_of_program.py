@@ -86,6 +86,7 @@ def test_a_program_that_fails_keeps_its_exit_code(tmp_path: Path, end: str, code
     assert "the program ended at" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_finish_saves_the_end_of_training_with_its_reason(tmp_path: Path) -> None:
     ended = run(tmp_path, END="finish", STEPS=100)
     assert ended.returncode == 0, ended.stderr

@@ -216,6 +216,7 @@ def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> No
 # -- weights that are not finite ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(
     replicas: int, tmp_path: Path

@@ -75,6 +75,7 @@ def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Me
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
+@pytest.mark.slow
 def test_members_that_are_stopped_together_lose_nobody(make_members: Callable[..., Members]) -> None:
     job = make_members(EPOCHS=30, STEP_SECONDS=0.01, ADASCALE_PEER_TIMEOUT=1)
     members = job.start(2)

@@ -50,6 +50,7 @@ def test_the_replica_that_is_behind_prints_its_stack_and_the_others_that_they_wa
     assert ended.stdout.count("trained") == 2
 
 
+@pytest.mark.slow
 def test_a_step_timeout_ends_the_process_as_a_kill_from_outside_does() -> None:
     ended = run(ON_RANK=0, SECONDS=100, ADASCALE_STEP_TIMEOUT=2)
     assert ended.returncode == -9, ended.stderr
