@@ -79,7 +79,7 @@ class ExactSum:
 
 
 class Exchange:
-    """What the replicas tell each other during an evaluation, through the store of the process group.
+    """What the replicas exchange during an evaluation, through the store of the process group.
 
     Args:
         group: the replicas.

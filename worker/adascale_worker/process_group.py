@@ -204,13 +204,12 @@ class ReplicaGroup:
             if not self.is_elastic or self._failed:
                 return
             self._failed = True
-            sockets = self._sockets
-            is_forming = self._sockets_before is not None
-            if self._sockets_before is not None:
-                sockets = gloo_sockets.open_sockets() - self._sockets_before
+            before, sockets = self._sockets_before, self._sockets
+            if before is not None:
+                sockets = gloo_sockets.open_sockets() - before
             generation = self.generation
         gloo_sockets.shut_down(sockets)
-        if not is_forming:
+        if before is None:
             # What waits while a group is formed has a timeout.
             stuck_collective.watch(
                 lambda: not self._failed or self.generation != generation, lambda: self.save_alone()

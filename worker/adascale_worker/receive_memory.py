@@ -18,7 +18,7 @@ from torch import Tensor
 from adascale_worker.state_tree import TensorLayout
 
 SMALL: Final = 1 << 20
-"""Bytes of a tensor up to which nothing is prepared."""
+"""Bytes of a tensor up to which it is sent together with others, and no memory is prepared for it."""
 _MADV_POPULATE_WRITE: Final = 23
 """Of linux/mman.h, since Linux 5.14."""
 

@@ -238,8 +238,9 @@ class UncaughtErrorHandler:
             )
             # Without exit functions, which could wait for the lost peer for ever.
             _end_process(EXIT_PEER_LOST)
+        line = raising_line(trace)
         if self.explains_lost_peers() and is_lost_peer(error):
-            reason, line = str(error).splitlines()[0], raising_line(trace)
+            reason = str(error).splitlines()[0]
             print(
                 "adascale: lost the connection to another replica, whose output says why it has ended "
                 f"({line}): {reason}",
@@ -247,7 +248,6 @@ class UncaughtErrorHandler:
             )
             self._fast_exit.code = EXIT_PEER_LOST
             return
-        line = raising_line(trace)
         if self.leaves_short_of_memory(error, trace):
             print(
                 f"adascale: {type(error).__name__} was raised outside of the model ({line}), so this process "
@@ -257,7 +257,6 @@ class UncaughtErrorHandler:
             self._fast_exit.code = EXIT_OUT_OF_MEMORY
             return
         if isinstance(error, AdaScaleError):
-            line = raising_line(trace)
             print(f"adascale: {error}{f' ({line})' if line else ''}", file=sys.stderr)
             self._fast_exit.code = exit_code(error)
             return

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.receive_memory import ReceiveMemory
+from adascale_worker.receive_memory import SMALL, ReceiveMemory
 from adascale_worker.state_tree import flatten, layouts, unflatten
 
 CHUNK: Final = 64 << 20
 """Bytes of one broadcast. Smaller tensors are sent together."""
-SMALL: Final = 1 << 20
-"""Bytes of a tensor up to which it is copied to be sent together with others."""
 
 
 def send(group: ReplicaGroup, state: Any, *, device: torch.device) -> None:

@@ -441,8 +441,8 @@ class ElasticTrainer:
             self._report_stall,
         )
         self._watchdog.start()
-        # An NCCL error before the first step can mean a wrong configuration.
         self._uncaught_errors.leaves_short_of_memory = loop.leave_short_of_memory
+        # An NCCL error before the first step can mean a wrong configuration.
         self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
         self._handle_shutdown()
         self._exit_status.install()

@@ -124,7 +124,7 @@ class TrainingLoop:
         """Whether the program is inside a loop over `ElasticTrainer.evaluation`."""
         self._evaluations = 0
         """Evaluations at `_evaluated_at` so far."""
-        self._evaluated_at: tuple[int, int, bool] | None = None
+        self._evaluated_at: tuple[int, int, int] | None = None
         self._stepped_at = float("-inf")
         self._delivered = 0
         self._position_after_step = 0
@@ -267,8 +267,7 @@ class TrainingLoop:
         if group.rank == source:
             state_transfer.send(group, self._state.state_dict(), device=device)
         elif group.rank in behind:
-            memory, self._receive_memory = self._receive_memory, ReceiveMemory()
-            state = state_transfer.receive(group, source, device=device, memory=memory)
+            state = state_transfer.receive(group, source, device=device, memory=self._receive_memory)
             self._state.load_state_dict(state)
             self._delivered = self._trainer.progress.consumed
         else:
@@ -411,8 +410,7 @@ class TrainingLoop:
             release_memory()
             try:
                 self._discard_step()
-                group.be_alone()
-                self._save_if_possible()
+                self._save_alone()
             except (RuntimeError, MemoryError) as failure:
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
         return True
@@ -449,8 +447,7 @@ class TrainingLoop:
     def _save_before_leaving(self) -> None:
         """Save the state of a trainer that waits for a generation, and was terminated."""
         if self._state_generation is not None:
-            self._trainer.group.be_alone()
-            self._save_if_possible()
+            self._save_alone()
 
     def _save_in_thread(self) -> bool:
         """Save the state in a thread while the main thread cannot leave a collective call.
@@ -463,7 +460,11 @@ class TrainingLoop:
         if not has_state or self._position_after_step > trainer.progress.consumed:
             return False
         self._buffers.restore()
-        trainer.group.be_alone()
+        return self._save_alone()
+
+    def _save_alone(self) -> bool:
+        """Save the state without the other replicas, and return whether it is saved."""
+        self._trainer.group.be_alone()
         return self._save_if_possible()
 
     def _save_if_possible(self) -> bool:
@@ -559,20 +560,19 @@ class TrainingLoop:
 
     def begin_evaluation(self) -> Exchange:
         """Return how the replicas exchange the results of the evaluation that begins."""
-        progress, inside = self._trainer.progress, self._inside_epoch
-        place = (progress.epoch, progress.step, inside)
+        progress = self._trainer.progress
+        # A replica passes an evaluation outside of a loop when it begins a loop of the same epoch.
+        place = (progress.epoch, progress.step, int(self._inside_epoch))
         self._evaluations = self._evaluations + 1 if place == self._evaluated_at else 1
         self._evaluated_at = place
         self._trainer.telemetry.step_timer.pause()
         self.is_evaluating = True
-        # A replica passes an evaluation outside of a loop when it begins a loop of the same epoch.
-        before = (progress.epoch, progress.step, int(inside))
 
         def has_passed() -> set[int]:
             values = self._trainer.group.announced(TRAINS) or ()
-            return {rank for rank, value in enumerate(values) if value and tuple(json.loads(value)) > before}
+            return {rank for rank, value in enumerate(values) if value and tuple(json.loads(value)) > place}
 
-        name = f"evaluation/{progress.epoch}/{progress.step}/{int(inside)}/{self._evaluations}"
+        name = "/".join(map(str, ("evaluation", *place, self._evaluations)))
         return Exchange(self._trainer.group, name, has_passed)
 
     def end_evaluation(self) -> None:
