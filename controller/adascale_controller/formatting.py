@@ -73,6 +73,11 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def memory(local_bsz_limit: int) -> str:
+    """Return what the memory of the replicas holds, for a table."""
+    return f"holds local batches of at most {local_bsz_limit}"
+
+
 def describe_limit(local_bsz: int) -> str:
     """Return the message about a batch that did not fit into memory."""
     return (

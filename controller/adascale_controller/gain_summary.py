@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.fitting_table import Column, FittingTable
-from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
+from adascale_controller.formatting import clock, count, memory, percent, plural, significant, trimmed
 from adascale_core.views import GainView, PredictionView
 
 MAX_FRESH_SECONDS = 10.0
@@ -59,7 +59,7 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
         ("progress", f"{count(report.progress)} steps, in {plural(report.step, 'optimizer step')}"),
     ]
     if gain.local_bsz_limit is not None:
-        facts.append(("memory", f"holds local batches of at most {gain.local_bsz_limit}"))
+        facts.append(("memory", memory(gain.local_bsz_limit)))
     if report.loss is not None:
         facts.append(("loss", significant(report.loss)))
     age = now - report.time

@@ -178,7 +178,7 @@ class Rendezvous:
                 "replaced": tuple(members["replaced"]),
                 "left_out": tuple(members["left_out"]),
                 "deaths": MappingProxyType(dict(members["deaths"])),
-                "local_bsz_limits": MappingProxyType(dict(members.get("local_bsz_limits", {}))),
+                "local_bsz_limits": MappingProxyType(dict(members["local_bsz_limits"])),
             }
         )
 

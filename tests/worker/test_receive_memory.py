@@ -10,7 +10,8 @@ import torch
 from adascale_worker.receive_memory import SMALL, ReceiveMemory, expected_sizes
 from adascale_worker.state_tree import TensorLayout, flatten
 
-LARGE = TensorLayout(torch.float32, (1024, 513))
+LARGE = TensorLayout(torch.float32, (1024, 9001))
+"""Over 32 MiB, for which glibc always maps new memory: smaller tensors may lie in pages used before."""
 
 
 def resident_pages(tensor: torch.Tensor) -> int:

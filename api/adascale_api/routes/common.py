@@ -67,9 +67,20 @@ async def _require(
     role: Role, request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
 ) -> None:
     job = request.path_params.get("job")
+    await _require_for(parse_job_id(job) if job else None, role, request, service, credentials)
+
+
+async def _require_for(
+    job_id: str | None,
+    role: Role,
+    request: Request,
+    service: Service,
+    credentials: HTTPAuthorizationCredentials | None,
+) -> None:
+    """Refuse a request without a role for a job; None for all jobs."""
     token = None if credentials is None else credentials.credentials
     client = request.client.host if request.client is not None else ""
-    await authorize(service, role, token, parse_job_id(job) if job else None, client)
+    await authorize(service, role, token, job_id, client)
 
 
 async def may_read_all(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
@@ -103,10 +114,8 @@ async def may_know_jobs(request: Request, service: ServiceOf, credentials: Crede
     """
     if not service.settings.protect_reads:
         return True
-    token = None if credentials is None else credentials.credentials
-    client = request.client.host if request.client is not None else ""
     try:
-        await authorize(service, Role.READER, token, None, client)
+        await _require_for(None, Role.READER, request, service, credentials)
     except ForbiddenError:
         return False
     return True

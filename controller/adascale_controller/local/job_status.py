@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.formatting import age, columns, count, percent
+from adascale_controller.formatting import age, columns, count, memory, percent
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
 from adascale_core.checkpoint_manifest import Manifest
@@ -138,7 +138,7 @@ def render_status(status: JobStatus, now: float) -> str:
         ("age", age(now - job.runs[0].began)),
         ("replicas", f"{status.replicas} of {status.desired} desired" if status.process else "0"),
         ("batch size", "" if members["batchSize"] is None else count(members["batchSize"])),
-        ("memory", _memory(members["localBatchLimit"])),
+        ("memory", "" if members["localBatchLimit"] is None else memory(members["localBatchLimit"])),
         ("gain", _number(members["gain"])),
         ("efficiency", _number(members["efficiency"])),
         ("progress", _progress(status)),
@@ -204,10 +204,6 @@ def _progress(status: JobStatus) -> str:
     if total is None:
         return status.progress_text
     return f"{count(status.progress)} of {count(total)} steps ({status.progress_text})"
-
-
-def _memory(limit: int | None) -> str:
-    return "" if limit is None else f"holds local batches of at most {limit}"
 
 
 def _number(value: float | None) -> str:
