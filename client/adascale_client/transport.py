@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def _root_cause(error: Exception) -> str:
     cause: BaseException = error
     while (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
+    if isinstance(cause, http.client.IncompleteRead):
+        return "the connection was closed before the answer was complete"
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()
     return str(cause)

@@ -43,12 +43,14 @@ class FixedAnswer(BaseHTTPRequestHandler):
 
     status = 200
     body = b""
+    missing = 0
+    """Bytes that are announced and not sent."""
     tokens: list[str | None]
 
     def do_GET(self) -> None:
         self.tokens.append(self.headers["authorization"])
         self.send_response(self.status)
-        self.send_header("content-length", str(len(self.body)))
+        self.send_header("content-length", str(len(self.body) + self.missing))
         self.end_headers()
         self.wfile.write(self.body)
 
@@ -105,6 +107,16 @@ def test_an_answer_of_another_program_is_an_error(
     with pytest.raises(ServiceUnreachableError, match=f"^{server} is not the address of a metrics service"):
         CALLS[call](client)
     client.close()
+
+
+def test_an_answer_that_is_cut_off_is_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedAnswer, "missing", 146)
+    with pytest.raises(ServiceUnreachableError) as raised:
+        MetricsServiceClient(server).get_job(JOB)
+    assert str(raised.value) == (
+        f"the metrics service at {server} does not answer: "
+        "the connection was closed before the answer was complete"
+    )
 
 
 def test_a_refused_connection_is_an_error() -> None:

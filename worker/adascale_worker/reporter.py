@@ -35,7 +35,9 @@ class Reporter:
         self._closing = False
         self.interval = 0.0
         """Seconds between two reports, at least, as the service asks for."""
-        self._error: str | None = None
+        self._failing = False
+        self._status: int | None = None
+        """Of the refusal that was logged last; None if the service did not answer."""
         self._thread = threading.Thread(target=self._run, name="adascale-reporter", daemon=True)
         self._thread.start()
 
@@ -80,14 +82,14 @@ class Reporter:
                         self._dequeue(reports)
                         max_reports = MAX_QUEUED
                     continue
-                self._log_error(error)
+                self._log_error(error, status)
                 with self._changed:
                     if self._closing:
                         return
                     self._changed.wait(backoff.next())
                 continue
-            if self._error is not None:
-                self._error = None
+            if self._failing:
+                self._failing = False
                 print("adascale: the metrics service answers again", flush=True)
             backoff.reset()
             self._dequeue(reports)
@@ -108,7 +110,8 @@ class Reporter:
                 if self._queue and self._queue[0] is report:
                     self._queue.popleft()
 
-    def _log_error(self, error: ServiceError) -> None:
-        if self._error != str(error):
-            self._error = str(error)
+    def _log_error(self, error: ServiceError, status: int | None) -> None:
+        """Log an error once, although its reason may change while a service stops and starts again."""
+        if not self._failing or self._status != status:
+            self._failing, self._status = True, status
             print(f"adascale: {error}; training continues, reports are queued", flush=True)
