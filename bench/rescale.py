@@ -18,7 +18,7 @@ and momentum are 1 GB. For each change the output has, in seconds:
 Beside it run: with --torchft, the same model with torchft (`rescale_torchft.py` has its environment), one
 replica group of size 1 for each replica, on gloo, with a heartbeat timeout of --heartbeat-timeout-ms; with
 --torchrun, the same program, terminated and started again by torchrun; and with 1GB, a broadcast of tensors
-of the size of the state between two processes, with gloo.
+of the size of the state between two processes, with gloo. All use the huge pages that an agent chooses.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ import torch
 import torch.distributed as dist
 import urllib3
 from torch.multiprocessing.spawn import spawn
+
+from adascale_worker.agent.trainer_process import DEFAULTS
 
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"
@@ -402,6 +404,7 @@ def start(command: list[str], folder: Path, environ: dict[str, str]) -> subproce
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
+                **DEFAULTS,
                 "ADASCALE_CHECKPOINT_DIR": str(folder / "checkpoints"),
                 "ADASCALE_CHECKPOINT_INTERVAL": "1000",
                 **environ,

@@ -794,6 +794,26 @@ def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int
     assert again.state_dict()["adascale"]["averages"] == optimizer.state_dict()["adascale"]["averages"]
 
 
+def test_the_gradient_of_the_last_step_can_be_left_out_of_the_state() -> None:
+    def tensors(value: Any) -> int:
+        if isinstance(value, dict):
+            return sum(map(tensors, value.values()))
+        return sum(map(tensors, value)) if isinstance(value, list) else isinstance(value, Tensor)
+
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=1.0)
+    first, second = batches(2)
+    scaled_loss(optimizer, model, [first])
+    assert tensors(optimizer.state_dict()) == len(list(model.parameters())), (
+        "for the comparison with the next"
+    )
+    optimizer.discard_comparison()
+    assert tensors(optimizer.state_dict()) == 0
+    assert not optimizer.awaits_comparison
+    scaled_loss(optimizer, model, [second])
+    assert optimizer.estimate is None, "this step had nothing to compare with"
+
+
 def test_state_loads_at_another_scale_and_accumulation() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)

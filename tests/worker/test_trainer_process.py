@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from adascale_core.messages import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from adascale_worker.agent.trainer_status import TrainerStatus
@@ -40,6 +42,19 @@ def test_a_trainer_has_an_exit_code_and_its_last_lines() -> None:
     trainer, exit_code = shell("for i in $(seq 100); do echo line $i; done; exit 7")
     assert exit_code() == 7
     assert trainer.log.splitlines() == [f"line {number}" for number in range(61, 101)]
+
+
+def test_large_tensors_lie_in_huge_pages_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, expected in ((None, "1"), ("0", "0")):
+        if value is None:
+            monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+        else:
+            monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
+        trainer, exit_code = shell("echo $THP_MEM_ALLOC_ENABLE")
+        assert exit_code() == 0
+        assert trainer.log == expected
 
 
 def test_processes_that_a_trainer_leaves_running_are_killed() -> None:

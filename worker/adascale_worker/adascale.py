@@ -373,6 +373,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         return self._estimator.statistics.awaits_comparison
 
+    def discard_comparison(self) -> None:
+        """Delete the gradient of the last step, because the next step is not made by one replica alone."""
+        self._estimator.statistics.discard_comparison()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, with AdaScale's own under the key "adascale".
 

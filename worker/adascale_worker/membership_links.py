@@ -161,6 +161,7 @@ class MembershipLinks:
             self._arrived[self.assignment.rank] = state
             if not self._is_coordinator and 0 in self._links:
                 self._send_arrival(self._links[0])
+            self._on_change(self)
 
         self._submit(command)
 

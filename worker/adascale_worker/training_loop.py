@@ -265,6 +265,7 @@ class TrainingLoop:
     def _transfer(self, source: int, behind: set[int]) -> None:
         group, device = self._trainer.group, self._model.device
         if group.rank == source:
+            self.adascale.discard_comparison()
             state_transfer.send(group, self._state.state_dict(), device=device)
         elif group.rank in behind:
             state = state_transfer.receive(group, source, device=device, memory=self._receive_memory)

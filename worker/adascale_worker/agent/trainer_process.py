@@ -28,6 +28,9 @@ LOG_LINES = 40
 MAX_LINE_LENGTH = 1000
 OUTPUT_TIMEOUT = 2.0
 """Seconds after the exit of a trainer within which the rest of its output is read."""
+DEFAULTS = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Environment of a trainer unless the user has set it. With this, torch asks for transparent huge pages for
+tensors of 2 MiB and more on the host, which the kernel maps with 512 times fewer faults."""
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
@@ -61,7 +64,7 @@ class TrainerProcess:
             with trainer_end:
                 self._process = subprocess.Popen(
                     command,
-                    env={**environ, **additions},
+                    env={**DEFAULTS, **environ, **additions},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -125,6 +125,10 @@ class GradientStatistics:
             all_reduce.wait()
         self.reader.begin_step(measuring=self._is_measuring)
 
+    def discard_comparison(self) -> None:
+        """Discard the gradient of the last step, because the next is not made by one replica alone."""
+        self._previous_gradient.clear()
+
     def remove_hooks(self) -> None:
         """Stop measuring, and remove all hooks from the parameters."""
         self._is_measuring = False
