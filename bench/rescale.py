@@ -8,8 +8,8 @@ start them. When the largest count is reached for the first time, the trainer of
 Without --program it is a classifier with SGD and momentum: `tiny`, or two Linear(8192, 8192), whose weights
 and momentum are 1 GB. For each change the output has, in seconds:
 
-- still: the longest time between two steps, of any replicas, from the decision until all replicas have made
-  steps at the new count, less the median time of a step at the count of the second of the two;
+- still: the longest time between two steps, of any replicas, around the first at the new count, until all
+  replicas have made steps at it, less the median time of a step at the count of the second of the two;
 - decision: from the decision to the first step at the new count, which for a larger count includes the start
   of processes;
 - after a kill, next: from the kill to the first step of the others in another generation, and the steps made
@@ -208,6 +208,9 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
     firsts = [[step for step in settled if step.rank == rank][:3] for rank in ranks]
     end = max(steps_of_rank[-1].time for steps_of_rank in firsts)
     pairs = [(earlier, later) for earlier, later in pairwise(window) if later.time <= end]
+    # From the step before the first at the new count: torchft counts a new replica one step later.
+    change = next(index for index, (_, later) in enumerate(pairs) if later.time >= settled[0].time)
+    pairs = pairs[max(change - 1, 0) :]
     still = max(later.time - earlier.time - usual.get(later.replicas, 0.0) for earlier, later in pairs)
     yield f"{name}: still", max(still, 0.0)
     yield f"{name}: decision", settled[0].time - decided
