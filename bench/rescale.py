@@ -18,7 +18,7 @@ and momentum are 1 GB. For each change the output has, in seconds:
 Beside it run: with --torchft, the same model with torchft (`rescale_torchft.py` has its environment), one
 replica group of size 1 for each replica, on gloo, with a heartbeat timeout of --heartbeat-timeout-ms; with
 --torchrun, the same program, terminated and started again by torchrun; and with 1GB, a broadcast of tensors
-of the size of the state between two processes, with gloo. All use the huge pages that an agent chooses.
+of the size of the state among as many processes, with gloo. All use the huge pages that an agent chooses.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
     if arguments.torchrun:
         contenders["torchrun"] = lambda folder: by_torchrun(folder, command, counts, linger)
     if arguments.state == "1GB":
-        contenders["broadcast"] = broadcast
+        contenders["broadcast"] = lambda folder: broadcast(folder, sorted(set(counts) - {1}))
     results: dict[str, Measured] = {name: {} for name in contenders}
     for _ in range(arguments.rounds):
         for name, measure in contenders.items():
@@ -371,16 +371,18 @@ def by_torchrun(
             run.wait(TIMEOUT)
 
 
-def broadcast(folder: Path) -> Iterator[tuple[str, float]]:
-    """Broadcast tensors of the size of the state between two processes."""
-    spawn(_broadcast_rank, (str(folder),), nprocs=2)
-    yield "broadcast of the state", float((folder / "seconds").read_text())
+def broadcast(folder: Path, counts: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Broadcast tensors of the size of the state among processes."""
+    for count in counts:
+        store = folder / f"store-{count}"
+        spawn(_broadcast_rank, (str(store), count), nprocs=count)
+        yield f"broadcast of the state among {count}", float(store.with_suffix(".seconds").read_text())
 
 
-def _broadcast_rank(rank: int, folder: str) -> None:
+def _broadcast_rank(rank: int, store: str, count: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     tensors = [torch.ones(shape) for shape in STATE_TENSORS]
     rounds = []
     for _ in range(3):
@@ -388,9 +390,10 @@ def _broadcast_rank(rank: int, folder: str) -> None:
         begun = time.perf_counter()
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
+        dist.barrier()
         rounds.append(time.perf_counter() - begun)
-    if rank == 1:
-        (Path(folder) / "seconds").write_text(str(median(rounds)))
+    if rank == 0:
+        Path(store).with_suffix(".seconds").write_text(str(median(rounds)))
     dist.destroy_process_group()
 
 
