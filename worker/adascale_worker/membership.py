@@ -58,6 +58,8 @@ class Membership:
         """Of the generation that this trainer is in, or has failed to enter."""
         self._next_links: MembershipLinks | None = None
         """Of the newest assignment, until it is entered."""
+        self._earlier_links: list[MembershipLinks] = []
+        """Of generations that this trainer has left while other members may not have."""
         self._tried = 0
         """The newest generation that this trainer has tried to enter."""
         self._void = 0
@@ -223,7 +225,11 @@ class Membership:
         self, assignment: Assignment, state: StateNumber | None, release_group: Callable[[], None]
     ) -> Formation:
         self._is_holding = False
-        old, self._links = self._links, None
+        if self._links is not None:
+            self._earlier_links.append(self._links)
+            self._links = None
+        # Nobody trains in a generation that was not formed, and its links take the connections of others.
+        self._close_earlier_links(lambda links: links.formation is None)
         self._tried = assignment.generation
         links: MembershipLinks | None = None
         if len(assignment.members) > 1:
@@ -234,8 +240,7 @@ class Membership:
         self._left.clear()
         self._links = links
         if links is None:
-            if old is not None:
-                old.close()
+            self._close_earlier_links()
             release_group()
             self._group.form(assignment, None, 0)
             return Formation(0, (state,))
@@ -249,13 +254,17 @@ class Membership:
             else:
                 self._channel.wait(POLL)
         # All members have left the previous generation, so nothing is lost on its connections.
-        if old is not None:
-            old.close()
+        self._close_earlier_links()
         release_group()
         self._group.form(assignment, store, formation.store_port)
         if links.broken:
             raise PeersLostError
         return formation
+
+    def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:
+        for links in filter(which, self._earlier_links):
+            links.close()
+        self._earlier_links = [links for links in self._earlier_links if not which(links)]
 
     def _require_undisturbed(self, links: MembershipLinks) -> None:
         is_void = self._void >= links.assignment.generation
@@ -300,6 +309,7 @@ class Membership:
     def close(self) -> None:
         """Send `leave` to the other members."""
         self._group.on_failure = lambda: None
+        self._close_earlier_links()
         for links in (self._links, self._next_links):
             if links is not None:
                 links.close()

@@ -22,6 +22,7 @@ from adascale_worker.membership_links import PeersLostError, listen
 from adascale_worker.torch_private import (
     abort_process_group,
     default_store,
+    reset_group_names,
     set_collective_timeout,
     tcp_store,
 )
@@ -161,6 +162,7 @@ class ReplicaGroup:
         if store is None:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
         else:
+            reset_group_names()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 store=PrefixStore(f"generation-{self.generation}", store),

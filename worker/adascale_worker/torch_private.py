@@ -263,6 +263,16 @@ def local_process_group() -> dist.ProcessGroup:
     return group
 
 
+def reset_group_names() -> None:
+    """Let the default process group that is made next have the name that it has in a new process.
+
+    torch names groups by counting those of a process, and one whose formation fails counts until a default
+    group is destroyed. Members with another name would wait for each other in vain.
+    """
+    world = _private(dist.distributed_c10d, "_world", "to form a group again after a failed formation")
+    world.group_count = 0
+
+
 def set_collective_timeout(timeout: timedelta) -> None:
     """Set the timeout of collectives of the default process group."""
     purpose = "to wait longer for a collective than for the formation"

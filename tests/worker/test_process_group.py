@@ -1,0 +1,54 @@
+"""Process groups of generations, formed by two processes."""
+
+import subprocess
+import sys
+
+from support.launch import free_port
+
+PROGRAM = """
+import datetime, socket, sys
+import torch
+from adascale_worker import process_group
+from adascale_worker.agent_channel import Assignment, Member
+from adascale_worker.environment import RankAssignment
+from adascale_worker.membership_links import PeersLostError
+from adascale_worker.torch_private import tcp_store
+
+rank, port, failures = map(int, sys.argv[1:])
+members = tuple(Member(replica, "", "127.0.0.1", 0, None) for replica in range(2))
+assignment = RankAssignment(rank, 2, rank, None, None)
+group = process_group.ReplicaGroup(assignment, torch.device("cpu"), is_elastic=True)
+
+
+def form(generation, port, timeout):
+    process_group.FORMATION_TIMEOUT = datetime.timedelta(seconds=timeout)
+    store = None
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", port))
+        port = listener.getsockname()[1]
+        wait = process_group.FORMATION_TIMEOUT
+        store = tcp_store("127.0.0.1", port, 1, is_master=True, timeout=wait, listen_fd=listener.detach())
+    group.form(Assignment(generation, rank, members, "", {}), store, port)
+
+
+for generation in range(1, failures + 1):
+    try:
+        form(generation, 0, 0.5)
+    except PeersLostError:
+        group.destroy()
+form(3, port, 30)
+print(*group.sum([rank + 1.0]))
+group.destroy_before_finalization()
+"""
+
+
+def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed() -> None:
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, rank, port, failures], stdout=subprocess.PIPE, text=True
+        )
+        for rank, failures in (("0", "2"), ("1", "0"))
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert outputs == ["3.0\n", "3.0\n"]
