@@ -75,6 +75,27 @@ def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Me
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
+@pytest.mark.parametrize("compilation", ["in place", "wrapped"])
+def test_a_compiled_model_is_compiled_once(make_members: Callable[..., Members], compilation: str) -> None:
+    """Also when the replicas and their batches change, and a member is lost."""
+    bounds = json.dumps({"batch_size": 8, "max_batch_size": 12, "local_bsz_bounds": [2, 8]})
+    job = make_members(BOUNDS=bounds, EPOCHS=60, STEP_SECONDS=0.01, COMPILE=compilation)
+    first, second, third = job.start(3)
+    for members in ([first], [first, second], [first]):
+        job.activate(members)
+        job.wait_step(job.last_step() + 5)
+    job.activate([first, third])
+    job.wait_step(job.last_step() + 5)
+    third.kill()
+    job.wait_holding([first])
+    job.activate([first])
+    assert len(job.finish()) == 1
+    job.require_complete_stream()
+    batches = {(record["replicas"], len(record["indices"])) for record in job.records()}
+    assert len({size for _, size in batches}) > 1, batches
+    assert {replicas for replicas, _ in batches} == {1, 2}
+
+
 @pytest.mark.slow
 def test_members_that_are_stopped_together_lose_nobody(make_members: Callable[..., Members]) -> None:
     job = make_members(EPOCHS=30, STEP_SECONDS=0.01, ADASCALE_PEER_TIMEOUT=1)

@@ -17,7 +17,9 @@ from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.torch_private import (
     abandon,
+    call_of,
     local_process_group,
+    override_call,
     rebuild_buckets,
     replace_process_group,
     set_timing_interval,
@@ -82,7 +84,7 @@ class DataParallelModel:
         self._wrapped = _OriginalForward(model, before_forward, reverse_parameters=not find_unused_parameters)
         if not group.is_elastic and group.replicas > 1:
             self.ddp = self._wrap()
-        model.forward = _DataParallelForward(model, self)
+        override_call(model, _DataParallelForward(model, self))
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed."""
@@ -141,7 +143,7 @@ class DataParallelModel:
 
     @property
     def original_forward(self) -> Callable[..., Any]:
-        """The forward that the model had before."""
+        """The forward that the model had before, compiled if the model was."""
         return self._wrapped.original_forward
 
     def _remove(self) -> None:
@@ -199,7 +201,7 @@ class _OriginalForward(torch.nn.Module):
         super().__init__()
         if reverse_parameters:
             self.reversed_parameters = torch.nn.ParameterList(reversed(list(model.parameters())))
-        self.original_forward: Callable[..., Any] = model.forward
+        self.original_forward = call_of(model)
         self.model = model
         self._before = before
 

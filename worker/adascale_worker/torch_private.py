@@ -205,6 +205,28 @@ def is_optimizer_hook_table(attribute: str) -> bool:
     return attribute.startswith("_optimizer_")
 
 
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def call_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return what `model(...)` calls: `forward`, or its compiled form after `model.compile()`."""
+    compiled: Callable[..., Any] | None = _private(model, "_compiled_call_impl", "to run a compiled model")
+    return model.forward if compiled is None else compiled
+
+
+def override_call(model: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let `model(...)` call `call`, in place of `call_of(model)`.
+
+    A replaced `forward` of a model after `model.compile()` would be compiled together with what replaces it.
+    """
+    name = (
+        "forward"
+        if _private(model, "_compiled_call_impl", "to run a compiled model") is None
+        else ("_compiled_call_impl")
+    )
+    setattr(model, name, call)
+
+
 # -- process groups ------------------------------------------------------------------------------------------
 
 

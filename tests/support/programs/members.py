@@ -4,7 +4,8 @@ Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of th
 STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer;
 KEEP_GRADIENTS, to set gradients to zero instead of None; FITS, the samples of a batch that fit into memory,
 SHORT, where others fail (forward, backward, allocate, loss), after SHORT_AFTER steps, and SHORT_REPLICA, on
-which replica only.
+which replica only; COMPILE, how the model is compiled ("in place" or "wrapped"), after which a second
+compilation is an error.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import cast
 
 import numpy
 import torch
@@ -66,9 +68,15 @@ class Memory(nn.Module):
 
 width = int(os.environ.get("WIDTH", "16"))
 torch.manual_seed(int(os.environ["REPLICA"]))
-model = nn.Sequential(
+model: nn.Module = nn.Sequential(
     nn.Linear(6, width), nn.BatchNorm1d(width), Memory(), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
 )
+if compilation := os.environ.get("COMPILE"):
+    torch._dynamo.config.error_on_recompile = True
+    if compilation == "in place":
+        model.compile(backend="eager", dynamic=True)
+    else:
+        model = cast(nn.Module, torch.compile(model, backend="eager", dynamic=True))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
 
