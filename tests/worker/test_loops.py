@@ -84,6 +84,14 @@ def test_a_parameter_outside_the_model_is_refused_on_two_replicas_and_warned_of_
 
 
 @pytest.mark.slow
+def test_a_second_optimizer_is_refused_on_two_replicas_and_warned_of_once_on_one() -> None:
+    found = r"step\(\) was called of a second optimizer \(Adam\), whose gradients are not averaged over"
+    require_refused(run("second optimizer", replicas=2), f"adascale: {found} the 2 replicas")
+    output = require_trained(run("second optimizer"))
+    assert len(re.findall(f"RuntimeWarning: {found} replicas. On 1 replica", output)) == 1
+
+
+@pytest.mark.slow
 def test_parameters_without_gradients_are_refused_on_two_replicas_and_train_on_one() -> None:
     message = r"parameter 'parts\.unused\.weight' and 1 more got no gradient in this step"
     require_refused(run("unused parameters", replicas=2), f"adascale: {message}")

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.statistics.user_warnings import warn_user
+from adascale_worker.statistics.user_warnings import OneTimeWarnings, warn_user
 from adascale_worker.torch_private import has_scheduler
 
 
@@ -61,18 +61,32 @@ def warn_of_unknown_scheduler(
 
 
 class OtherOptimizers:
-    """Refuses steps of an optimizer that changes the parameters in place of the trainer's.
+    """Refuses steps of other optimizers inside the data loop.
+
+    An optimizer with parameters of the trainer's changes them in its place. One with other parameters is fine
+    on one replica; on several, its gradients are not averaged.
 
     Args:
         optimizer: the one that was passed to `program_reentry`.
-        may_step: returns whether others may step now.
+        inside_epoch: returns whether the program is in the trainer's data loop.
+        has_stepped: returns whether the trainer's optimizer has made the step of the present batch.
+        replicas: returns the number of replicas.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, may_step: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inside_epoch: Callable[[], bool],
+        has_stepped: Callable[[], bool],
+        replicas: Callable[[], int],
+    ) -> None:
         self._optimizer = optimizer
-        self._may_step = may_step
+        self._inside_epoch = inside_epoch
+        self._has_stepped = has_stepped
+        self._replicas = replicas
         self._own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._handle: RemovableHandle | None = None
+        self._warnings = OneTimeWarnings()
 
     def install(self) -> None:
         """Observe the steps of all optimizers."""
@@ -85,12 +99,27 @@ class OtherOptimizers:
             self._handle = None
 
     def _check(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer is self._optimizer or self._may_step():
+        if optimizer is self._optimizer or not self._inside_epoch():
             return
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(id(parameter) in self._own for parameter in parameters):
+            # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
+            if self._has_stepped():
+                return
             raise WorkerError(
                 f"step() was called of an optimizer ({type(optimizer).__name__}) that has parameters of the "
                 "one passed to program_reentry, but is another object, whose steps the trainer does "
                 "not count. Make the optimizer once, pass it to program_reentry, and call its step()"
             )
+        found = f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are"
+        advice = "train one model with one optimizer, or run this program with one replica (maxReplicas: 1)"
+        if self._replicas() > 1:
+            raise WorkerError(
+                f"{found} not averaged over the {self._replicas()} replicas, so its parameters would differ "
+                f"between them: {advice}"
+            )
+        self._warnings.warn(
+            "second optimizer",
+            f"{found} not averaged over replicas. On 1 replica this has no effect; on 2 or more, training "
+            f"stops with an error: {advice}",
+        )

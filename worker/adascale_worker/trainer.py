@@ -425,9 +425,11 @@ class ElasticTrainer:
             patch_scaler(scaler, optimizer, loop)
         if lr_scheduler is not None:
             patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
-        # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
         self._other_optimizers = OtherOptimizers(
-            optimizer, lambda: checks.has_stepped or not loop.inside_epoch
+            optimizer,
+            lambda: loop.inside_epoch,
+            lambda: checks.has_stepped,
+            lambda: trainer.group.replicas,
         )
         self._other_optimizers.install()
         self._loop, self._accumulation, self._model = loop, accumulation, model

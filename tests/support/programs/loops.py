@@ -66,6 +66,8 @@ if loop == "scheduler of another optimizer":
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer.program_reentry(model, optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
 state = trainer.program_reentry(model, optimizer)
+critic = Net()
+second = torch.optim.Adam(critic.parameters(), lr=0.01)
 if loop == "another optimizer":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batches = trainer.dataloader(samples())
@@ -123,6 +125,10 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             else:
                 optimizer.zero_grad(set_to_none=False)
             continue
+        if loop == "second optimizer":
+            second.zero_grad()
+            nn.functional.cross_entropy(critic(x), y).backward()
+            second.step()
         if loop != "without zero_grad":
             optimizer.zero_grad()
         if loop == "NaN" and count >= 20:
