@@ -213,7 +213,7 @@ SKIPPING_LOOPS = (
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize(
     "loop",
-    ["plain", *(pytest.param(loop, marks=pytest.mark.slow) for loop in SKIPPING_LOOPS)],
+    ["plain", *(pytest.param(loop, marks=pytest.mark.slow) for loop in ("GAN", *SKIPPING_LOOPS))],
 )
 def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> None:
     output = require_trained(run(loop, replicas))

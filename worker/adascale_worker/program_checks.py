@@ -112,7 +112,10 @@ class OtherOptimizers:
                 "not count. Make the optimizer once, pass it to program_reentry, and call its step()"
             )
         found = f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are"
-        advice = "train one model with one optimizer, or run this program with one replica (maxReplicas: 1)"
+        advice = (
+            "make the models submodules of one, with one optimizer (docs/training.md shows it), or run this "
+            "program with one replica (maxReplicas: 1)"
+        )
         if self._replicas() > 1:
             raise WorkerError(
                 f"{found} not averaged over the {self._replicas()} replicas, so its parameters would differ "

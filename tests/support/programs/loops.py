@@ -33,6 +33,24 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.parts["head"](x), y)
 
 
+class GAN(nn.Module):
+    """The example of docs/training.md, at the size of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 6)
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, real: Tensor) -> Tensor:
+        fake = self.generator(torch.randn(len(real), 2, device=real.device))
+        scores = self.discriminator(torch.cat([real, fake.detach()]))
+        is_real = torch.arange(len(scores), device=real.device) < len(real)
+        frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
+        fooled = torch.func.functional_call(self.discriminator, frozen, fake)
+        loss = nn.functional.binary_cross_entropy_with_logits
+        return loss(scores, is_real[:, None].float()) + loss(fooled, torch.ones_like(fooled))
+
+
 trainer = ElasticTrainer(
     batch_size=8,
     scale_invariant_steps=None if "EPOCHS" in os.environ else steps,
@@ -40,10 +58,17 @@ trainer = ElasticTrainer(
     checkpoint_interval=0.0,
     max_nonfinite_steps=int(os.environ.get("MAX_NONFINITE_STEPS", "10")),
 )
-model = Net()
+model: Any = GAN() if loop == "GAN" else Net()
 if loop == "unused parameters":
     model.parts["unused"] = nn.Linear(6, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if loop == "GAN":
+    optimizer = torch.optim.Adam(
+        [
+            {"params": model.generator.parameters(), "lr": 1e-3},
+            {"params": model.discriminator.parameters(), "lr": 4e-3},
+        ]
+    )
 earlier_forward = model.forward
 outside = nn.Parameter(torch.zeros(2))
 if loop == "parameter outside the model":
@@ -57,7 +82,7 @@ if loop == "unfreezes":
 if loop == "unknown scheduler":
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
 if loop == "data-parallel already":
-    model = nn.DataParallel(model)  # type: ignore[assignment]
+    model = nn.DataParallel(model)
 if loop == "swapped arguments":
     trainer.program_reentry(optimizer, model)  # type: ignore[arg-type]
 if loop == "registers a list":
@@ -96,7 +121,9 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
                 optimizer.step()
                 optimizer.zero_grad()
             continue
-        if loop == "method":
+        if loop == "GAN":
+            loss = model(x)
+        elif loop == "method":
             loss = model.loss(x, y)
         elif loop == "submodule":
             loss = nn.functional.cross_entropy(model.parts["head"](x), y)
@@ -148,7 +175,7 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             optimizer.step()
         if loop.startswith("changes weights") and count == 5 and trainer.rank == 1:
             with torch.no_grad():
-                model.parts["head"].bias.add_(1.0)  # type: ignore[operator]
+                model.parts["head"].bias.add_(1.0)
     if loop != "without trainer.step":
         trainer.step(epoch)
 print("trained", count, "batches")
