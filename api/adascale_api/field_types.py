@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from adascale_core.names import MAX_BATCH_SIZE, MAX_REPLICAS, MAX_STEPS
+from adascale_core.names import MAX_BATCH_SIZE, MAX_METRICS, MAX_REPLICAS, MAX_STEPS, METRIC_NAME
 
 MAX_INTEGER = 2**31 - 1
 
@@ -30,3 +30,5 @@ Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), INTEGER]
 Port = Annotated[int, Field(ge=0, le=65535), INTEGER]
 ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), INTEGER]
 Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
+MetricName = Annotated[str, Field(pattern=f"^{METRIC_NAME}$")]
+Metrics = Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]

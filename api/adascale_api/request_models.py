@@ -9,6 +9,7 @@ from adascale_api.field_types import (
     Estimate,
     ExitCode,
     Generation,
+    Metrics,
     Port,
     Rank,
     Replicas,
@@ -54,7 +55,7 @@ class GainReportBody(RequestBody):
             generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
             scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
             time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
-            lr_factor=3.2, sync_time=0.0008,
+            lr_factor=3.2, sync_time=0.0008, metrics={"accuracy": 0.91},
         )
     )  # fmt: skip
 
@@ -78,7 +79,8 @@ class GainReportBody(RequestBody):
     )
     time: float = Field(ge=0, le=1e12, description="When the step finished, in seconds since 1970.")
     loss: Estimate | None = Field(
-        default=None, description="Mean training loss since the last report; null if not logged."
+        default=None,
+        description="Mean training loss since the last report, or its last mean; null if not logged.",
     )
     target: float | None = Field(
         default=None, ge=0, le=1e15, description="The progress at which training ends; null if unbounded."
@@ -96,6 +98,10 @@ class GainReportBody(RequestBody):
         le=1e6,
         description="Seconds of a step in which computation waits for the exchange of gradients; null if not "
         "measured.",
+    )
+    metrics: Metrics = Field(
+        default_factory=dict,
+        description="The means, since the last report, of other values that the program has logged, by name.",
     )
 
     def to_report(self) -> GainReport:

@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -58,6 +58,7 @@ TABLES: dict[str, str] = {
         nodes INTEGER NOT NULL,
         lr_factor {double},
         sync_time {double},
+        metrics TEXT NOT NULL,
         PRIMARY KEY (job_key, generation, step)
     """,
     # The latest step times of a batch plan on a number of nodes, and their latest sync times, as doubles.

@@ -6,7 +6,8 @@ message.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -45,12 +46,14 @@ class GainReport(Message):
         grad_var: estimated variance of a gradient at `batch_size`.
         step_time: mean seconds per optimizer step since the last report; 0 if not measured yet.
         time: when the step was made, in seconds since 1970 by the worker's clock.
-        loss: mean training loss since the last report; None if the program does not report it.
+        loss: mean training loss since the last report, or its last mean; None if the program does not log it.
         target: the progress at which training ends; None if the program decides.
         nodes: the number of nodes on which the replicas ran.
         lr_factor: the factor by which the learning rate is multiplied for this gain; None if not reported.
         sync_time: of a step, seconds of gradient exchange that computation does not hide; None if not
             measured since the last report.
+        metrics: other values that the program has logged, by name: the mean of each since the last report, or
+            its last mean before.
     """
 
     generation: int
@@ -71,6 +74,7 @@ class GainReport(Message):
     nodes: int = 1
     lr_factor: float | None = None
     sync_time: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def efficiency(self) -> float:

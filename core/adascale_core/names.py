@@ -115,6 +115,10 @@ MAX_BATCH_SIZE = 2**20
 """Samples in a global batch."""
 MAX_STEPS = 2**53 - 1
 """Steps of a job: integers up to this limit are exact in every JSON parser."""
+MAX_METRICS = 16
+"""Metrics that a program logs, the loss included."""
+METRIC_NAME = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+"""Pattern of the name of a metric that a program logs."""
 MAX_REPLICAS = 1024
 """Replicas of a job: validation examines every count up to this limit."""
 

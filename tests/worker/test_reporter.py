@@ -233,21 +233,24 @@ class FixedEstimates:
         return 1.5
 
 
-def test_a_report_has_the_mean_of_the_losses_since_the_last_report() -> None:
+def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
     telemetry = Telemetry(BatchBounds(8), group, lambda: reporter)  # type: ignore[arg-type, return-value]
     telemetry.begin_generation(BatchBounds(8))
 
-    def loss_of_report(*losses: torch.Tensor | float) -> float | None:
+    def loss_of_report(*losses: torch.Tensor | float, **others: float) -> float | None:
+        telemetry.log(others)
         for loss in losses:
-            telemetry.log_loss(loss)
+            telemetry.log({"loss": loss})
         telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(), FixedEstimates())  # type: ignore[arg-type]
         return reporter.reports[-1].loss
 
     shapes = (torch.tensor(1.0), torch.tensor([2.0, 4.0]), 5.0, torch.tensor(3.0, dtype=torch.bfloat16))
     assert loss_of_report(*shapes) == 3.0
     assert reporter.reports[-1].lr_factor == 1.25
-    assert loss_of_report() is None
-    assert loss_of_report(torch.tensor(float("nan"))) is None
+    assert reporter.reports[-1].metrics == {}
+    assert loss_of_report(accuracy=0.5) == 3.0, "its last mean"
+    assert loss_of_report(torch.tensor(float("nan")), recall=0.25) is None
+    assert reporter.reports[-1].metrics == {"accuracy": 0.5, "recall": 0.25}
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"

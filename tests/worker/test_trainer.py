@@ -547,9 +547,29 @@ def test_registering_a_value_without_state_is_an_error_at_once(make_trainer: Mak
         make_trainer(**FIXED).program_reentry(model, sgd(model), register={"best": 0.0})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(("values", "found"), [({"lr": 0.1, "loss": 1.0}, "lr"), ({}, "no loss")])
-def test_logging_another_value_than_the_loss_is_an_error(
-    make_trainer: MakeTrainer, values: dict[str, float], found: str
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, r"got no value: call trainer\.log\(loss=loss"),
+        ({"lr": "0.1"}, "got a str for lr: pass a number or a tensor"),
+        ({"best": True}, "got a bool for best"),
+        ({"loss": torch.zeros(0)}, "got an empty or complex tensor for loss"),
+        ({"genauigkeit_ü": 1.0}, "got the name 'genauigkeit_ü': use at most 64 of a-z"),
+        ({f"m{number}": 1.0 for number in range(17)}, "a job has at most 16, the loss included"),
+    ],
+)
+def test_logging_what_cannot_be_reported_is_an_error(
+    make_trainer: MakeTrainer, values: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(WorkerError, match=rf"log\(\) got {found}, .* call trainer\.log\(loss=loss\)"):
+    with pytest.raises(WorkerError, match=message):
         make_trainer(**FIXED).log(**values)
+
+
+def test_at_most_16_metrics_are_logged_in_one_call_or_several(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    for _ in range(2):
+        for number in range(15):
+            trainer.log(**{f"m{number}": number})
+        trainer.log(loss=torch.ones(2))
+    with pytest.raises(WorkerError, match="got accuracy, loss after 15 other metrics"):
+        trainer.log(accuracy=1.0, loss=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,6 +12,7 @@ from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import GainReport
 from adascale_core.names import REPORT_INTERVAL
 from adascale_worker.adascale import AdaScale
+from adascale_worker.logged_metrics import LoggedMetrics
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
 from adascale_worker.step_timer import StepTimer
@@ -19,7 +20,7 @@ from adascale_worker.training_progress import TrainingProgress
 
 
 class Telemetry:
-    """Collects losses and step times, and reports them at an interval.
+    """Collects logged metrics and step times, and reports them at an interval.
 
     Args:
         bounds: the job's batch size and bounds.
@@ -34,7 +35,7 @@ class Telemetry:
         self._group = group
         self._make_reporter = make_reporter
         self._reporter: Reporter | None = None
-        self._losses: list[torch.Tensor] = []
+        self._metrics = LoggedMetrics()
         self._reported_at = float("-inf")
         self._reported_step = 0
         self.step_timer = StepTimer()
@@ -56,13 +57,12 @@ class Telemetry:
             # In the background: its last reports may wait for the service.
             threading.Thread(target=self._reporter.close, name="adascale-last-reports", daemon=True).start()
             self._reporter = None
-            self._losses.clear()
+            self._metrics.clear()
 
-    def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Keep the loss of a micro-batch for the next report. Does not synchronize with the device."""
+    def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Keep values of a micro-batch for the next report. Does not synchronize with the device."""
         if self._reporter is not None:
-            loss = torch.as_tensor(loss).detach()
-            self._losses.append(loss.mean() if loss.dim() else loss)
+            self._metrics.log(values)
 
     def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
         """Record the time of a step, and report if the report interval has passed."""
@@ -85,6 +85,7 @@ class Telemetry:
         sync_time = self.measure_sync() if plan.replicas > 1 else None
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
+        metrics = self._metrics.means()
         self._reporter.report(
             GainReport(
                 generation=self._group.generation,
@@ -101,10 +102,11 @@ class Telemetry:
                 grad_var=optimizer.grad_var,
                 step_time=self.step_timer.lap(),
                 time=time.time(),
-                loss=self._mean_loss(),
+                loss=metrics.pop("loss", None),
                 target=progress.target,
                 lr_factor=optimizer.lr_factor,
                 sync_time=sync_time,
+                metrics=metrics,
             )
         )
 
@@ -112,11 +114,3 @@ class Telemetry:
         """Post the outstanding reports, for a limited time, and stop the reporter. May be called again."""
         if self._reporter is not None:
             self._reporter.close()
-
-    def _mean_loss(self) -> float | None:
-        """Return the mean loss since the last report. None if there are no losses, or it is not finite."""
-        if not self._losses:
-            return None
-        mean = torch.stack(self._losses).float().mean().item()
-        self._losses.clear()
-        return mean if abs(mean) < float("inf") else None

@@ -46,6 +46,7 @@ from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
+from adascale_worker.logged_metrics import require_metrics
 from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.membership import Membership
@@ -147,6 +148,7 @@ class ElasticTrainer:
         self._backward_guard: BackwardGuard | None = None
         self._accumulation: GradientAccumulation | None = None
         self._model: torch.nn.Module | None = None
+        self._logged: set[str] = set()
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -266,23 +268,23 @@ class ElasticTrainer:
         self._trainer.planner.acknowledge()
         return self._trainer.planner.plan.local_bsz
 
-    def log(self, *, loss: torch.Tensor | float | None = None, **others: object) -> None:
-        """Log the loss of a micro-batch, for the next report to the metrics service.
+    def log(self, **metrics: torch.Tensor | float) -> None:
+        """Log values of a micro-batch, for the next report to the metrics service.
 
-        Does not synchronize with the device.
+        A report has the mean of each metric since the last report on rank 0, or its last mean if it was not
+        logged since. `loss` is also shown on the progress bar. Does not synchronize with the device.
 
         Args:
-            loss: a number, or a tensor of any shape, whose mean is taken.
+            metrics: numbers, or tensors of any shape, whose mean is taken, by name: at most 16, the loss
+                included.
 
         Raises:
-            WorkerError: `loss` is missing, or another value was passed.
+            WorkerError: a value is something else, a name has other characters than letters, digits and _, or
+                there are too many.
         """
-        if others or loss is None:
-            raise WorkerError(
-                f"trainer.log() got {', '.join(others) or 'no loss'}, but reports contain only the loss: "
-                "call trainer.log(loss=loss), and log other values with print or a logger of your own"
-            )
-        self._trainer.telemetry.log_loss(loss)
+        require_metrics(metrics, len(self._logged - set(metrics)))
+        self._logged.update(metrics)
+        self._trainer.telemetry.log(metrics)
 
     def report_result(self, **result: float | str) -> None:
         """Record the result of training, in the manifest of the last checkpoint.

@@ -4,6 +4,7 @@ A job keeps its newest reports and, of the earlier ones, a bounded number that i
 steps, so a job of a year takes a bounded size.
 """
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def post(
 ) -> Posted:
     """Store reports, each (generation, step) once. Creates the job if it does not exist."""
     job = lock_or_create(transaction, job_id, now)
-    rows = [{"job_key": job.key, **vars(report)} for report in new]
+    rows = [{"job_key": job.key, **vars(report), "metrics": _to_text(report.metrics)} for report in new]
     before = transaction.first(_MEASUREMENTS, key=job.key) or (-1, -1, 0, 0)
     inserted = transaction.insert_new(_INSERT, rows)
     if inserted:
@@ -101,12 +102,12 @@ def post(
 def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
     """Return the report of the highest generation and, in it, of the highest step."""
     row = transaction.first(_LATEST, key=job.key)
-    return None if row is None else GainReport(*row)
+    return None if row is None else _report(row)
 
 
 def latest_reports(transaction: Transaction, after: str, last: str) -> dict[str, GainReport]:
     """Return the latest reports of the jobs that have one, by job id, of the ids from `after` to `last`."""
-    return {row[0]: GainReport(*row[1:]) for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
+    return {row[0]: _report(row[1:]) for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
 
 
 def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
@@ -126,7 +127,7 @@ def history(transaction: Transaction, job: Job, points: int) -> History:
     else:
         # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
         rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=max(points - 1, 0))
-    return History([GainReport(*row) for row in rows], received)
+    return History([_report(row) for row in rows], received)
 
 
 def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
@@ -140,6 +141,16 @@ def step_times_of_page(transaction: Transaction, after: str, last: str) -> dict[
     for job_id, *columns in transaction.all(_PAGE_STEP_TIMES, after=after, last=last):
         found.setdefault(job_id, []).append(_step_time(*columns))
     return found
+
+
+def _report(row: Sequence[Any]) -> GainReport:
+    members = dict(zip(_REPORT, row, strict=True))
+    members["metrics"] = json.loads(row[-1]) if row[-1] else {}
+    return GainReport(**members)
+
+
+def _to_text(metrics: Mapping[str, float]) -> str:
+    return json.dumps(metrics) if metrics else ""
 
 
 def _step_time(

@@ -1,0 +1,90 @@
+"""Values that the program logs, for the reports to the metrics service."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from adascale_core.names import MAX_METRICS, METRIC_NAME
+from adascale_worker.errors import WorkerError
+
+
+def require_metrics(values: Mapping[str, object], known: int) -> None:
+    """Check what the program logs.
+
+    Args:
+        values: by name.
+        known: the number of other metrics that were logged before.
+
+    Raises:
+        WorkerError: there is no value, a value is neither a number nor a tensor with elements, a name is not
+            allowed, or there are too many metrics.
+    """
+    if not values:
+        raise WorkerError("trainer.log() got no value: call trainer.log(loss=loss, accuracy=accuracy)")
+    for name, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and not (isinstance(value, Tensor) and value.numel() and not value.is_complex()):
+            got = "an empty or complex tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise WorkerError(
+                f"trainer.log() got {got} for {name}: pass a number or a tensor of real numbers"
+            )
+        if not re.fullmatch(METRIC_NAME, name):
+            raise WorkerError(
+                f"trainer.log() got the name {name!r}: use at most 64 of a-z, A-Z, 0-9 and _, and begin "
+                "with a letter"
+            )
+    if known + len(values) > MAX_METRICS:
+        raise WorkerError(
+            f"trainer.log() got {', '.join(values)} after {known} other metrics, but a job has at most "
+            f"{MAX_METRICS}, the loss included: log fewer, or use a logger of your own"
+        )
+
+
+class LoggedMetrics:
+    """Collects values by name, and returns their means. Does not synchronize with the device before that."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+        self._means: dict[str, float] = {}
+
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Keep values for the next means; of a tensor of any shape, its mean."""
+        for name, value in values.items():
+            tensor = torch.as_tensor(value).detach().float()
+            self._values.setdefault(name, []).append(tensor.mean() if tensor.dim() else tensor)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each metric since the last call, or its last mean if it was not logged since.
+
+        A mean that is not finite is left out.
+        """
+        for name, mean in _means(self._values).items():
+            self._means.pop(name, None)
+            if math.isfinite(mean):
+                self._means[name] = mean
+        self._values.clear()
+        return dict(self._means)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+        self._means.clear()
+
+
+def _means(values: Mapping[str, list[Tensor]]) -> dict[str, float]:
+    """Return the mean of each list. Waits for each device once."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensors in values.items():
+        device = tensors[-1].device
+        mean = torch.stack([tensor.to(device) for tensor in tensors]).mean()
+        by_device.setdefault(device, {})[name] = mean
+    return {
+        name: number
+        for means in by_device.values()
+        for name, number in zip(means, torch.stack(list(means.values())).tolist(), strict=True)
+    }
