@@ -122,9 +122,13 @@ def _check_size(text: bytes) -> None:
         return  # reported with its position when the body is validated
     if isinstance(value, list) and len(value) > MAX_REPORTS:
         _refuse(f"a list of {len(value)}", f"1 to {MAX_REPORTS} reports")
-    for member in value if isinstance(value, list) else [value]:
-        if isinstance(member, dict) and len(member) > MAX_FIELDS:
-            _refuse(f"an object of {len(member)} fields", "the fields that /docs lists")
+    objects = [
+        member for member in (value if isinstance(value, list) else [value]) if isinstance(member, dict)
+    ]
+    metrics = [nested for member in objects for nested in member.values() if isinstance(nested, dict)]
+    for each in (*objects, *metrics):
+        if len(each) > MAX_FIELDS:
+            _refuse(f"an object of {len(each)} fields", "the fields that /docs lists")
 
 
 def _refuse(got: str, expected: str) -> NoReturn:

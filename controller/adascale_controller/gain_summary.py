@@ -62,6 +62,7 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
         facts.append(("memory", memory(gain.local_bsz_limit)))
     if report.loss is not None:
         facts.append(("loss", significant(report.loss)))
+    facts += [(name, significant(value)) for name, value in sorted(report.metrics.items())]
     age = now - report.time
     if age > MAX_FRESH_SECONDS:
         facts.append(("reported", f"{clock(age)} ago"))

@@ -50,10 +50,11 @@ def peak_memory(service: ServiceProcess) -> int:
         b"[" + b",".join([b"{}"] * 1000) + b"]",
         b"[" * 1_000_000,
         b"{" + b",".join(b'"%d":0' % number for number in range(100_000)) + b"}",
+        b'{"metrics":{' + b",".join(b'"m%d":0' % number for number in range(90_000)) + b"}}",
         b'{"step":' + b"1" * 1_000_000 + b"}",
         b'{"step":"' + b"\\u0000" * 170_000 + b'"}',
     ],
-    ids=["objects", "lists", "1000 objects", "nested", "fields", "digits", "escapes"],
+    ids=["objects", "lists", "1000 objects", "nested", "fields", "metrics", "digits", "escapes"],
 )
 def test_a_body_costs_no_more_than_its_size(attacked: ServiceProcess, text: bytes) -> None:
     with Client(attacked.port) as client:

@@ -57,6 +57,30 @@ def test_a_report_with_an_invalid_number_is_refused_with_the_name_of_the_field(
 
 
 @pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("null", "metrics"),
+        ("[0.5]", "metrics"),
+        ('{"accuracy": null}', "metrics.accuracy"),
+        ('{"accuracy": "0.5"}', "metrics.accuracy"),
+        ('{"accuracy": NaN}', "metrics.accuracy"),
+        ('{"accuracy": {}}', "metrics.accuracy"),
+        ('{"a-b": 0.5}', "metrics.a-b"),
+        ('{"": 0.5}', "metrics."),
+        (json.dumps({"x" * 65: 0.5}), "metrics." + "x" * 65),
+        (json.dumps({f"m{number}": 0.5 for number in range(17)}), "metrics"),
+    ],
+)
+def test_a_report_with_invalid_metrics_is_refused_with_the_name_of_the_field(
+    client: Client, job: str, text: str, field: str
+) -> None:
+    members = json.dumps({**a_report().to_json(), "metrics": "HERE"}).replace('"HERE"', text)
+    body = assert_refused(client.call("POST", f"/jobs/{job}/gain", text=members.encode()), 422, "metrics")
+    assert body["detail"][0]["field"].startswith(field), body
+    assert client.call("GET", f"/jobs/{job}").status == 404
+
+
+@pytest.mark.parametrize(
     ("text", "got"),
     [("NaN", "NaN"), ("-Infinity", "-Infinity"), ('"1"', '"1"'), ("true", "true"), ("-1", "-1")],
 )

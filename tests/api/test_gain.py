@@ -30,6 +30,18 @@ def test_the_loss_of_a_report_is_optional(client: Client, job: str) -> None:
     assert client.call("POST", f"/jobs/{job}/gain", members).status == 200
 
 
+def test_metrics_of_a_report_are_in_the_gain_the_job_and_the_history(client: Client, job: str) -> None:
+    client.post_gain(job, a_report(1), a_report(2, metrics={"accuracy": 0.9, "_lr": -1.5e-9}))
+    assert client.get(f"/jobs/{job}/gain")["metrics"] == {"accuracy": 0.9, "_lr": -1.5e-9}
+    assert client.get(f"/jobs/{job}")["latest"]["metrics"]["accuracy"] == 0.9
+    history = client.get(f"/jobs/{job}/gain/history")["points"]
+    assert [point["metrics"].get("accuracy") for point in history] == [None, 0.9]
+    members = a_report(3).to_json()
+    del members["metrics"]
+    assert client.call("POST", f"/jobs/{job}/gain", members).status == 200
+    assert client.get(f"/jobs/{job}/gain")["metrics"] == {}
+
+
 def test_a_repeated_report_counts_once_and_the_first_report_stays(client: Client, job: str) -> None:
     client.post_gain(job, a_report(1), a_report(2))
     answer = client.post_gain(job, a_report(2, gain=3.0), a_report(3), a_report(3))

@@ -150,6 +150,20 @@ def test_a_job_is_opened_by_keyboard_and_its_charts_are_read_by_keyboard(
     expect(chart).not_to_have_attribute("aria-valuetext", first)
 
 
+def test_each_logged_metric_has_a_chart_from_its_first_report_on(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        client.post_gain("team.metrics", a_report(1), a_report(2, metrics={"accuracy": 0.25}))
+        show(page, shown, "#/jobs/team.metrics")
+        chart = page.get_by_role("slider", name="accuracy")
+        expect(chart).to_have_attribute("aria-valuetext", re.compile(r": 0\.25$"))
+        charts = page.locator(".charts > *")
+        before = charts.count()
+        client.post_gain("team.metrics", a_report(3, metrics={"grad_norm": 2.0, "accuracy": 0.5}))
+        expect(page.get_by_role("slider", name="grad_norm")).to_be_visible()
+        expect(charts).to_have_count(before + 1)
+        client.call("DELETE", "/jobs/team.metrics")
+
+
 def test_a_link_shows_a_job_over_progress_with_its_generations(page: Page, shown: ServiceProcess) -> None:
     show(page, shown, "#/jobs/team.digits?x=progress")
     expect(page.get_by_role("radio", name="progress")).to_be_checked()

@@ -149,6 +149,15 @@ def test_the_tables_of_gain_and_validate_fit_too(width: int) -> None:
         assert len(re.split(r"  +", header.strip())) == len(re.split(r"  +", row.strip()))
 
 
+def test_the_gain_shows_all_metrics_by_name() -> None:
+    report = replace(REPORT, metrics={"recall": 0.5, "accuracy_of_validation": 0.91234})
+    lines = rendered(render_gain(GainView("default.test", report, None), 100.0), 80)
+    assert max(map(len, lines)) <= 80
+    values = [line.split() for line in lines]
+    assert values.index(["accuracy_of_validation", "0.912"]) < values.index(["recall", "0.5"])
+    assert ["loss", "0.213"] in values
+
+
 def test_a_row_shows_all_values_of_its_generation() -> None:
     rows = [line.split("  ") for line in rendered(generations_table(GENERATIONS), width=120)]
     assert [cell.strip() for cell in rows[-2] if cell.strip()] == [

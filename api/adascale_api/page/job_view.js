@@ -33,12 +33,12 @@ export class JobView {
     this.phase = element("span", { class: "phase" }, "");
     this.notice = element("p", { class: "notice bad", role: "status", hidden: true });
     this.facts = ["Replicas", "Gain", "Efficiency", "Local batch", "Progress", "Time left", "Generation", "Disruptions", "Failures", "Age"].map((name) => ({ name, value: element("dd", {}, NONE) }));
-    const cursor = new Cursor();
-    this.charts = CHARTS.map((each) => new Chart({
-      ...each, cursor,
-      series: each.series.map(([name], at) => ({ name, style: at + 1 })),
-      formatX: (x, span) => (this.byProgress ? count(x) : clock(x, { withSeconds: span < 600, withDate: span > 90000 })),
-    }));
+    this.cursor = new Cursor();
+    this.definitions = [];
+    this.charts = [];
+    this.chartList = element("div", { class: "charts" });
+    for (const each of CHARTS) this.addChart(each);
+    this.metrics = new Set();
     this.axis = element("fieldset", {}, element("legend", {}, "Over"), ...[["time", false], ["progress", true]].map(([name, byProgress]) => element(
       "label", {},
       element("input", { type: "radio", name: "axis", value: name, checked: this.byProgress === byProgress, onchange: () => this.setAxis(byProgress) }),
@@ -58,7 +58,7 @@ export class JobView {
       element("h2", {}, "Measurements"),
       element("div", { class: "controls" }, this.axis, this.copy),
       element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. The arrow keys move the cursor of a chart."),
-      element("div", { class: "charts" }, ...this.charts.map((chart) => chart.node)),
+      this.chartList,
       element("h2", {}, "What other replica counts would give"), this.decision,
       element("h2", {}, "Generations"), this.history,
       element("h2", {}, "Replicas"), this.replicas,
@@ -67,6 +67,26 @@ export class JobView {
     this.update(stream.jobs, null);
     this.readHistory();
     this.readDetails();
+  }
+
+  addChart(definition) {
+    const chart = new Chart({
+      ...definition, cursor: this.cursor,
+      series: definition.series.map(([name], at) => ({ name, style: at + 1 })),
+      formatX: (x, span) => (this.byProgress ? count(x) : clock(x, { withSeconds: span < 600, withDate: span > 90000 })),
+    });
+    this.definitions.push(definition);
+    this.charts.push(chart);
+    this.chartList.append(chart.node);
+  }
+
+  // The program may begin to log a metric at any time.
+  addChartsOfMetrics() {
+    const names = this.reports.flatMap((report) => Object.keys(report.metrics)).filter((name) => !this.metrics.has(name));
+    for (const name of [...new Set(names)].sort()) {
+      this.metrics.add(name);
+      this.addChart({ title: name, series: [[name, (each) => each.metrics[name] ?? null]], formatY: significant });
+    }
   }
 
   title() {
@@ -155,10 +175,11 @@ export class JobView {
   }
 
   draw() {
+    this.addChartsOfMetrics();
     const xs = this.reports.map((report) => (this.byProgress ? report.progress : report.time));
     const marks = this.marks();
     this.charts.forEach((chart, at) => {
-      const ys = CHARTS[at].series.map(([, value]) => this.reports.map(value));
+      const ys = this.definitions[at].series.map(([, value]) => this.reports.map(value));
       chart.setData(ys.every((curve) => curve.every((y) => y === null)) ? [] : xs, ys, { marks });
     });
   }
