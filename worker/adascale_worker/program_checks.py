@@ -15,6 +15,12 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.statistics.user_warnings import OneTimeWarnings, warn_user
 from adascale_worker.torch_private import has_scheduler
 
+ONE_OPTIMIZER = (
+    "make the models submodules of one, with one optimizer (docs/training.md shows it), or run this program "
+    "with one replica (maxReplicas: 1)"
+)
+"""What to do with a program that has several optimizers."""
+
 
 def require_program(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None
@@ -61,16 +67,19 @@ def warn_of_unknown_scheduler(
 
 
 class OtherOptimizers:
-    """Refuses steps of other optimizers inside the data loop.
+    """Observes steps of other optimizers inside the data loop.
 
-    An optimizer with parameters of the trainer's changes them in its place. One with other parameters is fine
-    on one replica; on several, its gradients are not averaged.
+    One with parameters of the trainer's changes them in its place, and is refused. The gradients of one with
+    other parameters are not averaged, so the replicas compare these parameters.
 
     Args:
         optimizer: the one that was passed to `program_reentry`.
         inside_epoch: returns whether the program is in the trainer's data loop.
         has_stepped: returns whether the trainer's optimizer has made the step of the present batch.
         replicas: returns the number of replicas.
+
+    Attributes:
+        parameters: of optimizers with other parameters that have made a step.
     """
 
     def __init__(
@@ -85,6 +94,8 @@ class OtherOptimizers:
         self._has_stepped = has_stepped
         self._replicas = replicas
         self._own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.parameters: list[torch.Tensor] = []
+        self._seen: list[torch.optim.Optimizer] = []
         self._handle: RemovableHandle | None = None
         self._warnings = OneTimeWarnings()
 
@@ -101,7 +112,9 @@ class OtherOptimizers:
     def _check(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if optimizer is self._optimizer or not self._inside_epoch():
             return
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(optimizer is seen for seen in self._seen):
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in self._own for parameter in parameters):
             # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
             if self._has_stepped():
@@ -111,18 +124,12 @@ class OtherOptimizers:
                 "one passed to program_reentry, but is another object, whose steps the trainer does "
                 "not count. Make the optimizer once, pass it to program_reentry, and call its step()"
             )
-        found = f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are"
-        advice = (
-            "make the models submodules of one, with one optimizer (docs/training.md shows it), or run this "
-            "program with one replica (maxReplicas: 1)"
-        )
-        if self._replicas() > 1:
-            raise WorkerError(
-                f"{found} not averaged over the {self._replicas()} replicas, so its parameters would differ "
-                f"between them: {advice}"
+        self._seen.append(optimizer)
+        self.parameters += parameters
+        if self._replicas() == 1:
+            self._warnings.warn(
+                "second optimizer",
+                f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are "
+                "not averaged over replicas. On 1 replica this has no effect; on 2 or more, training stops "
+                f"if its parameters differ: {ONE_OPTIMIZER}",
             )
-        self._warnings.warn(
-            "second optimizer",
-            f"{found} not averaged over replicas. On 1 replica this has no effect; on 2 or more, training "
-            f"stops with an error: {advice}",
-        )

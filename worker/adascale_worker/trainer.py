@@ -434,6 +434,7 @@ class ElasticTrainer:
             lambda: trainer.group.replicas,
         )
         self._other_optimizers.install()
+        loop.comparison.others = self._other_optimizers.parameters
         self._loop, self._accumulation, self._model = loop, accumulation, model
         self._watchdog = StepWatchdog(
             trainer.telemetry.step_timer,

@@ -107,7 +107,7 @@ class TrainingLoop:
         self._accumulation = accumulation
         self._checks = checks
         self._weights = FiniteWeights(program.optimizer, trainer.settings.max_nonfinite_steps, trainer.group)
-        self._comparison = WeightComparison(program.model, trainer.group)
+        self.comparison = WeightComparison(program.model, trainer.group)
         self._departures = LoopDepartures(trainer.group)
         trainer.telemetry.measure_sync = model.sync_time
         self._state = TrainingState(trainer, program)
@@ -624,7 +624,7 @@ class TrainingLoop:
         self._weights.check_step(step, gradients_are_finite=self.adascale.gradients_are_finite)
         if self._agreement.compare_weights:
             self._agreement.compare_weights = False
-            self._comparison.compare(step, self._checks.passes_per_batch)
+            self.comparison.compare(step, self._checks.passes_per_batch)
             self._withdraw_requests()
 
     def _requests(self) -> Requests:
@@ -644,7 +644,7 @@ class TrainingLoop:
             replan=trainer.planner.is_due,
             agree_each_step=time.monotonic() - self._stepped_at >= SLOW_STEP,
             finish=finish,
-            compare_weights=self._comparison.is_due,
+            compare_weights=self.comparison.is_due,
         )
 
     def _at_step_boundary(self) -> None:
@@ -895,7 +895,7 @@ class TrainingLoop:
         self._report()
         while True:
             try:
-                self._comparison.compare(self._trainer.progress.step, self._checks.passes_per_batch)
+                self.comparison.compare(self._trainer.progress.step, self._checks.passes_per_batch)
                 self._save(final=True)
                 break
             except PeersLostError:

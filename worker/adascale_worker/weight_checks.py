@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.program_checks import ONE_OPTIMIZER
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 COMPARISON_INTERVAL = 10.0
@@ -39,11 +40,15 @@ class WeightComparison:
     Args:
         model: its parameters that require gradients are compared.
         group: the replicas.
+
+    Attributes:
+        others: parameters that are compared too, if each replica has the same number of them.
     """
 
     def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
         self._model = model
         self._group = group
+        self.others: Sequence[Tensor] = ()
         self._compared_at = float("-inf")
 
     @property
@@ -66,8 +71,11 @@ class WeightComparison:
         if not named:
             return
         probes = [_probe(parameter) for _, parameter in named]
-        least, greatest = self._group.extremes(torch.cat(probes))
+        others = _digest(self.others)
+        least, greatest = self._group.extremes(torch.cat([*probes, others.to(probes[0].device)]))
+        self._require_equal_others(step, least[-len(others) :], greatest[-len(others) :])
         sizes = [len(probe) for probe in probes]
+        least, greatest = least[: sum(sizes)], greatest[: sum(sizes)]
         for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
             magnitude = torch.maximum(low.abs(), high.abs()).max()
             difference, index = (high - low).max(dim=0)
@@ -77,6 +85,26 @@ class WeightComparison:
                     f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
                     f"{_cause(passes_per_batch)}"
                 )
+
+    def _require_equal_others(self, step: int, low: Tensor, high: Tensor) -> None:
+        (count, largest, *_), (sums, highest) = high.tolist(), (low[2:], high[2:])
+        if low[0] == count and (highest - sums).max() > TOLERANCE * largest:
+            raise DifferentWeightsError(
+                f"the parameters of a second optimizer differ between the {self._group.replicas} replicas "
+                f"after step {step}, because its gradients are not averaged: {ONE_OPTIMIZER}"
+            )
+
+
+def _digest(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the number of elements, the sum of the absolute values of some of them, and sums of some."""
+    sums = torch.zeros(PROBES)
+    largest = 0.0
+    for parameter in parameters:
+        if parameter.numel():
+            probe = _probe(parameter)[:PROBES].cpu()
+            sums[: len(probe)] += probe
+            largest += probe.abs().max().item()
+    return torch.cat([torch.tensor([float(sum(p.numel() for p in parameters)), largest]), sums])
 
 
 def _cause(passes_per_batch: int) -> str:
