@@ -75,6 +75,7 @@ def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Me
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compilation", ["in place", "wrapped"])
 def test_a_compiled_model_is_compiled_once(make_members: Callable[..., Members], compilation: str) -> None:
     """Also when the replicas and their batches change, and a member is lost."""
