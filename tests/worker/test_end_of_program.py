@@ -176,9 +176,9 @@ def test_an_error_on_one_rank_shows_its_own_traceback_and_one_line_on_the_other(
 def test_a_loop_that_all_ranks_leave_after_the_same_step_trains(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, END="break", AT=5, EPOCHS=3)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == [
-        f"rank {rank} ends after 5 steps, finished: False" for rank in range(2)
-    ]
+    for rank in range(2):
+        # The ranks share the pipe, so that their lines may be mixed.
+        assert ended.stdout.count(f"rank {rank} ends after 5 steps, finished: False") == 1
 
 
 @pytest.mark.slow
