@@ -35,8 +35,8 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
             )
         if not re.fullmatch(METRIC_NAME, name):
             raise WorkerError(
-                f"trainer.log() got the name {name!r}: use at most 64 of a-z, A-Z, 0-9 and _, and begin "
-                "with a letter"
+                f"trainer.log() got the name {name!r}: use at most 64 of a-z, A-Z, 0-9 and _, and do "
+                "not begin with a digit"
             )
     if known + len(values) > MAX_METRICS:
         raise WorkerError(

@@ -87,8 +87,8 @@ class WeightComparison:
                 )
 
     def _require_equal_others(self, step: int, low: Tensor, high: Tensor) -> None:
-        (count, largest, *_), (sums, highest) = high.tolist(), (low[2:], high[2:])
-        if low[0] == count and (highest - sums).max() > TOLERANCE * largest:
+        count, magnitude = high[:2].tolist()
+        if low[0] == count and (high[2:] - low[2:]).max() > TOLERANCE * magnitude:
             raise DifferentWeightsError(
                 f"the parameters of a second optimizer differ between the {self._group.replicas} replicas "
                 f"after step {step}, because its gradients are not averaged: {ONE_OPTIMIZER}"
@@ -96,15 +96,15 @@ class WeightComparison:
 
 
 def _digest(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the number of elements, the sum of the absolute values of some of them, and sums of some."""
+    """Return the number of elements, the magnitude of the sums, and sums of a few elements of each."""
     sums = torch.zeros(PROBES)
-    largest = 0.0
+    magnitude = 0.0
     for parameter in parameters:
         if parameter.numel():
             probe = _probe(parameter)[:PROBES].cpu()
             sums[: len(probe)] += probe
-            largest += probe.abs().max().item()
-    return torch.cat([torch.tensor([float(sum(p.numel() for p in parameters)), largest]), sums])
+            magnitude += probe.abs().max().item()
+    return torch.cat([torch.tensor([float(sum(p.numel() for p in parameters)), magnitude]), sums])
 
 
 def _cause(passes_per_batch: int) -> str:

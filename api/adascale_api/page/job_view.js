@@ -81,8 +81,8 @@ export class JobView {
   }
 
   // The program may begin to log a metric at any time.
-  addChartsOfMetrics() {
-    const names = this.reports.flatMap((report) => Object.keys(report.metrics)).filter((name) => !this.metrics.has(name));
+  addChartsOfMetrics(reports) {
+    const names = reports.flatMap((report) => Object.keys(report.metrics)).filter((name) => !this.metrics.has(name));
     for (const name of [...new Set(names)].sort()) {
       this.metrics.add(name);
       this.addChart({ title: name, series: [[name, (each) => each.metrics[name] ?? null]], formatY: significant });
@@ -115,6 +115,7 @@ export class JobView {
     const last = this.reports.at(-1);
     if (latest && last && (latest.generation > last.generation || (latest.generation === last.generation && latest.step > last.step))) {
       this.reports.push(latest);
+      this.addChartsOfMetrics([latest]);
       // Thinned, so that a page that stays open for days stays small.
       if (this.reports.length > MAX_POINTS) this.reports = this.reports.filter((_, at) => at % 2 || at > MAX_POINTS / 2);
       this.draw();
@@ -126,6 +127,7 @@ export class JobView {
     await this.attempt(async (signal) => {
       const history = await get(`jobs/${encodeURIComponent(this.id)}/gain/history?points=${POINTS}`, signal);
       this.reports = history.points;
+      this.addChartsOfMetrics(this.reports);
       this.draw();
     });
   }
@@ -175,7 +177,6 @@ export class JobView {
   }
 
   draw() {
-    this.addChartsOfMetrics();
     const xs = this.reports.map((report) => (this.byProgress ? report.progress : report.time));
     const marks = this.marks();
     this.charts.forEach((chart, at) => {
