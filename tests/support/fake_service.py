@@ -43,10 +43,14 @@ class FakeAgent:
             stepped=self.generation if self.state is ReplicaState.RUNNING else 0,
         )
 
+    def replace_trainer(self) -> None:
+        """Start another trainer."""
+        self.state, self.generation, self.number = ReplicaState.WAITING, 0, self.number + 1
+
     def follow(self, view: AllocationView) -> None:
         """Enter or leave a generation, as the job's allocation requires."""
         if self.state is ReplicaState.REENTERING:
-            self.state, self.generation, self.number = ReplicaState.WAITING, 0, self.number + 1
+            self.replace_trainer()
         if self.state not in {ReplicaState.WAITING, ReplicaState.RUNNING, ReplicaState.HOLDING}:
             return
         holds = self.state is ReplicaState.HOLDING
@@ -146,8 +150,11 @@ class FakeService:
         self.state, self.spec, self.latest = Rendezvous(), None, None
 
     def register(self, agent: FakeAgent) -> None:
-        """Store the registration of an agent."""
+        """Store the registration of an agent, which follows the answer."""
         self.state = register(self.state, agent.registration(), self.spec)
+        left_out = self.state.member_view(1, agent.instance).left_out
+        if left_out and agent.state is ReplicaState.WAITING:
+            agent.replace_trainer()
 
     def expire_missing(self, instances: set[str]) -> None:
         """Expire the replicas whose agents no longer exist."""

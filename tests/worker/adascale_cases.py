@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.supported_optimizers import UnsupportedOptimizerError
-from adascale_worker.torch_private import UnsupportedTorchError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,
@@ -45,18 +44,9 @@ Loop = Callable[[AdaScale, nn.Module, list[Batch]], None]
 CASES: dict[str, Callable[[], None]] = {}
 
 
-FSDP_CASES: set[str] = set()
-"""The `CASES` that need `fully_shard` of a torch that AdaScale can measure."""
-
-
 def case(function: Callable[[], None]) -> Callable[[], None]:
     CASES[function.__name__] = function
     return function
-
-
-def fsdp_case(function: Callable[[], None]) -> Callable[[], None]:
-    FSDP_CASES.add(function.__name__)
-    return case(function)
 
 
 def plain(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
@@ -464,7 +454,7 @@ def joined(batches_: list[Batch]) -> Batch:
     return torch.cat([x for x, _ in batches_]), torch.cat([y for _, y in batches_])
 
 
-@fsdp_case
+@case
 def fully_sharded_parameters() -> None:
     """FSDP2: local gradients are read from the input of the reduce-scatter."""
     for groups, dtype in (
@@ -477,7 +467,7 @@ def fully_sharded_parameters() -> None:
             assert_sharded_matches_reference(micro=micro, groups=groups, dtype=dtype)
 
 
-@fsdp_case
+@case
 def fully_sharded_parameters_with_a_frozen_module() -> None:
     assert_sharded_matches_reference(frozen=True)
     assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, frozen=True)
@@ -498,7 +488,7 @@ def synchronised(*passes: bool, scaled: bool = True, flag: str = "set_requires_g
     return loop
 
 
-@fsdp_case
+@case
 def fully_sharded_parameters_with_passes_that_are_not_synchronised() -> None:
     """A reduce-scatter takes the sum over some passes: one micro-gradient of their batches together."""
     for groups in (one_group, two_groups, by_kind):
@@ -514,7 +504,7 @@ def fully_sharded_parameters_with_passes_that_are_not_synchronised() -> None:
         )
 
 
-@fsdp_case
+@case
 def fully_sharded_replicas_whose_all_reduce_waits_for_the_last_pass() -> None:
     """HSDP, with a reduce-scatter on each pass."""
     loop = synchronised(False, False, True, flag="set_requires_all_reduce")
@@ -522,7 +512,7 @@ def fully_sharded_replicas_whose_all_reduce_waits_for_the_last_pass() -> None:
     assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, shape=(1, 2))
 
 
-@fsdp_case
+@case
 def sharded_steps_with_unreadable_micro_gradients_are_left_out() -> None:
     shape: tuple[int, ...]
     for shape, flag, passes in (
@@ -544,7 +534,7 @@ def sharded_steps_with_unreadable_micro_gradients_are_left_out() -> None:
         assert sum("left out of the estimates" in str(warning.message) for warning in caught) == 1, shape
 
 
-@fsdp_case
+@case
 def a_wrong_number_of_passes_of_a_sharded_model_is_left_out() -> None:
     for passes in ((True,), (False, True), (True, True, True, True)):
         model = network()
@@ -556,7 +546,7 @@ def a_wrong_number_of_passes_of_a_sharded_model_is_left_out() -> None:
         assert optimizer.estimate is None
 
 
-@fsdp_case
+@case
 def a_skipped_step_of_a_sharded_model() -> None:
     """Skipped as by a GradScaler. The next step is left out without a warning, the following is measured."""
     for first in (True, False):
@@ -576,7 +566,7 @@ def a_skipped_step_of_a_sharded_model() -> None:
         assert optimizer.estimate != estimate
 
 
-@fsdp_case
+@case
 def shards_that_cannot_be_measured_raise() -> None:
     """Tensor parallelism, with and without `fully_shard`, and `fully_shard` without the model argument."""
     plan: dict[str, ParallelStyle] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -598,22 +588,6 @@ def shards_that_cannot_be_measured_raise() -> None:
         UnsupportedOptimizerError, match=r"got 1 parameters? that fully_shard did not shard.*root"
     ):
         AdaScale(sgd, model=partly)
-
-
-@case
-def a_torch_without_custom_reduce_scatters_raises() -> None:
-    model = network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    method = vars(FSDPModule).get("set_custom_reduce_scatter")
-    if method is not None:
-        del FSDPModule.set_custom_reduce_scatter
-    try:
-        with pytest.raises(UnsupportedTorchError, match=r"no `FSDPModule.*torch>=2\.9, or use Distributed"):
-            AdaScale(sgd, model=model)
-    finally:
-        if method is not None:
-            FSDPModule.set_custom_reduce_scatter = method  # type: ignore[method-assign]
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:
@@ -655,7 +629,7 @@ def a_grad_scaler_with_adam() -> None:
         assert_matches_reference(loop, adam=torch.optim.AdamW, options=options, tolerance=1e-6)
 
 
-@fsdp_case
+@case
 def adam_with_fully_shard_is_refused() -> None:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

@@ -56,8 +56,6 @@ def test_all_public_schedulers_are_tested() -> None:
     assert public <= set(SCHEDULERS)
 
 
-# torch 2.6 issues this warning about its own call in SequentialLR.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("of_inner", [True, False])
 def test_a_scheduler_reads_the_unscaled_lr(*, name: str, of_inner: bool) -> None:

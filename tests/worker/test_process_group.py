@@ -51,4 +51,5 @@ def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed
         for rank, failures in (("0", "2"), ("1", "0"))
     ]
     outputs = [process.communicate(timeout=100)[0] for process in processes]
-    assert outputs == ["3.0\n", "3.0\n"]
+    # Gloo writes lines of its own with some versions of torch.
+    assert [output.splitlines()[-1:] for output in outputs] == [["3.0"], ["3.0"]]

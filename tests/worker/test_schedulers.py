@@ -73,8 +73,6 @@ def test_the_table_has_every_scheduler_of_torch() -> None:
     assert of_torch - {"LRScheduler", "ReduceLROnPlateau"} == set(SCHEDULERS)
 
 
-# SequentialLR of torch 2.6 warns of its own call.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")
 @pytest.mark.parametrize("gain", [1.0, GAIN])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_follows_progress_to_the_end_and_is_restored(

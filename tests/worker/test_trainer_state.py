@@ -338,8 +338,6 @@ def schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     ]
 
 
-# torch 2.6 issues this warning about its own call in SequentialLR.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("kind", range(5))
 def test_schedulers_are_restored(make_trainer: MakeTrainer, tmp_path: Path, kind: int) -> None:
     def enter() -> tuple[ElasticTrainer, nn.Module, torch.optim.SGD, LRScheduler]:

@@ -79,7 +79,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
             `fully_shard` was applied to `model`; some of its parameters are DTensors that `fully_shard` on
             `model` did not make, or only some parameters are sharded.
-        UnsupportedTorchError: the installed torch is too old for `model`.
+        UnsupportedTorchError: the installed torch does not have what this needs.
         ValueError: a number is out of range.
     """
 

@@ -3,8 +3,9 @@
 Each function names the private part that it uses and why the public interface is not enough. The tests of
 the worker pass with these versions:
 
-- torch 2.6.0, the lowest that `pyproject.toml` allows, except for `fully_shard` (FSDP2);
-- torch 2.9.0, the lowest for `fully_shard`, the first with `FSDPModule.set_custom_reduce_scatter`;
+- torch 2.9.0, the lowest that `pyproject.toml` allows. Up to 2.7, a process can wait forever while it
+  destroys a process group (github.com/pytorch/pytorch/pull/154976), thus at any change of the replicas. Up to
+  2.8, gradients of `fully_shard` (FSDP2) cannot be read (`FSDPModule.set_custom_reduce_scatter`);
 - torch 2.15.0, the version in `requirements.lock`.
 
 A part that the installed torch does not have raises `UnsupportedTorchError`, with its name and the version.
@@ -31,8 +32,7 @@ from adascale_worker.errors import WorkerError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-TESTED_VERSIONS = ("2.6.0", "2.9.0", "2.15.0")
-LOWEST_VERSION_FOR_FSDP = "2.9"
+TESTED_VERSIONS = ("2.9.0", "2.15.0")
 
 
 class UnsupportedTorchError(WorkerError, RuntimeError):
@@ -240,9 +240,6 @@ def tcp_store(
 ) -> TCPStore:
     """Return a TCPStore that does not wait for the other ranks, served on a socket that already listens.
 
-    The default backend of the server (libuv) does not accept a listening socket in torch 2.6. There the older
-    backend serves the store; clients are the same for both.
-
     Args:
         host, port: address of the server.
         world_size: number of ranks.
@@ -251,22 +248,15 @@ def tcp_store(
         listen_fd: file descriptor of the listening socket, on the server; None to open a socket.
     """
 
-    def make(**options: Any) -> TCPStore:
-        return TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=is_master,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-            **options,
-        )
-
-    try:
-        return make()
-    except NotImplementedError:
-        return make(use_libuv=False)
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
 
 
 def local_process_group() -> dist.ProcessGroup:
@@ -501,19 +491,9 @@ class ShardedParameterGroup:
 
 
 def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGroup]:
-    """Return the parameter groups of all modules in `model` that `fully_shard` was applied to.
-
-    Raises:
-        UnsupportedTorchError: torch is too old.
-    """
+    """Return the parameter groups of all modules in `model` that `fully_shard` was applied to."""
     from torch.distributed.fsdp import FSDPModule
 
-    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} has no `FSDPModule.set_custom_reduce_scatter`, which AdaScale needs "
-            f"to measure a model with fully_shard; install torch>={LOWEST_VERSION_FOR_FSDP}, or use "
-            "DistributedDataParallel"
-        )
     return [
         ShardedParameterGroup(module, group)
         for module in model.modules()

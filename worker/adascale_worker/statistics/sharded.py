@@ -38,7 +38,7 @@ class ShardedGradients:
         parameter_ids: ids of the parameters that were sharded by `fully_shard` alone.
 
     Raises:
-        UnsupportedTorchError: torch is too old.
+        UnsupportedTorchError: the installed torch does not have what this needs.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], ranks: int) -> None:
