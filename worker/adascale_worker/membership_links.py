@@ -82,10 +82,10 @@ class Formation:
     states: tuple[StateNumber | None, ...]
 
     @property
-    def source(self) -> int | None:
-        """The rank whose state the others get: the first with the latest. None if nobody has a state."""
+    def sources(self) -> list[int]:
+        """The ranks with the latest state, which the others get. Empty if nobody has a state."""
         latest = max((state for state in self.states if state is not None), default=None)
-        return None if latest is None else self.states.index(latest)
+        return [rank for rank, state in enumerate(self.states) if latest is not None and state == latest]
 
 
 @dataclass

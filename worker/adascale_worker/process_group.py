@@ -281,11 +281,33 @@ class ReplicaGroup:
             dist.broadcast(tensor, src=source)
             return [int(number) for number in tensor.tolist()]
 
-    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy `tensor` of rank `source` into `tensor` of all ranks."""
-        if self.replicas > 1:
-            with self._guarded():
-                dist.broadcast(tensor, src=source)
+    @property
+    def transfer_device(self) -> torch.device:
+        """The device of tensors for `send` and `receive`. Gloo sends tensors on the host only."""
+        backends = dist.get_backend_config().split(",")
+        uses_gloo = self._device.type == "cpu" or f"{self._device.type}:gloo" in backends
+        return torch.device("cpu") if uses_gloo else self._device
+
+    def send(self, tensor: torch.Tensor, target: int) -> dist.Work:
+        """Start to send `tensor` to rank `target`, which calls `receive`. Not a collective call.
+
+        Returns:
+            The work to `wait` for. Until then, `tensor` must not be changed.
+        """
+        with self._guarded():
+            work = dist.isend(tensor, dst=target)
+            assert work is not None, "this process is a member of the group"
+            return work
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive what rank `source` sends next into `tensor`. Not a collective call."""
+        with self._guarded():
+            dist.recv(tensor, src=source)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for what was started by this rank."""
+        with self._guarded():
+            work.wait()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on all ranks."""

@@ -1,13 +1,18 @@
-"""Copies the state of training from one member to others, over the process group.
+"""Copies the state of training from members that have it to those that do not.
 
-The source sends the structure of its state, then its tensors in chunks, from where they are. A receiver
+The members that get the state are shared out among those that have it, which send at the same time. Those
+that get it from the same member form a chain: each passes every chunk on while it receives the next. So each
+member sends the state at most once, and the time of a transfer hardly grows with the number of members.
+
+The sender sends the structure of its state, then its tensors in chunks, from where they are. A receiver
 allocates the tensors and loads them when all have arrived, so a transfer that fails leaves its previous state
-intact. Another member that takes part in the broadcast and needs no state has one chunk of memory for it.
+intact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,128 +22,171 @@ from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.receive_memory import SMALL, ReceiveMemory
 from adascale_worker.state_tree import flatten, layouts, unflatten
 
-CHUNK: Final = 64 << 20
-"""Bytes of one broadcast. Smaller tensors are sent together."""
+CHUNK: Final = 32 << 20
+"""Bytes of one message. Smaller tensors are sent together."""
 
 
-def send(group: ReplicaGroup, state: Any, *, device: torch.device) -> None:
-    """Send a state from this rank to those that call `receive`. A collective call.
+@dataclass(frozen=True)
+class Route:
+    """How the state passes through one member.
+
+    Args:
+        source: rank of the member that it comes from; None if this member has it.
+        target: rank of the member that it is passed on to; None at the end of a chain.
+    """
+
+    source: int | None
+    target: int | None
+
+
+def routes(sources: Sequence[int], receivers: Iterable[int], nodes: Sequence[str]) -> dict[int, Route]:
+    """Return the route of each member that takes part in a transfer, by rank.
+
+    Chains differ in length by one member at most. A member is put into a chain of its own node where that
+    chain is not longer than another.
+
+    Args:
+        sources: ranks of the members that have the state; at least one.
+        receivers: ranks of those that get it.
+        nodes: name of the node of each member of the group, by rank.
+    """
+    chains: dict[int, list[int]] = {source: [source] for source in sources}
+    for receiver in receivers:
+        chain = min(chains.values(), key=lambda each: (len(each), nodes[each[-1]] != nodes[receiver]))
+        chain.append(receiver)
+    return {
+        rank: Route(
+            chain[index - 1] if index else None,
+            chain[index + 1] if index + 1 < len(chain) else None,
+        )
+        for chain in chains.values()
+        if len(chain) > 1
+        for index, rank in enumerate(chain)
+    }
+
+
+def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) -> None:
+    """Send a state to a rank that calls `receive`.
 
     Args:
         group: the replicas.
+        target: rank of the receiver.
         state: consists of types that `flatten` supports.
-        device: of the receivers' large tensors.
+        device: on which tensors are exchanged, and of the receiver's large tensors.
 
     Raises:
         PeersLostError: a member was lost.
     """
     spec, tensors = flatten(state)
-    document = torch.frombuffer(bytearray(spec), dtype=torch.uint8)
-    group.broadcast_integers([len(spec)], source=group.rank)
-    group.broadcast_tensor(document, group.rank)
-    _Broadcast(group, group.rank).run([_bytes_of(_placed(tensor, device)) for tensor in tensors], packs=True)
+    link = _Link(group, None, target)
+    document = torch.frombuffer(bytearray(spec), dtype=torch.uint8).to(device)
+    link.exchange(torch.tensor([len(spec)], device=device))
+    link.exchange(document)
+    for part in _parts([_size_of(tensor) for tensor in tensors]):
+        parts = [_bytes_of(tensor.to(device)) for tensor in tensors[part]]
+        link.exchange(parts[0] if len(parts) == 1 else torch.cat(parts))
+    link.finish()
 
 
-def receive(group: ReplicaGroup, source: int, *, device: torch.device, memory: ReceiveMemory) -> Any:
-    """Return the state of rank `source`. A collective call.
+def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: ReceiveMemory) -> Any:
+    """Return the state that comes from another member, and pass it on.
 
     Args:
         group: the replicas.
-        source: rank of the sender.
-        device: of the large tensors.
+        route: of this member, with a source.
+        device: on which tensors are exchanged, and of the large tensors.
         memory: for tensors on the host.
 
     Raises:
         PeersLostError: a member was lost.
     """
-    spec = _receive_spec(group, source)
-    tensors = [
-        memory.tensor(layout)
-        if device.type == "cpu" or layout.bytes <= SMALL
-        else torch.empty(layout.shape, dtype=layout.dtype, device=device)
-        for layout in layouts(spec)
-    ]
-    _Broadcast(group, source).run([_bytes_of(tensor) for tensor in tensors], packs=False)
+    link = _Link(group, route.source, route.target)
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    link.exchange(length)
+    document = torch.empty(int(length), dtype=torch.uint8, device=device)
+    link.exchange(document)
+    spec = document.cpu().numpy().tobytes()
+    expected = layouts(spec)
+    tensors: list[Tensor] = []
+    for part in _parts([layout.bytes for layout in expected]):
+        together = expected[part]
+        if len(together) == 1 and together[0].bytes > SMALL:
+            (layout,) = together
+            tensor = (
+                memory.tensor(layout)
+                if device.type == "cpu"
+                else torch.empty(layout.shape, dtype=layout.dtype, device=device)
+            )
+            link.exchange(_bytes_of(tensor))
+            tensors.append(tensor)
+            continue
+        sizes = [layout.bytes for layout in together]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        link.exchange(buffer)
+        for layout, received in zip(together, buffer.cpu().split(sizes), strict=True):
+            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            _bytes_of(tensor).copy_(received)
+            tensors.append(tensor)
+    link.finish()
     return unflatten(spec, tensors)
 
 
-def forward(group: ReplicaGroup, source: int, *, device: torch.device) -> None:
-    """Take part in a transfer between other members. A collective call.
+class _Link:
+    """Receives tensors of bytes from one member and passes them on to another, in chunks."""
 
-    Raises:
-        PeersLostError: a member was lost.
-    """
-    spec = _receive_spec(group, source)
-    scratch = torch.empty(0, dtype=torch.uint8, device=device)
-    pending = 0
-    for size in [layout.bytes for layout in layouts(spec)]:
-        if size > SMALL:
-            scratch = _discard(group, source, size, scratch)
-            continue
-        pending += size
-        if pending >= CHUNK:
-            _discard(group, source, pending, torch.empty(0, dtype=torch.uint8))
-            pending = 0
-    _discard(group, source, pending, torch.empty(0, dtype=torch.uint8))
-
-
-def _receive_spec(group: ReplicaGroup, source: int) -> bytes:
-    (length,) = group.broadcast_integers([0], source=source)
-    document = torch.empty(length, dtype=torch.uint8)
-    group.broadcast_tensor(document, source)
-    return document.numpy().tobytes()
-
-
-def _discard(group: ReplicaGroup, source: int, size: int, scratch: Tensor) -> Tensor:
-    if scratch.numel() < min(size, CHUNK):
-        scratch = torch.empty(min(size, CHUNK), dtype=torch.uint8, device=scratch.device)
-    for start in range(0, size, CHUNK):
-        group.broadcast_tensor(scratch[: min(CHUNK, size - start)], source)
-    return scratch
-
-
-class _Broadcast:
-    """Broadcasts tensors of bytes: large ones in chunks, small ones together."""
-
-    def __init__(self, group: ReplicaGroup, source: int) -> None:
+    def __init__(self, group: ReplicaGroup, source: int | None, target: int | None) -> None:
         self._group = group
         self._source = source
+        self._target = target
+        self._sent: list[Any] = []
+        """What may not have been sent yet, with its memory."""
 
-    def run(self, tensors: Sequence[Tensor], *, packs: bool) -> None:
-        small: list[Tensor] = []
-        pending = 0
-        for tensor in tensors:
-            if tensor.numel() > SMALL:
-                self._in_chunks(tensor)
-                continue
-            small.append(tensor)
-            pending += tensor.numel()
-            if pending >= CHUNK:
-                self._together(small, packs=packs)
-                small, pending = [], 0
-        self._together(small, packs=packs)
-
-    def _in_chunks(self, tensor: Tensor) -> None:
-        for start in range(0, tensor.numel(), CHUNK):
-            self._group.broadcast_tensor(tensor[start : start + CHUNK], self._source)
-
-    def _together(self, tensors: list[Tensor], *, packs: bool) -> None:
-        sizes = [tensor.numel() for tensor in tensors]
-        if not sum(sizes):
+    def exchange(self, tensor: Tensor) -> None:
+        """Receive into a tensor of one dimension if there is a source, and send it if there is a target."""
+        if not tensor.numel():
             return
-        buffer = torch.cat(tensors) if packs else torch.empty(sum(sizes), dtype=torch.uint8)
-        self._in_chunks(buffer)
-        if not packs:
-            for tensor, part in zip(tensors, buffer.split(sizes), strict=True):
-                tensor.copy_(part)
+        for chunk in tensor.split(max(CHUNK // tensor.element_size(), 1)):
+            if self._source is not None:
+                self._group.receive(chunk, self._source)
+            if self._target is not None:
+                self._sent.append((self._group.send(chunk, self._target), chunk))
+                if len(self._sent) > 1:
+                    self._wait()
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        while self._sent:
+            self._wait()
+
+    def _wait(self) -> None:
+        work, _ = self._sent.pop(0)
+        self._group.wait(work)
 
 
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    size = tensor.numel() * tensor.element_size()
-    return tensor.to(device) if size > SMALL else tensor.cpu()
+def _parts(sizes: Sequence[int]) -> list[slice]:
+    """Return which tensors are sent together: large ones alone, others up to `CHUNK` bytes."""
+    parts: list[slice] = []
+    first, pending = 0, 0
+    for index, size in enumerate(sizes):
+        if size > SMALL or pending + size > CHUNK:
+            if index > first:
+                parts.append(slice(first, index))
+            first, pending = index, 0
+        if size > SMALL:
+            parts.append(slice(index, index + 1))
+            first = index + 1
+        else:
+            pending += size
+    if first < len(sizes):
+        parts.append(slice(first, len(sizes)))
+    return parts
+
+
+def _size_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the elements of a contiguous tensor as bytes, in the same memory."""
     flat = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -190,7 +190,7 @@ class TrainingLoop:
         if failure is not None:
             raise failure
         if group.replicas > 1 and (is_restored or group.is_elastic):
-            self._transfer(0, set(range(1, group.replicas)))
+            self._transfer([0])
         if not is_restored:
             trainer.planner.begin(trainer.settings.bounds)
         return bool(is_restored)
@@ -241,16 +241,12 @@ class TrainingLoop:
             check_optimizer_parameters(self._program.model, self.adascale.optimizer, group.replicas)
         self._model.connect()
         self.adascale.change_model(self._model.ddp)
-        source = formation.source
-        if source is None:
-            self.was_restored = self.load()
-        else:
-            latest = formation.states[source]
-            behind = {rank for rank, state in enumerate(formation.states) if state != latest}
-            if behind:
-                self._transfer(source, behind)
+        if formation.sources:
+            self._transfer(formation.sources)
             if formation.states[group.rank] is None:
                 self.was_restored = True
+        else:
+            self.was_restored = self.load()
         self._receive_memory.clear()
         self._agreement = Agreement()
         self._checks.begin_generation()
@@ -262,17 +258,27 @@ class TrainingLoop:
         self.adascale.flags = self._requests().flags()
         return assignment.generation, trainer.progress.step, trainer.progress.consumed
 
-    def _transfer(self, source: int, behind: set[int]) -> None:
-        group, device = self._trainer.group, self._model.device
-        if group.rank == source:
+    def _transfer(self, sources: Sequence[int]) -> None:
+        """Copy the state of the ranks `sources`, which is the same, to all others."""
+        group = self._trainer.group
+        receivers = [rank for rank in range(group.replicas) if rank not in sources]
+        nodes = (
+            [member.node or member.address for member in self._assignment.members]
+            if self._assignment is not None
+            else [""] * group.replicas
+        )
+        route = state_transfer.routes(sources, receivers, nodes).get(group.rank)
+        if route is None:
+            return
+        device = group.transfer_device
+        if route.source is None:
+            assert route.target is not None
             self.adascale.discard_comparison()
-            state_transfer.send(group, self._state.state_dict(), device=device)
-        elif group.rank in behind:
-            state = state_transfer.receive(group, source, device=device, memory=self._receive_memory)
-            self._state.load_state_dict(state)
-            self._delivered = self._trainer.progress.consumed
-        else:
-            state_transfer.forward(group, source, device=device)
+            state_transfer.send(group, route.target, self._state.state_dict(), device=device)
+            return
+        state = state_transfer.receive(group, route, device=device, memory=self._receive_memory)
+        self._state.load_state_dict(state)
+        self._delivered = self._trainer.progress.consumed
 
     def _overtake(self) -> None:
         """Find out whether the copied state is in a later epoch than the program's loop."""
