@@ -6,36 +6,16 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.members import REPLACED_CODES, Members, TrainerStarter
+from support.members import REPLACED_CODES, Members
 
 EVALUATES = Path(__file__).parents[1] / "support" / "programs" / "evaluates.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[TrainerStarter]:
-    made = TrainerStarter()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make_members(tmp_path: Path, starter: TrainerStarter) -> Iterator[Callable[..., Members]]:
-    made: list[Members] = []
-
-    def make(name: str = "job", **options: object) -> Members:
-        made.append(Members(starter, tmp_path / name, **options))
-        return made[-1]
-
-    yield make
-    for members in made:
-        members.close()
 
 
 def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(

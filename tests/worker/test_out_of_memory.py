@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
 from adascale_worker import ElasticTrainer
 from adascale_worker.out_of_memory import forward_without_graph, is_out_of_memory
 from support.launch import wait_until
-from support.members import Members, Trainer, TrainerStarter
+from support.members import Members, Trainer
 from support.training import MakeTrainer, adamw, samples, sgd, train
 
 BOUNDS = {"batch_size": 32, "max_batch_size": 48, "local_bsz_bounds": [2, 16]}
@@ -183,26 +183,6 @@ def test_an_output_without_a_graph_has_the_shapes_of_the_whole_batch() -> None:
 
 
 # -- under an agent -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[TrainerStarter]:
-    made = TrainerStarter()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make_members(tmp_path: Path, starter: TrainerStarter) -> Iterator[Callable[..., Members]]:
-    made: list[Members] = []
-
-    def make(**options: object) -> Members:
-        made.append(Members(starter, tmp_path / "job", **options))
-        return made[-1]
-
-    yield make
-    for members in made:
-        members.close()
 
 
 def limits(trainer: Trainer) -> list[int]:
