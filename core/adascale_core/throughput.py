@@ -218,20 +218,18 @@ class _Problem:
         """Return the most probable model, by damped Gauss-Newton steps (Levenberg 1944, Marquardt 1963)."""
         x = self._start()
         damping = 1e-3
-        rows, error = self._linearize(x)
+        matrix, column, error = self._normal_equations(x)
         for _ in range(_ITERATIONS):
-            matrix, column = _normal_equations(rows)
             if (x[6] <= 0.0 and column[6] < 0.0) or (x[6] >= log(MAX_OVERLAP) and column[6] > 0.0):
                 _fix(matrix, column, 6)
-            for i in range(len(x)):
-                matrix[i][i] *= 1 + damping
-            step = _solve(matrix, column)
+            step = _solve(matrix, column, 1 + damping)
             trial = [min(max(value + change, -_LIMIT), _LIMIT) for value, change in zip(x, step, strict=True)]
             trial[6] = min(max(trial[6], 0.0), log(MAX_OVERLAP))
-            new_rows, new_error = self._linearize(trial)
+            new_matrix, new_column, new_error = self._normal_equations(trial)
             if new_error < error:
                 is_small = error - new_error < _PRECISION * (1 + new_error)
-                x, rows, error, damping = trial, new_rows, new_error, max(damping / 10, 1e-9)
+                x, matrix, column, error = trial, new_matrix, new_column, new_error
+                damping = max(damping / 10, 1e-9)
                 if is_small:
                     break
             else:
@@ -273,26 +271,35 @@ class _Problem:
                 x[first] = log(mean)
         return x
 
-    def _linearize(self, x: Sequence[float]) -> tuple[list[tuple[dict[int, float], float]], float]:
-        """Return rows of (derivatives, residual), weighted against outliers, and the total error."""
+    def _normal_equations(self, x: Sequence[float]) -> tuple[list[list[float]], list[float], float]:
+        """Return the matrix (its lower triangle) and right-hand side of a step from `x`, and the total error.
+
+        Residuals are weighted against outliers.
+        """
         fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
-        rows: list[tuple[dict[int, float], float]] = []
+        matrix = [[0.0] * 7 for _ in range(7)]
+        column = [0.0] * 7
         error = 0.0
         for i, (value, mean, spread) in enumerate(zip(x, self.prior, self.spread, strict=True)):
             residual = (mean - value) / spread
-            rows.append(({i: 1 / spread}, residual))
+            matrix[i][i] = 1 / spread**2
+            column[i] = residual / spread
             error += residual * residual
         if self.is_linked:
             for near, far in ((2, 4), (3, 5)):
                 residual = (x[near] - x[far] - (self.prior[near] - self.prior[far])) / _LINK_SPREAD
-                rows.append(({far: 1 / _LINK_SPREAD, near: -1 / _LINK_SPREAD}, residual))
+                matrix[near][near] += 1 / _LINK_SPREAD**2
+                matrix[far][far] += 1 / _LINK_SPREAD**2
+                matrix[far][near] -= 1 / _LINK_SPREAD**2
+                column[near] -= residual / _LINK_SPREAD
+                column[far] += residual / _LINK_SPREAD
                 error += residual * residual
         for replicas, nodes, size, accumulation, measured in self.rows:
             compute = fixed + per_sample * size
-            derivatives: dict[int, float]
+            derivatives: tuple[tuple[int, float], ...]
             if replicas == 1:
                 total = accumulation * compute
-                derivatives = {0: accumulation * fixed / total, 1: accumulation * per_sample * size / total}
+                derivatives = ((0, fixed / compute), (1, per_sample * size / compute))
             else:
                 first, constant, slope = (
                     (2, sync, per_replica) if nodes < 2 else (4, node_sync, node_per_replica)
@@ -301,40 +308,35 @@ class _Problem:
                 communication = constant + slope
                 last = _overlapped(compute, communication, overlap)
                 total = (accumulation - 1) * compute + last
-                of_compute = accumulation - 1 + (compute / last) ** (overlap - 1)
-                of_sync = (communication / last) ** (overlap - 1)
+                of_compute = (accumulation - 1 + (compute / last) ** (overlap - 1)) / total
+                of_sync = (communication / last) ** (overlap - 1) / total
                 share = (compute / last) ** overlap
                 entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
-                derivatives = {
-                    0: of_compute * fixed / total,
-                    1: of_compute * per_sample * size / total,
-                    first: of_sync * constant / total,
-                    first + 1: of_sync * slope / total,
-                    6: -last * entropy / total,
-                }
+                derivatives = (
+                    (0, of_compute * fixed),
+                    (1, of_compute * per_sample * size),
+                    (first, of_sync * constant),
+                    (first + 1, of_sync * slope),
+                    (6, -last * entropy / total),
+                )
             residual = (measured - log(total)) / _NOISE
-            weight = (1 + (residual / _OUTLIER) ** 2) ** -0.25
-            rows.append(({i: weight * value / _NOISE for i, value in derivatives.items()}, weight * residual))
-            error += 2 * _OUTLIER**2 * ((1 + (residual / _OUTLIER) ** 2) ** 0.5 - 1)
-        return rows, error
+            spread = (1 + (residual / _OUTLIER) ** 2) ** 0.5
+            weight = 1 / (spread * _NOISE)
+            error += 2 * _OUTLIER**2 * (spread - 1)
+            for i, left in derivatives:
+                left *= weight
+                column[i] += left * residual
+                left /= _NOISE
+                row = matrix[i]
+                for j, right in derivatives:
+                    row[j] += left * right
+                    if i == j:
+                        break
+        return matrix, column, error
 
 
 def _xlogx(share: float) -> float:
     return share * log(share) if share > 1e-12 else 0.0
-
-
-def _normal_equations(
-    rows: Sequence[tuple[dict[int, float], float]],
-) -> tuple[list[list[float]], list[float]]:
-    matrix = [[0.0] * 7 for _ in range(7)]
-    column = [0.0] * 7
-    for derivatives, residual in rows:
-        for i, left in derivatives.items():
-            column[i] += left * residual
-            row = matrix[i]
-            for j, right in derivatives.items():
-                row[j] += left * right
-    return matrix, column
 
 
 def _fix(matrix: list[list[float]], column: list[float], index: int) -> None:
@@ -345,17 +347,33 @@ def _fix(matrix: list[list[float]], column: list[float], index: int) -> None:
     column[index] = 0.0
 
 
-def _solve(matrix: list[list[float]], column: list[float]) -> list[float]:
-    """Return x with `matrix` x = `column`, for a positive definite matrix."""
-    rows = [[*row, value] for row, value in zip(matrix, column, strict=True)]
-    size = len(rows)
+def _solve(matrix: list[list[float]], column: list[float], damping: float) -> list[float]:
+    """Return x with `matrix` x = `column`, for a positive definite matrix, by Cholesky's decomposition.
+
+    Args:
+        matrix: its lower triangle.
+        column: the right-hand side.
+        damping: by which the diagonal is multiplied first.
+    """
+    size = len(column)
+    lower: list[list[float]] = []
+    solution: list[float] = []
     for i in range(size):
-        pivot = rows[i]
-        for k in range(i + 1, size):
-            if rows[k][i]:
-                factor = rows[k][i] / pivot[i]
-                rows[k] = [a - factor * b for a, b in zip(rows[k], pivot, strict=True)]
-    x = [0.0] * size
+        row = matrix[i][: i + 1]
+        row[i] *= damping
+        value = column[i]
+        for j, other in enumerate(lower):
+            if row[j]:
+                entry = row[j] = row[j] / other[j]
+                value -= entry * solution[j]
+                for k in range(j + 1, i):
+                    row[k] -= entry * lower[k][j]
+                row[i] -= entry * entry
+        row[i] = row[i] ** 0.5
+        lower.append(row)
+        solution.append(value / row[i])
     for i in reversed(range(size)):
-        x[i] = (rows[i][size] - sum(rows[i][j] * x[j] for j in range(i + 1, size))) / rows[i][i]
-    return x
+        value = solution[i] = solution[i] / lower[i][i]
+        for j in range(i):
+            solution[j] -= lower[i][j] * value
+    return solution
