@@ -91,6 +91,15 @@ class DecisionProblem:
             return allocate_replicas(self.queue, simplified, now)
         return allocate_on_nodes(self.queue, simplified, now)
 
+    def decide(self, now: float) -> dict[str, Decision]:
+        """Return the replica count of every job, as the function `decide`."""
+        return {
+            utility.job.id: Decision(
+                count, utility.reason(count), waiting=count == 0 and bool(utility.counts)
+            )
+            for utility, count in zip(self.queue, self.solve(now), strict=True)
+        }
+
 
 def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> dict[str, Decision]:
     """Return the replica count of every job.
@@ -103,8 +112,4 @@ def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> di
     Returns:
         job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
     """
-    problem = DecisionProblem.of(jobs, capacity)
-    return {
-        utility.job.id: Decision(count, utility.reason(count), waiting=count == 0 and bool(utility.counts))
-        for utility, count in zip(problem.queue, problem.solve(now), strict=True)
-    }
+    return DecisionProblem.of(jobs, capacity).decide(now)

@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 
 from adascale_core.capacity import Capacity
 from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.job_state import JobState
 from adascale_core.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
 from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
@@ -26,8 +25,7 @@ MAX_GIVING = 8
 
 
 def explain(
-    jobs: Iterable[JobState],
-    capacity: int | Capacity,
+    problem: DecisionProblem,
     now: float,
     *,
     decisions: Mapping[str, Decision],
@@ -37,12 +35,13 @@ def explain(
     """Return the explanation of each decision, by job id.
 
     Args:
-        jobs, capacity, now: as for `decide`.
-        decisions: what `decide` returned for them. The caller may have replaced the reasons.
+        problem: what was decided.
+        now: the time of the decision, on the clock of `JobState.stable_since`.
+        decisions: what `problem.decide(now)` returned. The caller may have replaced the reasons.
         time: of the decision, in seconds since 1970.
         only: the jobs to explain; None for all.
     """
-    explainer = _Explainer(DecisionProblem.of(jobs, capacity), decisions, now)
+    explainer = _Explainer(problem, decisions, now)
     return {
         utility.job.id: explainer.explain(utility, time)
         for utility in explainer.problem.queue

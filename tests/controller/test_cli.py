@@ -17,7 +17,7 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.gain_watch import LiveGain, watch_gain
-from adascale_core.decision import decide
+from adascale_core.decision import DecisionProblem, decide
 from adascale_core.explanation import explain
 from adascale_core.messages import Allocation, JobSpec
 from adascale_core.views import DecisionView, GainView
@@ -167,7 +167,7 @@ def test_explain_shows_the_decision_with_its_limits_and_what_other_counts_would_
 ) -> None:
     job = replace(job_state("default.digits", 2), remaining=1000.0)
     decisions = decide([job], 8, NOW)
-    (decision,) = explain([job], 8, NOW, decisions=decisions, time=time.time()).values()
+    (decision,) = explain(DecisionProblem.of([job], 8), NOW, decisions=decisions, time=time.time()).values()
     client = MetricsServiceClient(service.url, TOKEN)
     client.put_decision(decision)
     assert client.get_decision("default.digits") == decision

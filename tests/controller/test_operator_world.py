@@ -19,11 +19,9 @@ from hypothesis.stateful import (
 )
 
 from adascale_controller.operator.runtime import error_isolation
-from adascale_controller.operator.schedule import scheduler
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_core.decision import Decision
-from adascale_core.job_state import JobState
+from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import ReplicaState
 from support.world import World
 
@@ -206,21 +204,23 @@ def _raise(*_: object) -> None:
 
 
 def test_the_job_reaches_the_requested_state_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(states: list[JobState], *_: object) -> dict[str, Decision]:
+    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
         decided = OperatorMachine.decided
+        states = [utility.job for utility in problem.queue]
         limits = {state.id: decided if state.limit is None else state.limit for state in states}
         return {job: Decision(min(decided, limit), "by the test") for job, limit in limits.items()}
 
-    monkeypatch.setattr(scheduler, "decide", decide)
+    monkeypatch.setattr(DecisionProblem, "decide", decide)
     monkeypatch.setattr(error_isolation.logger, "exception", _raise)
     run_state_machine_as_test(OperatorMachine, settings=settings(max_examples=50, stateful_step_count=25))
 
 
 def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(states: list[JobState], *_: object) -> dict[str, Decision]:
+    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+        states = [utility.job for utility in problem.queue]
         return {state.id: Decision(min(4, state.limit or 4), "by the test") for state in states}
 
-    monkeypatch.setattr(scheduler, "decide", decide)
+    monkeypatch.setattr(DecisionProblem, "decide", decide)
     world = World(node_slots=2)
     world.submit()
     world.run_cycles(5)

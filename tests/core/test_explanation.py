@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.capacity import Capacity, NodeCapacity
-from adascale_core.decision import decide
+from adascale_core.decision import DecisionProblem, decide
 from adascale_core.explanation import MAX_COUNTS, MAX_GIVING, explain
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import JobUtility, weighted
@@ -35,7 +35,7 @@ GPU = "nvidia.com/gpu"
 
 def explained(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, DecisionView]:
     decisions = decide(jobs, capacity, NOW)
-    return explain(jobs, capacity, NOW, decisions=decisions, time=1000.0)
+    return explain(DecisionProblem.of(jobs, capacity), NOW, decisions=decisions, time=1000.0)
 
 
 def verdicts(view: DecisionView) -> dict[int, Verdict]:
@@ -128,7 +128,7 @@ def test_only_the_named_jobs_are_explained_and_their_reasons_can_be_replaced() -
     jobs = [job("a", 4), job("b", 4)]
     decisions = decide(jobs, 8, NOW)
     decisions["a"] = replace(decisions["a"], reason="spec.replicas is 4")
-    found = explain(jobs, 8, NOW, decisions=decisions, time=1.0, only=["a"])
+    found = explain(DecisionProblem.of(jobs, 8), NOW, decisions=decisions, time=1.0, only=["a"])
     assert set(found) == {"a"}
     assert found["a"].reason == "spec.replicas is 4"
 

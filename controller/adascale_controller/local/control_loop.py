@@ -18,7 +18,7 @@ from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
-from adascale_core.decision import Decision, decide
+from adascale_core.decision import Decision, DecisionProblem, decide
 from adascale_core.explanation import explain
 from adascale_core.job_state import JobState
 from adascale_core.messages import Allocation
@@ -171,7 +171,8 @@ class ControlLoop:
         decisions = {self._job.id: decision}
         if not self._explanations.due(decisions, now):
             return
-        view = explain([state], self._replica_limit, now, decisions=decisions, time=time.time())
+        problem = DecisionProblem.of([state], self._replica_limit)
+        view = explain(problem, now, decisions=decisions, time=time.time())
         try:
             self._client.put_decision(view[self._job.id])
         except ServiceError:

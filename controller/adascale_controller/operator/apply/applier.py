@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
@@ -82,10 +83,19 @@ class Applier:
         }
         self._telemetry_interval = max(TELEMETRY_INTERVAL, len(uids) / MAX_TELEMETRY_RATE)
 
+    def oldest_telemetry(
+        self, planned: Iterable[tuple[ObservedJob, Actions]], limit: int
+    ) -> list[tuple[ObservedJob, Actions]]:
+        """Return `limit` of these jobs at most, those whose status was not written for the longest time."""
+        return nsmallest(limit, planned, key=lambda each: self._written_at(each[0]))
+
+    def _written_at(self, observed: ObservedJob) -> float:
+        return self._status_written_at.get(observed.resource.uid, float("-inf"))
+
     def telemetry_due(self, observed: ObservedJob, actions: Actions) -> bool:
         """Whether the telemetry in the status has changed, and its interval has passed."""
-        written_at = self._status_written_at.get(observed.resource.uid, float("-inf"))
-        return actions.telemetry_changed and observed.now - written_at >= self._telemetry_interval
+        passed = observed.now - self._written_at(observed)
+        return actions.telemetry_changed and passed >= self._telemetry_interval
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
         """Carry out the actions for a job, the status first.

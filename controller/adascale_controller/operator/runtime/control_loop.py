@@ -187,7 +187,7 @@ class ControlLoop:
                 else:
                     self._errors.clear(job.resource.id)
         await self._apply(urgent)
-        await self._apply(telemetry[:MAX_TELEMETRY_WRITES])
+        await self._apply(self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_WRITES))
         await self._store_decisions(service_answers=views is not None)
         if views is not None:
             present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}

@@ -23,7 +23,7 @@ from adascale_controller.operator.types.actions import FailedPlacement, Isolatio
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.decision import Decision, decide
+from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.explanation import explain
 from adascale_core.job_state import JobState
@@ -99,7 +99,9 @@ class Scheduler:
             with isolation(job_id):
                 states.append(self._state(jobs_by_id[job_id], capacity))
         # Durations are measured on the monotonic clock, so the decision gets its time from it too.
-        decisions = decide(states, capacity, time.monotonic())
+        now = time.monotonic()
+        problem = DecisionProblem.of(states, capacity)
+        decisions = problem.decide(now)
         for state in states:
             cap, decision = jobs_by_id[state.id].resource.valid_job.replicas, decisions[state.id]
             failing = self.failing_count(jobs_by_id[state.id])
@@ -109,12 +111,8 @@ class Scheduler:
                 decisions[state.id] = replace(decision, reason=f"spec.replicas is {cap}")
             elif failing is not None and state.limit == failing.limit:
                 decisions[state.id] = replace(decision, reason=str(failing))
-        due = self._explanations.due(decisions, time.monotonic())
-        self.explained = {}
-        if due:
-            self.explained = explain(
-                states, capacity, time.monotonic(), decisions=decisions, time=time.time(), only=due
-            )
+        due = self._explanations.due(decisions, now)
+        self.explained = explain(problem, now, decisions=decisions, time=time.time(), only=due) if due else {}
         return decisions
 
     def _demand(self, observed: ObservedJob) -> Demand:
