@@ -18,6 +18,11 @@ DEFAULT_PREPARATION = 5.0
 """Seconds that a change of replicas is prepared while training continues, until one has been measured."""
 
 
+SAME_TIME = 0.01
+"""A step time that differs by less than this share of it is taken for unchanged, so that the model that is
+fitted to it can be used again. Reports differ by more than that from each other."""
+
+
 class TemplateMeasurements:
     """What jobs with the same template have reported: prior knowledge for the next of them.
 
@@ -114,6 +119,7 @@ class JobMeasurements:
         self._default_downtime = downtime
         self._default_preparation = preparation
         self._reported_plans = 0
+        self._step_times: dict[tuple[int, int, int, int], StepTime] = {}
         self._first_generation = 0
         self._last_report: GainReport | None = None
         self._downtimes: list[float] = []
@@ -186,13 +192,29 @@ class JobMeasurements:
             stable_since=stable_since,
             largest=max([self.template.largest, *(each.replicas for each in view.step_times)]),
             estimate=estimate or self.template.first_estimate,
-            step_times=view.step_times,
+            step_times=self._settled(view.step_times),
             template_step_times=self.template.step_times,
             efficiency_target=spec.efficiency_target,
             remaining=None if total is None else max(total - (report.progress if report else 0.0), 0.0),
             restart_seconds=fmean(self._downtimes) if self._downtimes else self._default_downtime,
             prepare_seconds=(fmean(self._preparations) if self._preparations else self._default_preparation),
         )
+
+    def _settled(self, measured: Sequence[StepTime]) -> tuple[StepTime, ...]:
+        """Return step times, those from before where they are about the same."""
+        before, self._step_times = self._step_times, {}
+        for each in measured:
+            plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
+            used = before.get(plan)
+            self._step_times[plan] = used if used is not None and _is_same(used, each) else each
+        return tuple(self._step_times.values())
+
+
+def _is_same(before: StepTime, after: StepTime) -> bool:
+    if (before.sync_time is None) != (after.sync_time is None):
+        return False
+    sync = abs((before.sync_time or 0.0) - (after.sync_time or 0.0))
+    return max(abs(before.step_time - after.step_time), sync) < SAME_TIME * before.step_time
 
 
 def training_target(job: Job, view: JobView) -> float | None:

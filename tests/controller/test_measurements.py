@@ -97,3 +97,25 @@ def test_reports_of_previous_runs_are_ignored() -> None:
     assert measurements.job_state(JOB, view(1, REPORT), 1000).stable_since is None
     assert measurements.update(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
     assert measurements.last_downtime is None
+
+
+def test_step_times_that_hardly_change_stay_those_from_before() -> None:
+    measurements = JobMeasurements()
+
+    def step_times(*measured: StepTime) -> tuple[StepTime, ...]:
+        seen = replace(view(1, REPORT), step_times=measured)
+        return tuple(measurements.job_state(JOB, seen, 1000).step_times)
+
+    first = StepTime(2, 4, 1, 1.0, sync_time=0.2)
+    assert step_times(first) == (first,)
+    assert step_times(replace(first, step_time=1.009, reports=5)) == (first,)
+    assert step_times(replace(first, sync_time=0.191)) == (first,)
+    for changed in (
+        replace(first, step_time=1.011),
+        replace(first, step_time=1.03, sync_time=0.1),
+        replace(first, sync_time=None),
+    ):
+        assert step_times(changed) == (changed,)
+    other = replace(first, local_bsz=8)
+    assert step_times(changed, other) == (changed, other)
+    assert step_times(other) == (other,), "the service has dropped the other plan"
