@@ -6,7 +6,10 @@ Installs the operator as the tests do, and measures by a job whose steps take 50
 
 - from `kubectl apply` to the first optimizer step;
 - from a decision (the allocation in the job's status) to the first step at the new size, up and down;
-- the downtime within that time: from the last step before the change to the first step after it.
+- the downtime within that time: from the last step before the change to the first step after it;
+- from the moment when the node of one of two replicas is frozen, so that its connections stay open and
+  silent, to the next step of the other. It contains ADASCALE_PEER_TIMEOUT (5 s). This needs two nodes, and a
+  command in ADASCALE_TEST_NODE that is called with NAME freeze|thaw.
 
 Times of steps are those of the workers' own reports, of decisions those at which this program saw them.
 """
@@ -15,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -30,6 +35,7 @@ from kubernetes import config
 
 from cluster.conftest import fresh_namespace, run_kubectl
 from cluster.system import JobUnderTest, System, Workspace, job_manifest, wait_until
+from cluster.test_outages import SPREAD, frozen, run_operator_beside_service
 
 SIZES = [1, 2, 4, 2, 1]
 PACE = 0.05
@@ -86,6 +92,26 @@ def one_round(system: System, namespace: str, found: dict[str, list[float]]) -> 
     job.delete()
 
 
+def one_loss(system: System, namespace: str, command: str, found: dict[str, list[float]]) -> None:
+    """Freeze the node of one of two replicas."""
+    nodes = [node.metadata.name for node in system.core.list_node().items]
+    job = Workspace(system, namespace).submit(job_manifest(pace=PACE, pod=SPREAD, maxReplicas=2))
+    silent = run_operator_beside_service(system, nodes[:2])
+    job.wait_until_training(2, timeout=180)
+    generation = job.view()["active"]["generation"]
+    wait_until(lambda: job.view()["latest"]["generation"] == generation, "reports of both replicas")
+    begun = time.time()
+    with frozen(partial(run_command, command), silent):
+        stepped, _ = first_step(system, job, generation + 1)
+    found["node frozen -> next step of the other"].append(stepped - begun)
+    job.delete()
+
+
+def run_command(command: str, *arguments: str) -> None:
+    """Run a command with more arguments."""
+    subprocess.run([*shlex.split(command), *arguments], check=True, timeout=120)
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(
@@ -93,6 +119,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    node_command = os.environ.get("ADASCALE_TEST_NODE")
     kubeconfig = os.environ.get("KUBECONFIG") or sys.exit("set KUBECONFIG to a cluster for tests")
     with config.new_client_from_config(config_file=kubeconfig) as api:
         system = System(api, partial(run_kubectl, kubeconfig))
@@ -101,6 +128,9 @@ def main() -> None:
         for _ in range(rounds):
             with fresh_namespace(api) as namespace:
                 one_round(system, namespace, found)
+            if node_command:
+                with fresh_namespace(api) as namespace:
+                    one_loss(system, namespace, node_command, found)
     width = max(map(len, found))
     print(f"{'seconds':{width}}  median    min    max")
     for what, values in found.items():

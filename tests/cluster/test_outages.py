@@ -31,6 +31,19 @@ LONG: dict[str, Any] = {"maxReplicas": 2, "minReplicas": 2}
 """A job that stays on two replicas and never ends by itself."""
 
 
+SPREAD: dict[str, Any] = {
+    "topologySpreadConstraints": [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": {"matchLabels": {names.LABEL_JOB: "paced"}},
+        }
+    ]
+}
+"""Fields of a pod that put the replicas of a job on different nodes."""
+
+
 def command(variable: str, what: str) -> Callable[..., None]:
     """What a test may stop and start with."""
     command = os.environ.get(variable)
@@ -221,6 +234,40 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     job.wait_until_training(6, timeout=300)
     assert places(job) == {*nodes[:2]}
     assert job.status()["failures"] == 0
+
+
+def test_the_other_members_notice_a_node_that_is_silent_and_continue(
+    system: System, workspace: Workspace
+) -> None:
+    run = command("ADASCALE_TEST_NODE", "a node")
+    nodes = [node.metadata.name for node in system.core.list_node().items if not is_reserved(node)]
+    if len(nodes) < 2 or not system.storage.shared:
+        pytest.skip("needs two nodes and a volume that both can mount")
+    wait_until(lambda: all(is_ready(system, name) for name in nodes), "all nodes", patience=120)
+    job = workspace.submit(job_manifest(pod=SPREAD, maxReplicas=2))
+    silent = run_operator_beside_service(system, nodes[:2])
+    job.wait_until_training(2, timeout=180)
+    assert silent in places(job)
+    generation = job.view()["active"]["generation"]
+    with frozen(run, silent):
+        wait_until(
+            lambda: job.view()["active"]["generation"] > generation, "a generation without it", patience=60
+        )
+        assert job.view()["active"]["replicas"] == 1
+        wait_for_steps(job)
+    job.wait_until_training(2, timeout=300)
+    status = job.status()
+    assert (status["failures"], status["disruptions"]) == (0, 1)
+
+
+@contextmanager
+def frozen(run: Callable[..., None], node: str) -> Iterator[None]:
+    """Freeze a node and its pods, whose connections stay open."""
+    try:
+        run(node, "freeze")
+        yield
+    finally:
+        run(node, "thaw")
 
 
 def run_operator_beside_service(system: System, nodes: list[str]) -> str:
