@@ -287,8 +287,24 @@ def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
         assert only.held
         await asyncio.sleep(2)
         assert not only.held
-        with pytest.raises(LeaseLostError, match="20 s"):
+        with pytest.raises(LeaseLostError, match="within 20 s: this process has not run for 21 s: it was"):
             await only.hold()
+
+    run(main)
+
+
+def test_a_lease_that_is_lost_because_the_event_loop_was_blocked_says_so() -> None:
+    async def main() -> None:
+        server = Server()
+        only = election(Connection(server), "only")
+        await only.acquire()
+        held = asyncio.create_task(only.hold())
+        await asyncio.sleep(4)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.now += 25
+        with pytest.raises(LeaseLostError, match=r"has not run for 2\d s: it was paused, or does not get"):
+            await held
 
     run(main)
 

@@ -37,6 +37,11 @@ RETRY_INTERVAL: Final = 3
 CALL_TIMEOUT: Final = 5
 """Seconds until a call to the API server fails."""
 
+LATE: Final = (
+    "this process has not run for {seconds:.0f} s: it was paused, or does not get enough processor time"
+)
+"""Why the lease was lost, if not because of the API server."""
+
 Spec = Mapping[str, Any]
 """`spec` of a Lease, as JSON."""
 
@@ -150,9 +155,14 @@ class Election:
             LeaseLostError: another operator holds the lease, or it could not be renewed in time.
         """
         cause = "it was never acquired" if self._own is None else "it changes all the time"
+        if self._own is not None and not self.held:
+            cause = LATE.format(seconds=self._clock() - self._valid_until + self._renew_deadline)
         while self.held:
-            await asyncio.sleep(min(self._retry_interval, max(self._valid_until - self._clock(), 0.0)))
+            due = min(self._clock() + self._retry_interval, self._valid_until)
+            await asyncio.sleep(max(due - self._clock(), 0.0))
             left = self._valid_until - self._clock()
+            if (late := self._clock() - due) > self._renew_deadline / 2:
+                cause = LATE.format(seconds=late)
             if left <= 0:
                 break
             try:
