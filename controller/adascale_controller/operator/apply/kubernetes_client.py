@@ -29,10 +29,12 @@ class Response:
     Args:
         status: the HTTP status.
         content: the body.
+        retry_after: seconds after which the API server accepts the call, by its header; None without one.
     """
 
     status: int
     content: bytes
+    retry_after: float | None = None
 
 
 async def call(
@@ -68,7 +70,9 @@ async def call(
             auth_settings=["BearerToken"],
         )
         answer = await api.call_api(*request, _request_timeout=timeout)
-        return Response(answer.status, await answer.read())
+        retry_after = answer.headers.get("Retry-After", "")
+        seconds = float(retry_after) if retry_after.isdecimal() else None
+        return Response(answer.status, await answer.read(), seconds)
     except (TimeoutError, aiohttp.ClientError, OSError, ApiException) as error:
         # The message of a TimeoutError is empty.
         raise NoAnswerError(str(error) or f"no answer within {timeout:.0f} s") from error

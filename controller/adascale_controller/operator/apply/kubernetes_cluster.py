@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,11 @@ from adascale_core import names
 
 TIMEOUT = 10.0
 """Seconds until a call fails."""
+TOO_MANY_REQUESTS = 429
+MAX_TRIES = 3
+"""How often a call is made that the API server rejects because of too many requests."""
+MAX_RETRY_AFTER = 10.0
+"""Seconds that all calls wait after such an answer, at most, whatever it requests."""
 PAGE_SIZE = 500
 """Objects per page of a list."""
 
@@ -43,6 +50,7 @@ class KubernetesCluster:
         self._api = api
         self._on_request = on_request
         self._namespace = namespace
+        self._paused_until = 0.0
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -212,20 +220,31 @@ class KubernetesCluster:
         body: ApiObject | None = None,
         content_type: str = "application/json",
     ) -> Any:
-        try:
-            response = await kubernetes_client.call(
-                self._api,
-                method,
-                path,
-                timeout=TIMEOUT,
-                query=list((query or {}).items()),
-                body=body,
-                content_type=content_type,
-            )
-        except kubernetes_client.NoAnswerError as error:
-            self._on_request(method, None)
-            raise ClusterError(f"the API server does not answer: {error}") from error
-        self._on_request(method, response.status)
+        arguments = list((query or {}).items())
+        for remaining in reversed(range(MAX_TRIES)):
+            while (pause := self._paused_until - time.monotonic()) > 0:
+                await asyncio.sleep(pause)
+            try:
+                response = await kubernetes_client.call(
+                    self._api,
+                    method,
+                    path,
+                    timeout=TIMEOUT,
+                    query=arguments,
+                    body=body,
+                    content_type=content_type,
+                )
+            except kubernetes_client.NoAnswerError as error:
+                self._on_request(method, None)
+                raise ClusterError(f"the API server does not answer: {error}") from error
+            self._on_request(method, response.status)
+            if response.status != TOO_MANY_REQUESTS:
+                break
+            # For all calls: the API server limits the operator's share of its work.
+            pause = min(1.0 if response.retry_after is None else response.retry_after, MAX_RETRY_AFTER)
+            self._paused_until = max(self._paused_until, time.monotonic() + pause)
+            if not remaining:
+                break
         if response.status >= 300:
             reply = _message(response.content)
             raise ClusterError(f"the API server rejects {method} {path}: {reply}", response.status, reply)
