@@ -3,8 +3,12 @@
 Nodes and the API server can't be stopped through the API. Environment variables name the commands that
 stop and start them; the tests append arguments:
 
-    ADASCALE_TEST_NODE         NAME stop|start
+    ADASCALE_TEST_NODE         NAME stop|start|freeze|thaw
     ADASCALE_TEST_APISERVER    stop|start
+
+A stopped node is lost to Kubernetes, and its pods run on. `freeze`, which `test_chaos.py` uses, also stops
+the processes of its pods, whose connections stay open and silent, until `thaw`. A command that can't freeze
+nodes exits with 2 then: that test makes the other faults, and is reported as skipped.
 """
 
 from __future__ import annotations
