@@ -17,7 +17,7 @@ from chaos.run import STALL
 
 
 def main() -> None:
-    """Run, and exit with 1 if something does not hold."""
+    """Run, and exit with 1 if something does not hold or if no run was made."""
     parser = argparse.ArgumentParser(
         prog="chaos", description=chaos.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,12 +42,13 @@ def main() -> None:
         signal.signal(number, lambda *_: stop())
     with ThreadPoolExecutor(arguments.jobs) as pool:
         passed = list(pool.map(harness.run_seed, range(seed, seed + arguments.runs), counts))
-    skipped, failed = passed.count(None), passed.count(False)
-    print(
-        f"{len(passed) - skipped} runs, {harness.faults} faults, {failed} runs with problems"
-        + (f"; {skipped} runs not started within {arguments.minutes:g} minutes" if skipped else "")
-    )
-    sys.exit(1 if failed or skipped == len(passed) else 0)
+    left_out = [count for count, result in zip(counts, passed, strict=True) if result is None]
+    made, failed = len(passed) - len(left_out), passed.count(False)
+    print(f"{made} of {len(passed)} runs, {harness.faults} faults made; {failed} runs with problems")
+    if left_out:
+        minutes = f"{arguments.minutes:g} minutes"
+        print(f"left out, because {minutes} were over: {len(left_out)} runs with {sum(left_out)} faults")
+    sys.exit(1 if failed or not made else 0)
 
 
 def stop() -> None:

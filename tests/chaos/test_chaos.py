@@ -1,6 +1,9 @@
 """A few runs of the fault harness; `make chaos` has many. And the harness finds what it must find."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +34,19 @@ def test_the_harness_finds_weights_that_differ_from_those_of_an_undisturbed_run(
 def test_a_schedule_follows_from_its_seed() -> None:
     assert draw(7, 20) == draw(7, 20) != draw(8, 20)
     assert len(draw(7, 20).faults) == 20
+
+
+def test_what_is_left_out_for_time_is_counted_and_no_run_at_all_is_an_error() -> None:
+    arguments = ["--runs", "3", "--faults", "10", "--seed", "1", "--minutes", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "chaos", *arguments],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "0 of 3 runs, 0 faults made; 0 runs with problems",
+        "left out, because 0 minutes were over: 3 runs with 10 faults",
+    ]
+    assert done.returncode == 1, done.stderr
