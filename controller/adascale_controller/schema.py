@@ -336,8 +336,9 @@ class AdaScaleJobSpec(_ClosedModel):
         default=None,
         ge=1,
         le=MAX_INT32,
-        description="Seconds without an optimizer step after which the replica that is behind is restarted, "
-        "from the last checkpoint. Evaluation inside the data loop counts. Not limited if unset.",
+        description="Seconds without an optimizer step after which the replica that is behind is restarted. "
+        "It gets the state from the other replicas, or from the last checkpoint if no other has it. "
+        "Evaluation inside the data loop counts. Not limited if unset.",
     )
     ttl_seconds_after_finished: Int32 | None = Field(
         default=None,

@@ -16,7 +16,8 @@ EXIT_SERVICE_UNAVAILABLE: Final = 69
 EXIT_REENTRY: Final = 75
 """Of a trainer or agent that has saved its state and can be started again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PEER_LOST: Final = 76
-"""Of a trainer that has lost a peer and can be started again, from the last checkpoint."""
+"""Of a trainer that has lost a peer and can be started again. It gets the state from the members that hold
+it, or from the last checkpoint if none does."""
 EXIT_SINGLE_REPLICA: Final = 77
 """Of a trainer or agent whose program cannot train on several replicas, but on one."""
 EXIT_INVALID_PROGRAM: Final = 78
@@ -45,7 +46,7 @@ class ExitClass(Enum):
     REENTRY = auto()
     """The state is saved; the replica can be started again."""
     PEER_LOST = auto()
-    """Another replica was lost; this replica can be started again from the last checkpoint."""
+    """Another replica was lost; this replica can be started again, and gets the state from the others."""
     KILLED = auto()
     """The process was ended from outside by SIGKILL, SIGTERM, SIGINT or SIGHUP: a disruption."""
     OUT_OF_MEMORY = auto()

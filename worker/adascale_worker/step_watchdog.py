@@ -2,8 +2,9 @@
 
 A thread of each trainer compares the time since the last step with the steps before. If it is far longer, it
 reports where the main thread is: a replica that waits in a collective call says so, and a replica that is
-elsewhere is behind and prints its stack. With a step timeout, the replica that is behind ends its process, so
-that training continues from the last checkpoint.
+elsewhere is behind and prints its stack. With a step timeout, the replica that is behind ends its process.
+The others keep the state and continue, and the process that replaces it gets the state from them, or from the
+last checkpoint if no other replica has it.
 """
 
 from __future__ import annotations

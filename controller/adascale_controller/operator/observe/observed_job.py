@@ -26,7 +26,7 @@ class IndexedJob:
         parallelism: how many pods it has when it is not suspended.
         suspended: `spec.suspend`.
         deleting: whether it has a deletion timestamp.
-        complete: whether index 0 has succeeded.
+        complete: whether one of its pods has succeeded, so that its success policy is met.
         failed: reason and message, if the Job controller has failed it.
         active_deadline_seconds: `spec.activeDeadlineSeconds`.
     """
