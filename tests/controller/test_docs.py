@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.core
 import typer.main
 import yaml
+from kubernetes import client
 from rich.console import Console
 
 from adascale_controller.cli.app import app
@@ -98,6 +101,18 @@ def test_each_example_of_a_job_is_valid(text: str) -> None:
     jobs = [document for document in yaml.safe_load_all(text) if document["kind"] == names.KIND]
     for job in jobs:
         parse_job(yaml.safe_dump(job))
+
+
+def test_the_network_policy_for_a_job_has_fields_of_kubernetes_and_selects_the_pods_of_a_job() -> None:
+    (text,) = re.findall(r"^```yaml\n(apiVersion: networking.*?)^```", KUBERNETES, re.M | re.S)
+    policy = yaml.safe_load(text)
+    api: Any = client.ApiClient()
+    # The client drops fields that it does not know.
+    known = api.deserialize(json.dumps(policy), "V1NetworkPolicy", "application/json")
+    assert api.sanitize_for_serialization(known) == policy
+    pods = {"matchLabels": {names.LABEL_JOB: policy["metadata"]["name"]}}
+    assert policy["spec"]["podSelector"] == pods
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
 
 
 def test_the_readme_has_an_example_of_a_job() -> None:
