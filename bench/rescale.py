@@ -208,8 +208,14 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
     firsts = [[step for step in settled if step.rank == rank][:3] for rank in ranks]
     end = max(steps_of_rank[-1].time for steps_of_rank in firsts)
     pairs = [(earlier, later) for earlier, later in pairwise(window) if later.time <= end]
-    # From the step before the first at the new count: torchft counts a new replica one step later.
-    change = next(index for index, (_, later) in enumerate(pairs) if later.time >= settled[0].time)
+    # Also the step before the first at the new count: torchft counts a new replica one step later. A replica
+    # records that step too.
+    members = {step.pid for step in before[-20:]}
+    change = next(
+        index
+        for index, (_, later) in enumerate(pairs)
+        if later.time >= settled[0].time or later.pid not in members
+    )
     pairs = pairs[max(change - 1, 0) :]
     still = max(later.time - earlier.time - usual.get(later.replicas, 0.0) for earlier, later in pairs)
     yield f"{name}: still", max(still, 0.0)
