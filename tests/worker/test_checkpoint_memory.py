@@ -1,14 +1,21 @@
 """Tests of the memory that checkpoints need: a copy of the state, and not more."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.members import Members
+
 MIB = 2**20
 STATE = 200 * MIB
+BEHIND = Path(__file__).parents[1] / "support" / "programs" / "behind.py"
+BEHIND_STATE = 3 * 64 * MIB
+"""Bytes of the state of this program: weights, and two averages of Adam."""
 
 # Saves or loads a state. Prints how far the memory of the process rises at most, in bytes, over what it had
 # before there was a state.
@@ -70,3 +77,17 @@ def test_saving_and_loading_need_at_most_twice_the_memory_of_the_state(tmp_path:
     # A trainer has the model and the optimizer too when it loads.
     loading = rise("load", tmp_path)
     assert 0.9 * STATE < loading < STATE + 10 * 16 * MIB, "the state, and the parts that are verified"
+
+
+@pytest.mark.slow
+def test_rank_0_needs_no_more_memory_when_it_receives_a_state(
+    make_members: Callable[..., Members], tmp_path: Path
+) -> None:
+    """It has the copy for checkpoints, which it needs no longer."""
+    options = {"ADASCALE_CHECKPOINT_DIR": tmp_path / "checkpoints", "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+    job = make_members(PROGRAM=BEHIND, **options)
+    job.activate(job.start(2))
+    assert len(job.finish()) == 1
+    rise = json.loads((job.folder / "journal" / "rise").read_text())
+    assert rise["steps"] == [3, 4], "the step that only the other rank has made is received"
+    assert rise["bytes"] < 0.25 * BEHIND_STATE

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import checkpoint_writer
+from adascale_worker import checkpointing as checkpointing_module
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.checkpointing import Checkpointing
@@ -138,6 +140,26 @@ def test_a_durable_save_raises_its_failure(writer: CheckpointWriter, folder: Con
         writer.save({"number": 1}, INFO, {})
 
 
+def test_memory_is_released_while_a_checkpoint_is_written_and_used_by_the_next(
+    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
+) -> None:
+    assert not writer.release_memory(60)
+    writer.start({"weights": torch.ones(5000)}, INFO, {})
+    copy = weakref.ref(writer._snapshot)
+    assert folder.began.wait(60)
+    assert writer.release_memory(0.0), "the storage does not answer"
+    assert copy() is not None
+    assert writer.is_busy
+    folder.permits.release(1000)
+    assert writer.wait(60)
+    assert copy() is None
+    assert saved == []
+    writer.start({"weights": torch.ones(3000)}, INFO, {})
+    assert writer.wait(60)
+    assert len(load(folder)["weights"]) == 3000
+    assert not writer.release_memory(60), "it is written"
+
+
 def test_a_slow_storage_is_reported_once(
     writer: CheckpointWriter,
     folder: ControlledFolder,
@@ -186,6 +208,33 @@ def test_a_job_without_a_checkpoint_saves_its_first_step(tmp_path: Path) -> None
     assert checkpointing.load() is None
     assert checkpointing.is_due
     save(checkpointing, time.time())
+    assert not checkpointing.is_due
+
+
+def test_a_checkpoint_that_is_given_up_for_its_memory_is_followed_by_another(
+    tmp_path: Path, folder: ControlledFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing_module, "open_storage", lambda _: folder)
+    checkpointing = checkpointing_in(tmp_path, 1000.0)
+    writer = checkpointing._writer
+    assert writer is not None
+    checkpointing.save(INFO, lambda: {"weights": torch.ones(5000)})
+    assert folder.began.wait(60)
+
+    def answer_after_cancellation() -> None:
+        assert writer._cancelled.wait(60)
+        folder.permits.release(1000)
+
+    thread = threading.Thread(target=answer_after_cancellation)
+    thread.start()
+    checkpointing.release_memory()
+    thread.join()
+    assert writer.wait(60)
+    assert checkpointing.load() is None
+    assert checkpointing.is_due
+    checkpointing.save(INFO, lambda: {"number": 2})
+    checkpointing.close()
+    checkpointing.release_memory()
     assert not checkpointing.is_due
 
 

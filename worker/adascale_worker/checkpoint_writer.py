@@ -83,7 +83,10 @@ class CheckpointWriter:
         self._step, self._began = info.step, time.monotonic()
         # A daemon: a storage that does not answer cannot keep the process from ending.
         self._thread = threading.Thread(
-            target=self._write, args=(info, dict(result)), name="adascale-checkpoint", daemon=True
+            target=self._write,
+            args=(self._snapshot, info, dict(result)),
+            name="adascale-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -112,6 +115,22 @@ class CheckpointWriter:
             return not self._thread.is_alive()
         return True
 
+    def release_memory(self, timeout: float) -> bool:
+        """Release the memory of the copy. A checkpoint that is being written is given up.
+
+        Args:
+            timeout: seconds to wait at most for the storage, which reads the copy until it has taken what it
+                is given. If it takes longer, the memory is released after that.
+
+        Returns:
+            Whether a checkpoint was being written.
+        """
+        is_writing = not self.wait(0.0)
+        self._cancelled.set()
+        self.wait(timeout)
+        self._snapshot = Snapshot()
+        return is_writing
+
     def _copy(self, state: State, weights: Sequence[Tensor] = ()) -> None:
         try:
             self._snapshot.copy(state, weights)
@@ -121,13 +140,13 @@ class CheckpointWriter:
                 "the memory of the state (parameters, optimizer) twice: raise its memory limit"
             ) from error
 
-    def _write(self, info: CheckpointInfo, result: dict[str, float | str]) -> None:
-        if not all_finite(self._snapshot.weights):
+    def _write(self, snapshot: Snapshot, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+        if not all_finite(snapshot.weights):
             # Reading all weights takes as long as copying them, so it is not done before.
             _print(nonfinite_message(info.step))
             return
         try:
-            manifest = self._store.save(self._snapshot, info, result, self._cancelled.is_set)
+            manifest = self._store.save(snapshot, info, result, self._cancelled.is_set)
         except WriteCancelledError:
             return
         except CheckpointError as error:

@@ -20,6 +20,8 @@ State = dict[str, Any]
 MakeState = Callable[[], State]
 MAX_WAIT_AT_EXIT = 20.0
 """Seconds that the end of a process waits for the checkpoint that is being written."""
+MAX_WAIT_FOR_MEMORY = 5.0
+"""Seconds that `release_memory` waits for a storage that does not answer."""
 
 
 class Checkpointing:
@@ -153,6 +155,15 @@ class Checkpointing:
     def postpone(self) -> None:
         """Wait for another interval until the next checkpoint is due."""
         self._saved_at = time.monotonic()
+
+    def release_memory(self) -> None:
+        """Release the memory of the copied state, before this replica receives another state.
+
+        A checkpoint that is being written is given up, and the next one is due at once. If the storage does
+        not answer, the memory is released when it does.
+        """
+        if self._writer is not None and self._writer.release_memory(MAX_WAIT_FOR_MEMORY):
+            self._saved_at = float("-inf")
 
     def report_result(self, result: dict[str, float | str]) -> None:
         """Add to the result of training, and save it with the final checkpoint if that exists.

@@ -260,7 +260,7 @@ class TrainingLoop:
 
     def _transfer(self, sources: Sequence[int]) -> None:
         """Copy the state of the ranks `sources`, which is the same, to all others."""
-        group = self._trainer.group
+        trainer, group = self._trainer, self._trainer.group
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
         nodes = (
             [member.node or member.address for member in self._assignment.members]
@@ -276,9 +276,12 @@ class TrainingLoop:
             self.adascale.discard_comparison()
             state_transfer.send(group, route.target, self._state.state_dict(), device=device)
             return
+        if device.type == "cpu":
+            # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
+            trainer.checkpointing.release_memory()
         state = state_transfer.receive(group, route, device=device, memory=self._receive_memory)
         self._state.load_state_dict(state)
-        self._delivered = self._trainer.progress.consumed
+        self._delivered = trainer.progress.consumed
 
     def _overtake(self) -> None:
         """Find out whether the copied state is in a later epoch than the program's loop."""
