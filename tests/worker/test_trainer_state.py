@@ -101,6 +101,32 @@ def program(
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_a_periodic_checkpoint_is_hardly_larger_than_the_model_and_its_optimizer(
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    """One replica keeps the gradient of a step to compare it with the next. No checkpoint has it."""
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
+    model = nn.Sequential(nn.Linear(6, 1000), nn.ReLU(), nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 2))
+    optimizer = make_optimizer(model)
+    trainer.program_reentry(model, optimizer)
+    sizes = set()
+    for epoch in range(2):
+        for _, x, y in trainer.dataloader(samples()):
+            sizes |= {path.stat().st_size for path in tmp_path.glob("*.safetensors")}
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+        trainer.step(epoch)
+    states = [value for values in optimizer.state.values() for value in values.values()]
+    state = sum(tensor.nbytes for tensor in [*model.parameters(), *states] if torch.is_tensor(tensor))
+    assert state > 4_000_000
+    assert sizes
+    assert max(sizes) < 1.05 * state
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["plain", "accumulating"])
 @pytest.mark.parametrize("crashes", [[5], [6], [3, 3, 9, 11]], ids=str)
 def test_after_crashes_training_ends_with_the_same_state_bit_for_bit(
