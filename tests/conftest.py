@@ -9,6 +9,7 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Nothing is asserted about speed, so an example of a property may take any time.
-settings.register_profile("without-deadline", deadline=None)
+# Nothing is asserted about speed, so an example of a property may take any time. Hypothesis has a profile for
+# CI, in which it would draw the same examples each time.
+settings.register_profile("without-deadline", settings.get_profile("default"), deadline=None)
 settings.load_profile("without-deadline")

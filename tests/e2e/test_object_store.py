@@ -19,10 +19,7 @@ URL = f"s3://{s3.BUCKET}/runs"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.S3Server]:
-    program = s3.find_server()
-    if program is None:
-        pytest.skip("no S3 server: neither versitygw nor Go, from whose module it is built, is installed")
-    server = s3.S3Server(program, tmp_path / "objects")
+    server = s3.S3Server(s3.require_server(), tmp_path / "objects")
     for name, value in s3.environment(server.port).items():
         monkeypatch.setenv(name, value)
     server.start()

@@ -7,6 +7,9 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from support.launch import wait_until
 
@@ -17,15 +20,20 @@ SECRET_KEY = "a-secret-of-the-tests"
 BUCKET = "checkpoints"
 BUILD_TIMEOUT = 150.0
 """Seconds for the build of the server, the first time."""
+MAX_OUTPUT = 1000
+"""Characters of the output of a build that fails."""
 
 
-def find_server() -> str | None:
-    """Return the server's program, installed from its Go module where Go is available; None without both."""
+def require_server() -> str:
+    """Return the server's program, installed from its Go module where Go is available.
+
+    Without it, the test is skipped; in CI (environment CI=true) it fails.
+    """
     if found := os.environ.get("ADASCALE_TEST_S3_SERVER") or shutil.which("versitygw"):
         return found
     go = shutil.which("go")
     if go is None:
-        return None
+        _report_missing("neither versitygw nor Go, from whose module it is built, is installed")
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "adascale-tests" / VERSION
     program = folder / "versitygw"
     if not program.exists():
@@ -33,9 +41,19 @@ def find_server() -> str | None:
         command = [go, "install", f"{MODULE}@{VERSION}"]
         try:
             subprocess.run(command, env=environ, capture_output=True, check=True, timeout=BUILD_TIMEOUT)
-        except subprocess.SubprocessError:
-            return None
+        except subprocess.CalledProcessError as error:
+            output = error.stderr.decode(errors="replace").strip()
+            _report_missing(f"`{' '.join(command)}` failed: {output[-MAX_OUTPUT:]}")
+        except subprocess.TimeoutExpired:
+            _report_missing(f"`{' '.join(command)}` did not end within {BUILD_TIMEOUT:g} s")
     return str(program)
+
+
+def _report_missing(reason: str) -> NoReturn:
+    message = f"no S3 server: {reason}. Install Go, or set ADASCALE_TEST_S3_SERVER to the path of versitygw"
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{message}. Tests are not skipped in CI", pytrace=False)
+    pytest.skip(message)
 
 
 class S3Server:

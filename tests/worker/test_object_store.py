@@ -30,10 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="session")
 def program() -> str:
-    found = s3.find_server()
-    if found is None:
-        pytest.skip("no S3 server: neither versitygw nor Go, from whose module it is built, is installed")
-    return found
+    return s3.require_server()
 
 
 @pytest.fixture
