@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -91,19 +92,45 @@ class S3Server:
         self._process = None
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """An error of a server that takes no writes.
+
+    Args:
+        status: of HTTP.
+        code: of S3, such as AccessDenied.
+    """
+
+    status: int
+    code: str
+
+    @property
+    def answer(self) -> bytes:
+        """The whole answer."""
+        body = f"<Error><Code>{self.code}</Code><Message>refused by the test</Message></Error>"
+        return (
+            f"HTTP/1.1 {self.status} Refused\r\nContent-Type: application/xml\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+        ).encode()
+
+
 class Proxy:
     """Forwards connections to the server.
 
     Attributes:
         fault: "cut" closes connections after some bytes of a large request; "silent" takes requests and does
-            not answer. None forwards everything.
+            not answer; a refusal answers all requests that write. None forwards everything.
+        refusals: requests that were refused.
+        permits: if set, each part of an answer needs a permit.
     """
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.fault: str | None = None
+        self.fault: str | Refusal | None = None
+        self.refusals = 0
+        self.permits: threading.Semaphore | None = None
         self._sockets: list[socket.socket] = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -134,9 +161,19 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 forwarded += len(data)
-                if self.fault == "silent" and not is_request:
+                fault = self.fault
+                # A client sends a request after the answer to the one before, so each begins a part.
+                if isinstance(fault, Refusal) and is_request and data.startswith((b"PUT ", b"POST ")):
+                    self.refusals += 1
+                    source.sendall(fault.answer)
+                    while source.recv(65536):
+                        pass
+                    break
+                if self.permits is not None and not is_request:
+                    self.permits.acquire()
+                if fault == "silent" and not is_request:
                     continue
-                if self.fault == "cut" and is_request and forwarded > 3_000_000:
+                if fault == "cut" and is_request and forwarded > 3_000_000:
                     break
                 target.sendall(data)
         for each in (source, target):

@@ -1,16 +1,22 @@
 """Tests of checkpoints in an object store: a real S3 server, also one that fails."""
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from adascale_core.checkpoint_manifest import manifest_number
+from adascale_worker import ElasticTrainer, checkpoint_writer
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.errors import CheckpointError
@@ -18,6 +24,7 @@ from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage import is_url, object_store, open_storage
 from adascale_worker.storage.interface import NameTakenError
 from support import s3
+from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
 
@@ -209,6 +216,111 @@ def test_a_bucket_that_does_not_exist_is_an_error(proxy: s3.Proxy) -> None:
     with pytest.raises(CheckpointError, match="bucket"):
         save(store, 1)
 
+
+# -- training under faults --------------------------------------------------------------------------------
+
+
+class Training:
+    """A trainer on one replica that saves as often as it can, step by step."""
+
+    def __init__(
+        self, trainer: ElasticTrainer, model: nn.Module, objects: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self._objects = objects
+        self._capsys = capsys
+        self._steps = self._train(trainer, model)
+        self.output = ""
+
+    def _train(self, trainer: ElasticTrainer, model: nn.Module) -> Iterator[None]:
+        optimizer = sgd(model, lr=0.001)
+        trainer.program_reentry(model, optimizer)
+        for epoch in count():
+            for _, x, y in trainer.dataloader(samples()):
+                optimizer.zero_grad()
+                learn(model, x, y)
+                optimizer.step()
+                yield
+            trainer.step(epoch)
+
+    def step(self) -> None:
+        next(self._steps)
+        self.output += self._capsys.readouterr().out
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Make steps until a condition holds."""
+        while not condition():
+            self.step()
+
+    def newest(self) -> int:
+        """The number of the newest checkpoint; 0 without one."""
+        names = [path.name for path in self._objects.glob("**/checkpoint-*.json")]
+        return max((manifest_number(name) or 0 for name in names), default=0)
+
+
+@pytest.fixture
+def begin_training(
+    proxy: s3.Proxy, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[[nn.Module], Training]:
+    """Begins to train a model, and returns after the first checkpoint."""
+
+    def begin(model: nn.Module) -> Training:
+        trainer = make_trainer(**FIXED, checkpoint_dir=f"s3://{s3.BUCKET}/jobs", checkpoint_interval=0)
+        training = Training(trainer, model, tmp_path / "objects", capsys)
+        training.until(training.newest)
+        return training
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "AccessDenied"), (503, "SlowDown"), (500, "InternalError")]
+)
+def test_a_trainer_continues_while_writes_are_refused_and_saves_again_later(
+    begin_training: Callable[[nn.Module], Training], proxy: s3.Proxy, status: int, code: str
+) -> None:
+    training = begin_training(network())
+    proxy.fault = s3.Refusal(status, code)
+    training.until(lambda: "training continues without this checkpoint" in training.output)
+    assert re.search(
+        rf"the checkpoint cannot be saved in s3://checkpoints/jobs: .*{code}.*: refused by the test; "
+        r"the last checkpoint, of step \d+, is unchanged\. Check that .*; training continues without",
+        training.output,
+    ), training.output
+    last, refusals = training.newest(), proxy.refusals
+    training.until(lambda: proxy.refusals > 2 * refusals)
+    assert training.newest() == last
+    proxy.fault = None
+    training.until(lambda: "checkpoints are saved again, the last one at step " in training.output)
+    assert training.newest() > last
+
+
+def test_a_trainer_continues_while_a_slow_server_takes_its_checkpoints(
+    begin_training: Callable[[nn.Module], Training], proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "MIN_DELAY", 0.0)
+    monkeypatch.setitem(object_store._OPTIONS["s3"]["config_kwargs"], "read_timeout", 60)
+    # Its state is uploaded in two parts.
+    training = begin_training(
+        nn.Sequential(nn.Linear(6, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.Linear(1000, 2))
+    )
+    permits = proxy.permits = threading.Semaphore(0)
+    first = training.newest()
+    steps = 0
+    # The server was slow for all of the second.
+    while training.newest() < first + 2:
+        training.step()
+        steps += 1
+        if steps % 5 == 0:
+            permits.release()
+    proxy.permits = None
+    permits.release(1000)
+    assert steps >= 20
+    assert "is still being written to s3://checkpoints/jobs after " in training.output
+    assert "longer than the interval of 0 s: training continues" in training.output
+    assert "cannot be saved" not in training.output
+
+
+# -- kills ------------------------------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys
