@@ -1,5 +1,6 @@
 """Tests of checkpoints in an object store: a real S3 server, also one that fails."""
 
+import json
 import os
 import re
 import subprocess
@@ -323,7 +324,8 @@ def test_a_trainer_continues_while_a_slow_server_takes_its_checkpoints(
 # -- kills ------------------------------------------------------------------------------------------------
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
+from types import SimpleNamespace
 import torch
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.snapshot import Snapshot
@@ -332,36 +334,73 @@ from adascale_worker.storage import object_store, open_storage
 object_store.MULTIPART_BYTES = 5 * 2**20
 store = CheckpointStore(open_storage(sys.argv[1]), 2**20)
 snapshot = Snapshot()
-snapshot.copy({"weights": torch.full((4_000_000,), 2.0), "number": 2})
+snapshot.copy({"weights": torch.full((4_000_000,), 3.0), "number": 3})
 info = CheckpointInfo(step=8, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
-survived = int(sys.argv[2])
+action, operation, survived = json.loads(sys.argv[2])
+client = store.storage._fs
+client.write_part = lambda: False
 
-def is_cancelled():
-    global survived
-    survived -= 1
-    if survived < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return False
+def kill_before_operation():
+    run = getattr(client, operation)
 
-if survived == 99:  # between the state and its manifest
-    store.storage.create = lambda name, content: os.kill(os.getpid(), signal.SIGKILL)
-store.save(snapshot, info, is_cancelled=is_cancelled)
+    def run_or_kill(*arguments, **options):
+        global survived
+        survived -= 1
+        if survived < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(*arguments, **options)
+
+    setattr(client, operation, run_or_kill)
+
+if action == "save":
+    kill_before_operation()
+manifest = store.save(snapshot, info, is_cancelled=lambda: client.write_part())
+if action == "annotate":
+    kill_before_operation()
+    store.annotate(manifest, {"accuracy": 0.75})
 """
 
 
-@pytest.mark.parametrize("parts", [9, 99])
-def test_a_kill_during_an_upload_leaves_the_last_checkpoint(store: CheckpointStore, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("action", "operation", "survived", "number", "result"),
+    [
+        pytest.param("save", "write_part", 9, 2, {}, id="upload"),
+        pytest.param("save", "pipe_file", 0, 2, {}, id="before the probe for conditional writes"),
+        pytest.param("save", "pipe_file", 1, 2, {}, id="between the two requests of the probe"),
+        pytest.param("save", "pipe_file", 2, 2, {}, id="before the manifest"),
+        pytest.param("save", "rm_file", 0, 3, {}, id="before the deletion of the manifest"),
+        pytest.param("save", "rm_file", 1, 3, {}, id="between the deletions of the manifest and the state"),
+        pytest.param("annotate", "pipe_file", 0, 3, {}, id="before the annotated manifest"),
+        pytest.param("annotate", "rm_file", 0, 3, {"accuracy": 0.75}, id="after the annotated manifest"),
+    ],
+)
+def test_a_kill_during_a_save_leaves_a_complete_checkpoint(
+    store: CheckpointStore,
+    action: str,
+    operation: str,
+    survived: int,
+    number: int,
+    result: dict[str, float],
+) -> None:
+    """A probe that was cut off, and what was not deleted, do not disturb the next writer."""
     save(store, 1)
+    save(store, 2)
+    store.storage.delete(object_store.CONDITION_PROBE)
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(store.storage), str(parts)],
+        [sys.executable, "-c", KILLED, str(store.storage), json.dumps([action, operation, survived])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
         timeout=120,
     )
     assert killed.returncode == -9
-    assert loaded_number(store) == 1
-    save(store, 3)
-    save(store, 4)
+    loaded = store.load()
+    assert loaded is not None
+    assert (loaded[0]["number"], loaded[1].result) == (number, result)
+    assert torch.equal(loaded[0]["weights"], torch.full_like(loaded[0]["weights"], float(number)))
+    successor = CheckpointStore(open_storage(str(store.storage)))
+    save(successor, 4)
+    assert loaded_number(successor) == 4
+    save(successor, 5)
     assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
 
 
