@@ -74,7 +74,11 @@ class Metrics:
 
     def text(self, transaction: Transaction) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return _jobs_text(latest_gauges(transaction)).encode() + generate_latest(self.registry)
+        return _jobs_text(latest_gauges(transaction)).encode() + self.process_text()
+
+    def process_text(self) -> bytes:
+        """Return the metrics of this process, without those of jobs."""
+        return generate_latest(self.registry)
 
 
 class RequestMetrics:

@@ -130,6 +130,11 @@ def test_a_deleted_database_file_is_noticed_and_nothing_is_lost_silently(tmp_pat
         assert client.call("GET", "/readyz").status == 503
         assert client.call("GET", "/healthz").status == 200
         assert "was deleted or replaced" in service.log()
+        scraped = client.call("GET", "/metrics")
+        assert scraped.status == 200
+        assert "adascale_database_damaged 1.0" in scraped.body
+        assert "adascale_reports_total" in scraped.body
+        assert "adascale_job_gain" not in scraped.body
         assert "Traceback" not in service.log()
 
 

@@ -41,8 +41,11 @@ async def get_readiness(service: ServiceOf) -> HealthResponse:
 )
 async def get_metrics(service: ServiceOf) -> Response:
     """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests of this
-    process."""
-    text = await service.database.read(service.metrics.text, is_long=True)
+    process. While the database can't be read, those of jobs are missing."""
+    try:
+        text = await service.database.read(service.metrics.text, is_long=True)
+    except UnavailableError:
+        text = service.metrics.process_text()
     return Response(text, media_type=MEDIA_TYPE)
 
 
