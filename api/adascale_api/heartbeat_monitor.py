@@ -161,6 +161,9 @@ class HeartbeatMonitor:
                 self._update_job(await self._database.read(partial(jobs.find_job, job_id=job_id)))
             except jobs.JobNotFoundError:
                 self._forget(job_id)
+            except UnreadableJobError as error:
+                logger.error("%s", error)
+                self._forget(job_id)
             except UnavailableError:
                 self._changed_elsewhere.add(job_id)
                 raise
@@ -195,7 +198,7 @@ class HeartbeatMonitor:
             await self._database.write(expire, job_id=job_id)
         except UnreadableJobError as error:
             logger.error("%s", error)
-            self._jobs.pop(job_id, None)
+            self._forget(job_id)
 
     def _overdue(self, job_id: str) -> dict[int, str]:
         oldest = self._clock() - heartbeat_timeout(self._longest)

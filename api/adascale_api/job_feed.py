@@ -6,6 +6,7 @@ have changed since the last event that it has read, so what is kept for a slow c
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
@@ -29,6 +30,8 @@ MAX_SECONDS = 3600.0
 """Seconds after which a stream ends, so that a client whose token has expired has to connect again."""
 PAGE_SIZE = 500
 """Jobs that are read in one transaction."""
+
+logger = logging.getLogger(__name__)
 
 
 class JobFeed:
@@ -121,6 +124,9 @@ class JobFeed:
                 self._publish(await self._read())
             except UnavailableError as error:
                 self._notify(str(error))
+            except Exception:
+                logger.exception("the jobs can't be read for the page, this is tried again")
+                self._notify("the jobs can't be read; the service's log says why")
             size = sum(map(len, self._summaries.values()))
             await asyncio.sleep(max(MIN_INTERVAL, size / BYTES_PER_SECOND))
 

@@ -16,7 +16,7 @@ RETENTION_INTERVAL = 600.0
 PAUSE = 0.02
 """Seconds between two transactions that remove rows, for other writes."""
 RETRY_INTERVAL = 5.0
-"""Seconds until rows are removed again after the database was unavailable."""
+"""Seconds until rows are removed again after an error."""
 DAY = 86400.0
 MAX_REMOVED = 1000
 """Jobs that one search removes."""
@@ -92,7 +92,10 @@ class Remover:
             try:
                 while await self._database.write(jobs.remove_deleted):
                     await asyncio.sleep(PAUSE)
+                continue
             except UnavailableError as error:
                 logger.warning("%s", error)
-                self._wake.set()
-                await asyncio.sleep(RETRY_INTERVAL)
+            except Exception:
+                logger.exception("rows of deleted jobs can't be removed, this is tried again")
+            self._wake.set()
+            await asyncio.sleep(RETRY_INTERVAL)

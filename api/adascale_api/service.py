@@ -99,7 +99,8 @@ class Service:
         if self.connections is not None:
             repeated.append((self.connections.close_overdue, SWEEP_INTERVAL))
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
-        tasks.append(asyncio.create_task(self._check_thoroughly()))
+        check = partial(self.database.check, thorough=True)
+        tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
         self.remover.start()
         self.database.listen(self._note_change, self._note_missed_changes)
         try:
@@ -179,20 +180,19 @@ class Service:
         self.changes.notify(job_id)
         self.log.add(job_id)
 
-    async def _check_thoroughly(self) -> None:
-        while True:
-            try:
-                await self.database.check(thorough=True)
-            except UnavailableError as error:
-                logger.warning("%s", error)
-            await asyncio.sleep(THOROUGH_CHECK_INTERVAL)
 
+async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_once: bool = False) -> None:
+    """Run a task every `interval` seconds, the first time after `interval` unless `at_once`.
 
-async def repeat(task: Callable[[], Awaitable[None]], interval: float) -> None:
-    """Run a task every `interval` seconds. If the database is unavailable, the next run tries again."""
-    while True:
+    Any error is logged, and the next run tries again: a task that ended would not be noticed.
+    """
+    if not at_once:
         await asyncio.sleep(interval)
+    while True:
         try:
             await task()
         except UnavailableError as error:
             logger.warning("%s", error)
+        except Exception:
+            logger.exception("a background task has failed, and is run again")
+        await asyncio.sleep(interval)

@@ -104,6 +104,37 @@ def test_replicas_that_register_with_different_services_activate_each_generation
 
 
 @pytest.mark.slow
+def test_an_unreadable_job_or_an_invalid_notification_stops_no_service(
+    postgresql: PostgresqlServer, tmp_path: Path
+) -> None:
+    url = postgresql.new_database()
+    with ServiceProcess(tmp_path, url=url) as service, Client(service.port) as client:
+        with psycopg.connect(url, autocommit=True) as connection:
+            for job in ("bad", "sound"):
+                client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
+                client.register(job, a_registration())
+            connection.execute("UPDATE jobs SET rendezvous = 'no JSON' WHERE id = 'default.bad'")
+            connection.execute("NOTIFY adascale_jobs, 'default.bad 9000000000000000000'")
+            wait_until(lambda: "job default.bad can't be read" in service.log(), "the read of the job")
+            connection.execute("NOTIFY adascale_jobs, 'no version'")
+            wait_until(lambda: "listens again" in service.log(), "the invalid notification")
+        wait_until(lambda: client.get("/jobs/sound")["replicas"] == [], "the expiry of the other job")
+        with psycopg.connect(url, autocommit=True) as connection, ThreadPoolExecutor(1) as threads:
+            version = client.get("/jobs/sound/allocation")["version"]
+            waiting = threads.submit(client.get, f"/jobs/sound/allocation?version={version}&wait=60")
+            # As another service does.
+            connection.execute("UPDATE jobs SET version = version + 1 WHERE id = 'default.sound'")
+
+            def is_answered() -> bool:
+                # Again, because the service may begin to listen only now.
+                connection.execute(f"NOTIFY adascale_jobs, 'default.sound {version + 1}'".encode())
+                return waiting.done()
+
+            wait_until(is_answered, "the notification")
+            assert waiting.result()["version"] == version + 1
+
+
+@pytest.mark.slow
 def test_a_heartbeat_to_any_service_keeps_a_replica(
     clients: list[Client], services: list[ServiceProcess]
 ) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from adascale_api import job_feed, retention
 from adascale_api.change_notifier import ChangeNotifier
 from adascale_api.database import Database, DatabaseError
-from adascale_api.job import Job
+from adascale_api.job import Job, UnreadableJobError
 from adascale_api.job_cache import JobCache
+from adascale_api.job_feed import JobFeed
+from adascale_api.retention import JobRetention, Remover
 from adascale_api.service import Service, Settings, repeat
 from adascale_api.sql import Sql, Transaction
 from adascale_api.store import jobs, reports
@@ -401,21 +404,87 @@ def test_no_replica_is_removed_whose_heartbeats_came_while_nothing_could_be_writ
     with_monitor(url, scenario)
 
 
-def test_a_task_is_repeated_after_a_database_error(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (DatabaseError("disk I/O error"), "the database is unavailable: disk I/O error"),
+        (UnreadableJobError("a.b", ValueError("no JSON")), "the stored state of job a.b can't be read"),
+        (ZeroDivisionError("a fault"), "ZeroDivisionError: a fault"),
+    ],
+)
+def test_a_task_is_repeated_after_any_error(
+    caplog: pytest.LogCaptureFixture, error: Exception, logged: str, at_once: bool
+) -> None:
     calls = 0
 
     async def fail_once() -> None:
         nonlocal calls
         calls += 1
         if calls == 1:
-            raise DatabaseError("disk I/O error")
+            raise error
 
     async def run() -> None:
-        task = asyncio.create_task(repeat(fail_once, 0.0))
-        while calls < 3:
+        task = asyncio.create_task(repeat(fail_once, 0.0, at_once=at_once))
+        while calls < 3 and not task.done():
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
 
     asyncio.run(run())
-    assert "the database is unavailable: disk I/O error" in caplog.text
+    assert calls == 3
+    assert logged in caplog.text
+
+
+def test_rows_of_deleted_jobs_are_removed_after_any_error(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retention, "RETRY_INTERVAL", 0.0)
+
+    async def use(database: Database) -> None:
+        write, removed = database.write, asyncio.Event()
+        calls = 0
+
+        async def fail_once(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise ZeroDivisionError
+            result = await write(*arguments, **options)
+            removed.set()
+            return result
+
+        database.write = fail_once  # type: ignore[method-assign]
+        remover = Remover(database, JobRetention(), lambda: 0.0)
+        remover.start()
+        await asyncio.wait_for(removed.wait(), 30)
+        await remover.close()
+        database.write = write  # type: ignore[method-assign]
+
+    with_database(url, use)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_events_continue_after_any_error(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(job_feed, "MIN_INTERVAL", 0.0)
+
+    async def use(database: Database) -> None:
+        read = database.read
+
+        async def fail(*_arguments: Any, **_options: Any) -> Any:
+            database.read = read  # type: ignore[method-assign]
+            raise ZeroDivisionError
+
+        database.read = fail  # type: ignore[method-assign]
+        events = JobFeed(database).connect()
+        received = b""
+        async with asyncio.timeout(30):
+            while b"event: all" not in received:
+                received += await anext(events)
+        assert b"the jobs can't be read" in received
+        await events.aclose()  # type: ignore[attr-defined]
+
+    with_database(url, use)
+    assert "ZeroDivisionError" in caplog.text

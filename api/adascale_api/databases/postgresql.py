@@ -1,5 +1,6 @@
 """A PostgreSQL database, which several services may share."""
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -50,6 +51,8 @@ _FAILURES: dict[str, Failure] = {
 }
 _LOST_CLASSES = ("08", "57P", "53")
 """Connection exceptions, operator intervention, and insufficient resources such as too many connections."""
+
+logger = logging.getLogger(__name__)
 
 
 class PostgresqlConnector:
@@ -183,7 +186,9 @@ class PostgresqlConnector:
                             on_change(job_id, int(version))
                         # A connection that is lost without a word is noticed by asking.
                         connection.execute("SELECT 1")
-            except psycopg.Error:
+            # ValueError: an invalid notification, by another program.
+            except (psycopg.Error, ValueError) as error:
+                logger.warning("listens again for changes of jobs, because of an error: %s", error)
                 on_listening(False)
                 self._closed.wait(RECONNECT_INTERVAL)
 
