@@ -47,8 +47,6 @@ MAX_WAITING_WRITES = 20_000
 """Writes that may wait for a commit."""
 RETRY_INTERVAL = 0.2
 """Seconds until a transaction is repeated whose connection was lost or that met another one."""
-LITTLE_ROOM = 4 * 1024 * 1024
-"""Bytes of room below which reports are refused."""
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +255,7 @@ class Database:
         """Commit writes together, and set their results or errors."""
         # In the order of their jobs, so that two processes lock jobs in the same order.
         batch = sorted(batch, key=lambda write: write.job_id) if self.connector.is_shared else batch
+        may_repeat = True
         while True:
             try:
                 return self._commit_together(batch)
@@ -265,13 +264,16 @@ class Database:
                     return self._fail(batch, DatabaseError(error.__cause__))
                 time.sleep(RETRY_INTERVAL)
             except self.connector.error as error:
-                if self._note_failure(error) is Failure.FULL and not all(write.is_report for write in batch):
+                failure = self._note_failure(error)
+                if failure is Failure.FULL:
+                    made_room = self.connector.make_room()
                     reports = [write for write in batch if write.is_report]
-                    self._fail(reports, DatabaseError(error))
-                    batch = [write for write in batch if not write.is_report]
-                    if reports:
+                    others = [write for write in batch if not write.is_report]
+                    if others and (reports or (made_room and may_repeat)):
+                        self._fail(reports, DatabaseError(error))
+                        batch, may_repeat = others, may_repeat and not made_room
                         continue
-                if self.connector.failure(error) is Failure.OTHER and len(batch) > 1:
+                if failure is Failure.OTHER and len(batch) > 1:
                     return self._commit_alone(batch)
                 return self._fail(batch, DatabaseError(error))
             except Exception as error:
@@ -350,7 +352,6 @@ class Database:
             logger.warning("the database is unavailable: %s", error)
         if failure is Failure.FULL:
             condition.is_full = True
-            self.connector.make_room()
         if failure is Failure.DAMAGED:
             self.note_damage(str(error))
         return failure
@@ -372,13 +373,13 @@ class Database:
             )
             if reason:
                 self.note_damage(reason)
-        room = await asyncio.get_running_loop().run_in_executor(None, self.connector.room)
-        if room is not None:
-            was_full, self.condition.is_full = self.condition.is_full, room < LITTLE_ROOM
-            if self.condition.is_full and not was_full:
-                logger.warning("there is little room left, reports are refused: %d bytes", room)
-            if not self.condition.is_full:
-                self.connector.reserve_room()
+        was_full = self.condition.is_full
+        has_room = partial(self.connector.has_room, was_full=was_full)
+        self.condition.is_full = not await asyncio.get_running_loop().run_in_executor(None, has_room)
+        if self.condition.is_full and not was_full:
+            logger.warning("there is little room left, reports are refused")
+        if not self.condition.is_full:
+            self.connector.reserve_room()
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from adascale_core.messages import ReplicaState
+from adascale_core.names import MAX_METRICS
 from api.client import (
     TOKEN,
     Client,
@@ -22,41 +22,23 @@ from api.client import (
     run_service,
     wait_until,
 )
+from support.small_disk import fill, small_disk
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"this user cannot mount a file system: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
 
 
-def fill(disk: Path) -> Path:
-    """Write a file that takes all the space."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                continue
-    return filler
-
-
-def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(small_disk: Path) -> None:
-    with ServiceProcess(small_disk) as service, Client(service.port) as client:
+def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(disk: Path) -> None:
+    with ServiceProcess(disk) as service, Client(service.port) as client:
         client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
         client.register("a", a_registration())
         running = a_registration(0, ReplicaState.RUNNING, generation=1)
         client.register("a", running)
         client.post_gain("b", *[a_report(step) for step in range(1000)])
-        filler = fill(small_disk)
+        filler = fill(disk)
         reports = [a_report(step).to_json() for step in range(1000, 2000)]
         wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 503, "a full disk")
         client.register("a", running)
@@ -69,7 +51,7 @@ def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(sm
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(20) == 0
         assert "Traceback" not in service.log()
-    with ServiceProcess(small_disk) as service, Client(service.port) as client:
+    with ServiceProcess(disk) as service, Client(service.port) as client:
         wait_until(lambda: client.call("GET", "/readyz").status == 503, "the readiness probe")
         assert client.call("POST", "/jobs/a/gain", reports).status == 503
         states = [replica["state"] for replica in client.get("/jobs/a")["replicas"]]
@@ -80,6 +62,31 @@ def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(sm
         wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 200, "room")
         wait_until(lambda: client.call("GET", "/readyz").status == 200, "the readiness probe")
         assert len(client.get("/jobs/a")["replicas"]) == 3
+
+
+def test_no_allocation_fails_while_the_reserve_has_room(disk: Path) -> None:
+    with ServiceProcess(disk) as service, Client(service.port) as client:
+        client.post_gain("a", a_report())
+        fill(disk)
+        for generation in range(1, 50):
+            client.put(f"/jobs/b-{generation}/allocation", {"generation": generation, "replicas": 1})
+        assert not (disk / "service.db-reserve").exists(), "the disk was never full"
+        assert "Traceback" not in service.log()
+
+
+def test_the_deletion_of_jobs_alone_makes_room_for_reports(disk: Path) -> None:
+    metrics = {f"{'m' * 60}{number}": 1.5 for number in range(MAX_METRICS)}
+    with ServiceProcess(disk) as service, Client(service.port) as client:
+        for start in range(0, 1500, 500):
+            steps = range(start, start + 500)
+            client.post_gain("old", *[a_report(step, metrics=metrics) for step in steps])
+        fill(disk)
+        reports = [a_report(step, metrics=metrics).to_json() for step in range(500)]
+        wait_until(lambda: client.call("POST", "/jobs/new/gain", reports).status == 503, "a full disk")
+        assert client.call("DELETE", "/jobs/old").status == 204
+        wait_until(lambda: client.call("POST", "/jobs/new/gain", reports).status == 200, "room")
+        wait_until(lambda: client.call("GET", "/readyz").status == 200, "the readiness probe")
+        assert "Traceback" not in service.log()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from adascale_api.databases.postgresql import PostgresqlConnector
 from adascale_core.messages import ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
 from support.postgresql import PostgresqlServer
+from support.small_disk import fill
 
 
 @pytest.fixture
@@ -204,6 +205,44 @@ def test_what_was_answered_is_stored_once_whatever_fails(
             assert [point["step"] for point in history["points"]][: len(steps)] == steps
             assert history["total"] == len(history["points"])
             assert client.get("/readyz") == {"status": "ok"}
+
+
+@pytest.mark.slow
+def test_reports_are_accepted_again_once_the_disk_of_the_server_has_room(
+    postgresql: PostgresqlServer, tmp_path: Path
+) -> None:
+    with (
+        postgresql.small_database() as (url, disk),
+        ServiceProcess(tmp_path, url=url) as service,
+        Client(service.port) as client,
+    ):
+        client.post_gain("a", a_report())
+        filler = fill(disk)
+        reports = [a_report(step).to_json() for step in range(1000)]
+        wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 503, "a full disk")
+        assert client.call("GET", "/readyz").status == 503
+        assert "adascale_database_full 1.0" in client.call("GET", "/metrics").body
+        filler.unlink()
+        # Nothing else is written meanwhile.
+        wait_until(lambda: client.call("GET", "/readyz").status == 200, "the readiness probe")
+        assert client.call("POST", "/jobs/a/gain", reports).status == 200
+        assert "adascale_database_full 0.0" in client.call("GET", "/metrics").body
+        assert "Traceback" not in service.log()
+
+
+@pytest.mark.slow
+def test_whether_the_disk_of_the_server_is_full_is_found_by_writing(
+    postgresql: PostgresqlServer,
+) -> None:
+    with postgresql.small_database() as (url, disk):
+        connector = PostgresqlConnector(url)
+        filler = fill(disk)
+        assert not connector.has_room(was_full=True)
+        filler.unlink()
+        assert connector.has_room(was_full=True)
+        with psycopg.connect(url) as connection:
+            left = connection.execute("SELECT tablename FROM pg_tables WHERE tablename LIKE '%room%'")
+            assert left.fetchall() == []
 
 
 def test_a_database_of_another_version_or_program_is_refused(postgresql: PostgresqlServer) -> None:

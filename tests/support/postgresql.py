@@ -17,6 +17,7 @@ import psycopg
 import pytest
 
 from support.launch import free_port
+from support.small_disk import small_disk
 
 FOLDERS = list(Path("/usr/lib/postgresql").glob("*/bin"))
 MIN_VERSION = 15
@@ -82,6 +83,21 @@ class PostgresqlServer:
         name = f"tests_{uuid4().hex}"
         self.execute(f"CREATE DATABASE {name}")
         return self.url(name)
+
+    @contextmanager
+    def small_database(self) -> Iterator[tuple[str, Path]]:
+        """Create a database on a disk of its own, of 24 MiB, and return its URL and the disk."""
+        with small_disk(self._folder / "disk") as disk:
+            if self._user is not None:
+                shutil.chown(disk, self._user)
+            self.execute(f"CREATE TABLESPACE small LOCATION '{disk}'")
+            name = f"tests_{uuid4().hex}"
+            self.execute(f"CREATE DATABASE {name} TABLESPACE small")
+            try:
+                yield self.url(name), disk
+            finally:
+                self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+                self.execute("DROP TABLESPACE small")
 
     def execute(self, statement: str) -> None:
         """Execute a statement."""

@@ -31,6 +31,10 @@ class Failure(Enum):
     """The statement failed."""
 
 
+LITTLE_ROOM = 4 * 1024 * 1024
+"""Bytes of room below which reports are refused."""
+
+
 class Connector(Protocol):
     """Opens connections to a database, and executes on them what differs between databases.
 
@@ -68,12 +72,16 @@ class Connector(Protocol):
         """Return why the database can't be trusted any more; empty if it can. A thorough check reads all."""
         ...
 
-    def room(self) -> int | None:
-        """Return the bytes that can still be written; None if it is unknown."""
+    def has_room(self, *, was_full: bool) -> bool:
+        """Return whether there is room for reports.
+
+        Args:
+            was_full: whether there was none before.
+        """
         ...
 
-    def make_room(self) -> None:
-        """Give the space back that is reserved for when the disk is full."""
+    def make_room(self) -> bool:
+        """Free the space that the service can do without, and return whether there was any."""
         ...
 
     def reserve_room(self) -> None:

@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from adascale_api.databases.base import Failure, UnusableDatabaseError
+from adascale_api.databases.base import LITTLE_ROOM, Failure, UnusableDatabaseError
 from adascale_api.databases.ownership import require_own_tables
 from adascale_api.sql import Sql
 from adascale_api.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
@@ -36,6 +36,12 @@ RECONNECT_INTERVAL = 0.5
 """Seconds between two attempts to listen again."""
 LOCK_TABLES = 0x41646153
 """The number of the advisory lock that is held while tables are created."""
+
+_ROW = 1024
+"""Bytes of a row that tries whether there is room; longer ones would be compressed."""
+_WRITE_ROWS = psycopg_sql.SQL(
+    f"CREATE UNLOGGED TABLE {{}} AS SELECT repeat('x', {_ROW}) FROM generate_series(1, %s)"
+)
 
 _FAILURES: dict[str, Failure] = {
     "53100": Failure.FULL,  # disk_full
@@ -158,11 +164,25 @@ class PostgresqlConnector:
             return str(error)
         return ""
 
-    def room(self) -> None:
-        """Return None: only the server knows."""
+    def has_room(self, *, was_full: bool) -> bool:
+        """Return whether there is room, as far as the server tells: it knows only when it writes.
 
-    def make_room(self) -> None:
-        """Do nothing: the server keeps its own reserve."""
+        After there was none, this writes a table of `LITTLE_ROOM` in a transaction that it undoes.
+        """
+        if not was_full:
+            return True
+        try:
+            with psycopg.connect(self._conninfo) as connection:
+                table = psycopg_sql.Identifier(f"adascale_room_{connection.info.backend_pid}")
+                connection.execute(_WRITE_ROWS.format(table), (LITTLE_ROOM // _ROW,))
+                connection.rollback()
+        except psycopg.Error as error:
+            return self.failure(error) is not Failure.FULL
+        return True
+
+    def make_room(self) -> bool:
+        """Return False: the server keeps its own reserve."""
+        return False
 
     def reserve_room(self) -> None:
         """Do nothing."""

@@ -5,11 +5,12 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from adascale_api.databases.base import Failure, UnusableDatabaseError
+from adascale_api.databases.base import LITTLE_ROOM, Failure, UnusableDatabaseError
 from adascale_api.databases.ownership import require_own_tables
 from adascale_api.sql import Sql
 from adascale_api.tables import SCHEMA, SCHEMA_VERSION, create_statements
@@ -65,7 +66,7 @@ class SqliteConnector:
         self._lock_file = self._lock()
         try:
             if self._free() < self._reserve_size():
-                self.make_room()
+                self._reserve.unlink(missing_ok=True)
             connection = self.connect(writes=True)
             try:
                 self._create_tables(connection)
@@ -163,18 +164,29 @@ class SqliteConnector:
             return str(error)
         return "" if found == "ok" else str(found)
 
-    def room(self) -> int:
-        """Return the bytes of the disk and of free pages of the file, besides the reserve."""
-        free = self._free()
+    def has_room(self, *, was_full: bool) -> bool:  # noqa: ARG002
+        """Return whether there is room on the disk and in free pages of the file, besides the reserve."""
         try:
             free_pages = self._free_pages()
         except sqlite3.Error:
             free_pages = 0
-        return free + free_pages
+        return self._free() + free_pages >= LITTLE_ROOM
 
-    def make_room(self) -> None:
-        """Remove the reserve."""
+    def make_room(self) -> bool:
+        """Remove the reserve, empty the write-ahead log, and return whether that made room.
+
+        The log is emptied while the file can still grow by its pages. It would keep the room of the reserve
+        otherwise, and grow until it can't be emptied any more.
+        """
+        before = self._free()
         self._reserve.unlink(missing_ok=True)
+        with suppress(sqlite3.Error):
+            connection = self.connect(writes=True)
+            try:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            finally:
+                connection.close()
+        return self._free() > before
 
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Do nothing: no other process uses the file."""

@@ -14,8 +14,9 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.messages import Allocation, AllocationView, JobSpec
 from adascale_core.rendezvous import Rendezvous
 
-DELETED_ROWS = 2000
-"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long."""
+DELETED_ROWS = 200
+"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full
+disk the reserve must have room for the transaction, which writes up to two pages of 4 KiB for a row."""
 
 MAX_GENERATIONS = 1000
 """Generations of a job that are kept, the latest."""
