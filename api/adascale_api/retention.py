@@ -8,7 +8,7 @@ from functools import partial
 
 from adascale_api.database import Database
 from adascale_api.errors import UnavailableError
-from adascale_api.store import jobs
+from adascale_api.store import heartbeats, jobs
 from adascale_api.store.jobs import JobNotFoundError
 
 RETENTION_INTERVAL = 600.0
@@ -83,6 +83,7 @@ class Remover:
             except JobNotFoundError:
                 continue
             logger.info("deleted job %s, which has not changed for long", job_id)
+        await self._database.write(heartbeats.remove_ended)
         await self._database.write(partial(jobs.forget_versions, before=now - self._retention.unfinished))
 
     async def _remove_deleted(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from adascale_api.database import Database
 from adascale_api.job import Job, UnreadableJobError
+from adascale_api.retention import JobRetention, Remover
 from adascale_api.sql import Sql, Transaction
-from adascale_api.store import generations, jobs, replicas
+from adascale_api.store import generations, heartbeats, jobs, replicas
 from adascale_api.store import reports as report_store
 from adascale_api.store.jobs import JobNotFoundError
 from adascale_core import rendezvous
@@ -40,6 +41,9 @@ class Store:
 
     def write(self, operation: Callable[..., T], **arguments: Any) -> T:
         return asyncio.run(self._database.write(partial(operation, **arguments)))
+
+    def run(self, use: Callable[[Database], Coroutine[Any, Any, None]]) -> None:
+        asyncio.run(use(self._database))
 
     def post(self, job_id: str, new: list[GainReport]) -> tuple[int, int]:
         """Store reports, and return how many were stored and repeated."""
@@ -377,6 +381,30 @@ def test_a_generation_keeps_the_spec_that_was_declared_when_it_became_active(sto
     register(1)
     assert active_spec() == second
     assert store.job(job_id).version > version
+
+
+def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> None:
+    training, complete, deleted = (new_job_id() for _ in range(3))
+    keys = {}
+    for job_id in (training, complete, deleted):
+        store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 1), now=0.0)
+        keys[job_id] = store.job(job_id).key
+    for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING, ReplicaState.FINISHED):
+        generation = 0 if replica_state is ReplicaState.WAITING else 1
+        registration = a_registration(0, replica_state, generation=generation)
+        store.write(replicas.register, job_id=complete, registration=registration, now=0.0)
+    store.write(jobs.delete_job, job_id=deleted, now=0.0)
+    while store.write(jobs.remove_deleted):
+        pass
+    # By services that do not know yet that the jobs have ended.
+    store.write(heartbeats.add, received={(key, 0): "agent-0" for key in keys.values()})
+    assert store.read(heartbeats.counts).keys() == {(key, 0) for key in keys.values()}
+
+    async def remove(database: Database) -> None:
+        await Remover(database, JobRetention(), lambda: 0.0).remove_old_jobs()
+
+    store.run(remove)
+    assert store.read(heartbeats.counts).keys() == {(keys[training], 0)}
 
 
 def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:

@@ -26,11 +26,19 @@ def counts(transaction: Transaction) -> Counts:
     return {(key, replica): (instance, beats) for key, replica, instance, beats in transaction.all(_COUNTS)}
 
 
+def remove_ended(transaction: Transaction) -> None:
+    """Remove the counts of jobs that are complete or deleted; a service may add some after the end."""
+    transaction.execute(_REMOVE_ENDED)
+
+
 _ADD = Sql(
     """
     INSERT INTO heartbeats (job_key, replica, instance, beats) VALUES (:key, :replica, :instance, 1)
     ON CONFLICT (job_key, replica) DO UPDATE SET
         instance = excluded.instance, beats = heartbeats.beats + 1
     """
+)
+_REMOVE_ENDED = Sql(
+    "DELETE FROM heartbeats WHERE job_key NOT IN (SELECT key FROM jobs WHERE id IS NOT NULL AND complete = 0)"
 )
 _COUNTS = Sql("SELECT job_key, replica, instance, beats FROM heartbeats")
