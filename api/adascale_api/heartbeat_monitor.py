@@ -209,17 +209,15 @@ class HeartbeatMonitor:
         }
 
     async def _load(self) -> None:
-        after = ""
-        while True:
+        after: str | None = ""
+        while after is not None:
             query = partial(jobs.incomplete_jobs, after=after, limit=PAGE_SIZE)
             page = await self._database.read(query, is_long=True)
-            for job in page:
+            for job in page.jobs:
                 # Jobs that have changed since the start are known already.
                 if job.id not in self._jobs:
                     self._update_job(job)
-            if not page:
-                break
-            after = page[-1].id
+            after = page.next
         self._is_loaded = True
 
     def _update_job(self, job: Job) -> None:

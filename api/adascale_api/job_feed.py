@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from adascale_api.database import Database
 from adascale_api.errors import UnavailableError
+from adascale_api.job import UnreadableJobError
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, reports
 from adascale_core.job_summary import JobSummary, summarize
@@ -174,16 +175,20 @@ class _Page:
         self._after = after
 
     def __call__(self, transaction: Transaction) -> tuple[dict[str, bytes], str | None]:
-        found = jobs.list_jobs(transaction, self._after, PAGE_SIZE)
-        if not found:
-            return {}, None
-        latest = reports.latest_reports(transaction, self._after, found[-1].id)
-        page = {
-            job.id: _encode(summarize(job.id, job.spec, job.rendezvous, latest.get(job.id), job.created_at))
-            for job in found
-        }
-        # A page with jobs that can't be read is shorter, and is not the last.
-        return page, found[-1].id
+        page = jobs.list_jobs(transaction, self._after, PAGE_SIZE)
+        if not page.jobs:
+            return {}, page.next
+        latest = reports.latest_rows(transaction, self._after, page.jobs[-1].id)
+        summaries = {}
+        for job in page.jobs:
+            try:
+                report = reports.parse_report(job.id, latest.get(job.id))
+            except UnreadableJobError as error:
+                logger.error("%s", error)
+            else:
+                summary = summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
+                summaries[job.id] = _encode(summary)
+        return summaries, page.next
 
 
 def _encode(summary: JobSummary) -> bytes:

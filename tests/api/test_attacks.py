@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -10,12 +11,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from adascale_api.database import Database
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
+from adascale_api.sql import Transaction
+from adascale_api.store import jobs, replicas
 from adascale_core.messages import JobSpec, ReplicaState
+from adascale_core.rendezvous import Rendezvous
 from adascale_core.views import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 
@@ -206,6 +212,62 @@ def test_a_job_of_the_maximum_size_takes_bounded_memory(attacked: ServiceProcess
                 list(threads.map(register, range(64)))
         assert len(client.get("/jobs/large")["replicas"]) == 1024
         assert peak_memory(attacked) < MEMORY_LIMIT / 2
+
+
+async def store_large_jobs(path: Path, count: int) -> None:
+    """Store jobs with 16 logs of 64 KiB each, and as many of 1,024 replicas each."""
+    database = Database(f"sqlite:///{path}")
+    for number in range(count):
+        failed = [a_registration(rank, ReplicaState.FAILED, log="x" * 65_536) for rank in range(16)]
+        await asyncio.gather(
+            *(
+                database.write(
+                    partial(replicas.register, job_id=f"default.{number:03}", registration=each, now=0.0)
+                )
+                for each in failed
+            )
+        )
+    state = Rendezvous(replicas={rank: a_registration(rank) for rank in range(1024)}, complete=True)
+
+    def store_state(transaction: Transaction, job_id: str) -> None:
+        job = jobs.lock_or_create(transaction, job_id, 0.0)
+        jobs.apply(transaction, job, lambda _state, *, declared: state)
+
+    for number in range(count):
+        await database.write(partial(store_state, job_id=f"default.large-{number:03}"))
+    await database.close()
+
+
+@pytest.mark.slow
+def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
+    count = 100
+    asyncio.run(store_large_jobs(tmp_path / "service.db", count))
+    names = {f"default.{number:03}" for number in range(count)}
+    names |= {f"default.large-{number:03}" for number in range(count)}
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        cursor = client.get("/jobs?limit=1")["cursor"]
+        for token in (None, TOKEN):
+            listed: set[str] = set()
+            logs = 0
+            after: str | None = ""
+            with Client(service.port, token) as reader:
+                while after is not None:
+                    page = reader.get(f"/jobs?limit=1000&after={after}")
+                    listed |= {job["id"] for job in page["jobs"]}
+                    logs += sum(bool(replica["log"]) for job in page["jobs"] for replica in job["replicas"])
+                    after = page["next"]
+            assert listed == names
+            assert logs == (16 * count if token else 0)
+        for name in names:
+            client.put(f"/jobs/{name}/allocation", {"generation": 1, "replicas": 1})
+        changed: set[str] = set()
+        while changed != names:
+            answer = client.get(f"/changes?since={cursor}&limit=1000")
+            changed |= {job["id"] for job in answer["jobs"]}
+            assert answer["cursor"] != cursor
+            cursor = answer["cursor"]
+        assert peak_memory(service) < MEMORY_LIMIT / 2
+        assert "Traceback" not in service.log()
 
 
 def test_long_reads_do_not_delay_registrations(attacked: ServiceProcess) -> None:

@@ -22,6 +22,7 @@ from api.client import (
     run_service,
     wait_until,
 )
+from api.events import Events
 from support.small_disk import fill, small_disk
 
 
@@ -160,6 +161,52 @@ def test_a_damaged_page_is_noticed(tmp_path: Path) -> None:
         wait_until(lambda: client.call("GET", "/readyz").status == 503, "the check")
         assert client.call("POST", "/jobs/a-1/gain", a_report(5000).to_json()).status == 503
         assert "the database is damaged" in service.log()
+        assert "Traceback" not in service.log()
+
+
+DAMAGES = {
+    "state": "UPDATE jobs SET version = version + 1, rendezvous = '{' WHERE id = :job",
+    "text": "UPDATE reports SET metrics = 'no JSON' WHERE job_key = :key",
+    "list": "UPDATE reports SET metrics = '[1]' WHERE job_key = :key",
+    "metric": """UPDATE reports SET metrics = '{"a": "b"}' WHERE job_key = :key""",
+    "number": "UPDATE reports SET loss = 'much' WHERE job_key = :key",
+    "part": "UPDATE step_times SET seconds = x'00' WHERE job_key = :key",
+    "none": "UPDATE step_times SET seconds = x'' WHERE job_key = :key",
+    "nan": "UPDATE step_times SET seconds = x'000000000000f87f' WHERE job_key = :key",
+}
+
+
+def test_a_damaged_row_harms_its_own_job_only(tmp_path: Path) -> None:
+    sound = ["default.a", "default.z"]
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        cursor = client.get("/jobs")["cursor"]
+        for job in (*DAMAGES, "a", "z"):
+            client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
+            client.post_gain(job, a_report())
+        connection = sqlite3.connect(tmp_path / "service.db", isolation_level=None)
+        for job, statement in DAMAGES.items():
+            job_id = f"default.{job}"
+            (key,) = connection.execute("SELECT key FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            assert connection.execute(statement, {"job": job_id, "key": key}).rowcount == 1
+        connection.close()
+        for limit in (1, 3, 100):
+            listed: list[str] = []
+            after: str | None = ""
+            while after is not None:
+                page = client.get(f"/jobs?limit={limit}&after={after}")
+                listed += [job["id"] for job in page["jobs"]]
+                after = page["next"]
+            assert listed == sound
+        changed = client.get(f"/changes?since={cursor}")["jobs"]
+        assert sorted(job["id"] for job in changed) == sound
+        events = Events(service.port)
+        assert events.of_job("default.z")["id"] == "default.z"
+        events.close()
+        assert client.call("GET", "/metrics").status == 200
+        for job in DAMAGES:
+            assert client.call("GET", f"/jobs/{job}").status == 500
+            assert client.call("DELETE", f"/jobs/{job}").status == 204
+            assert f"the stored state of job default.{job} can't be read" in service.log()
         assert "Traceback" not in service.log()
 
 

@@ -132,7 +132,8 @@ def test_reports_count_once_and_are_ordered_by_generation_and_step(
     expected = sorted(unique, key=lambda report: (report.generation, report.step))
     job = store.job(job_id)
     assert store.read(report_store.latest_report, job=job) == expected[-1]
-    assert store.read(report_store.latest_reports, after="", last=job_id)[job_id] == expected[-1]
+    latest = store.read(report_store.latest_rows, after="", last=job_id)[job_id]
+    assert report_store.parse_report(job_id, latest) == expected[-1]
     history = store.read(report_store.history, job=job, points=points)
     assert total == history.total == len(expected)
     assert len(history.reports) <= min(points, len(expected))
@@ -270,8 +271,8 @@ def test_the_rows_of_a_deleted_job_are_removed_in_pieces(
     store.post(job_id, [a_report(step, local_bsz=1 + step % 7) for step in range(95)])
     key = store.job(job_id).key
     store.write(jobs.delete_job, job_id=job_id, now=1.0)
-    assert job_id not in [job.id for job in store.read(jobs.list_jobs, after="", limit=1000)]
-    assert job_id not in store.read(report_store.latest_reports, after="", last="z")
+    assert job_id not in [job.id for job in store.read(jobs.list_jobs, after="", limit=1000).jobs]
+    assert job_id not in store.read(report_store.latest_rows, after="", last="z")
     assert job_id not in [row[0] for row in store.read(report_store.latest_gauges)]
     again = store.post(job_id, [a_report(1)])
     assert again == (1, 0)
@@ -431,7 +432,7 @@ def test_an_unreadable_job_harms_itself_only(store: Store) -> None:
         store.job(broken)
     with pytest.raises(UnreadableJobError):
         store.write(jobs.allocate, job_id=broken, allocation=Allocation(2, 1), now=0.0)
-    listed = [job.id for job in store.read(jobs.list_jobs, after="", limit=1000)]
+    listed = [job.id for job in store.read(jobs.list_jobs, after="", limit=1000).jobs]
     assert sound in listed
     assert broken not in listed
     store.write(jobs.delete_job, job_id=broken, now=0.0)

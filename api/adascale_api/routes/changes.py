@@ -9,10 +9,9 @@ from pydantic import TypeAdapter
 from adascale_api.job import UnreadableJobError
 from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import MayReadAll, ServiceOf, answer, errors
-from adascale_api.routes.jobs import MAX_PAGE, find_view
+from adascale_api.routes.job_views import find_view
 from adascale_api.sql import Transaction
-from adascale_api.store import jobs
-from adascale_api.store.jobs import JobNotFoundError
+from adascale_api.store.jobs import MAX_PAGE, JobNotFoundError
 from adascale_core.views import JobChanges, JobView
 
 logger = logging.getLogger(__name__)
@@ -52,10 +51,11 @@ async def get_changes(
         for job_id, after in found:
             try:
                 # The first reads of the transaction follow the changes, so it sees them.
-                size += len(jobs.find_job(transaction, job_id).rendezvous_text)
+                found_view = find_view(transaction, job_id, service, shows_logs=shows_all)
+                size += found_view.size
                 if views and size > MAX_PAGE:
                     break
-                views.append(find_view(transaction, job_id, service))
+                views.append(found_view.view)
             except JobNotFoundError:
                 deleted.append(job_id)
             except UnreadableJobError as error:

@@ -1,7 +1,6 @@
 """Jobs: their declaration, and the state of their rendezvous."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -18,6 +17,8 @@ DELETED_ROWS = 200
 """Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full
 disk the reserve must have room for the transaction, which writes up to two pages of 4 KiB for a row."""
 
+MAX_PAGE = 4 * 1024 * 1024
+"""Bytes of the jobs in one page, unless a single job has more."""
 MAX_GENERATIONS = 1000
 """Generations of a job that are kept, the latest."""
 MAX_SILENCE = 60.0
@@ -67,6 +68,19 @@ class Transition:
         return self.job.view
 
 
+@dataclass(frozen=True)
+class JobPage:
+    """Some jobs, by id.
+
+    Args:
+        jobs: the jobs. Those that can't be read are logged, and are not among them.
+        next: the `after` of the next page; None on the last page.
+    """
+
+    jobs: list[Job]
+    next: str | None
+
+
 # -- reading --------------------------------------------------------------------------------------------
 
 
@@ -86,14 +100,14 @@ def find_job(transaction: Transaction, job_id: str) -> Job:
     return job
 
 
-def list_jobs(transaction: Transaction, after: str, limit: int) -> list[Job]:
-    """Return at most `limit` jobs with an id greater than `after`, by id. Unreadable jobs are logged."""
-    return list(_readable(transaction, transaction.all(_PAGE, after=after, limit=limit)))
+def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
+    """Return at most `limit` jobs with an id greater than `after`, and `MAX_PAGE` bytes of their states."""
+    return _page(transaction, transaction.all(_PAGE, after=after, limit=limit + 1), limit)
 
 
-def incomplete_jobs(transaction: Transaction, after: str, limit: int) -> list[Job]:
+def incomplete_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
     """As `list_jobs`, of the jobs that are not complete."""
-    return list(_readable(transaction, transaction.all(_INCOMPLETE_PAGE, after=after, limit=limit)))
+    return _page(transaction, transaction.all(_INCOMPLETE_PAGE, after=after, limit=limit + 1), limit)
 
 
 def old_jobs(
@@ -286,17 +300,25 @@ def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
     return Job.parse(key, job_id, *row)
 
 
-def _readable(transaction: Transaction, rows: list[tuple[str, int, int]]) -> Iterator[Job]:
-    for job_id, key, version in rows:
+def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int) -> JobPage:
+    found: list[Job] = []
+    size, done = 0, None
+    for job_id, key, version in rows[:limit]:
         try:
             ticket = transaction.cache.ticket(job_id)
             job = _load(transaction, job_id, key, version)
             transaction.cache.add(job, ticket)
-            yield job
         except UnreadableJobError as error:
             logger.error("%s", error)
         except JobNotFoundError:
-            continue
+            pass  # deleted since the rows were read
+        else:
+            size += len(job.rendezvous_text)
+            if found and size > MAX_PAGE:
+                return JobPage(found, done)
+            found.append(job)
+        done = job_id
+    return JobPage(found, done if len(rows) > limit else None)
 
 
 _FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")

@@ -61,17 +61,14 @@ def logs(transaction: Transaction, job: Job) -> dict[int, Log]:
     return {row[0]: Log(*row[1:]) for row in transaction.all(_LOGS, key=job.key)}
 
 
-def logs_of_page(transaction: Transaction, after: str, last: str) -> dict[str, dict[int, Log]]:
-    """Return the logs of the jobs from `after` to `last`, by job id and replica."""
-    found: dict[str, dict[int, Log]] = {}
-    for job_id, replica, instance, text in transaction.all(_PAGE_LOGS, after=after, last=last):
-        found.setdefault(job_id, {})[replica] = Log(instance, text)
-    return found
+def jobs_with_logs(transaction: Transaction, after: str, last: str) -> frozenset[int]:
+    """Return the keys of the jobs that have logs, of the ids from `after` to `last`."""
+    return frozenset(key for (key,) in transaction.all(_WITH_LOGS, after=after, last=last))
 
 
-_PAGE_LOGS = Sql(
+_WITH_LOGS = Sql(
     """
-    SELECT jobs.id, replica, instance, log FROM jobs JOIN logs ON logs.job_key = jobs.key
+    SELECT DISTINCT jobs.key FROM jobs JOIN logs ON logs.job_key = jobs.key
     WHERE jobs.id > :after AND jobs.id <= :last
     """
 )

@@ -8,11 +8,12 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import median
 from typing import Any
 
-from adascale_api.job import Job
-from adascale_api.sql import Sql, Transaction
+from adascale_api.job import Job, UnreadableJobError
+from adascale_api.sql import Row, Sql, Transaction
 from adascale_api.store.jobs import lock_or_create
 from adascale_core.messages import AllocationView, GainReport, StepTime
 from adascale_core.views import StoredReports
@@ -101,13 +102,15 @@ def post(
 
 def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
     """Return the report of the highest generation and, in it, of the highest step."""
-    row = transaction.first(_LATEST, key=job.key)
-    return None if row is None else _report(row)
+    return parse_report(job.id, transaction.first(_LATEST, key=job.key))
 
 
-def latest_reports(transaction: Transaction, after: str, last: str) -> dict[str, GainReport]:
-    """Return the latest reports of the jobs that have one, by job id, of the ids from `after` to `last`."""
-    return {row[0]: _report(row[1:]) for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
+def latest_rows(transaction: Transaction, after: str, last: str) -> dict[str, Row]:
+    """Return the latest reports of the jobs that have one, by job id, of the ids from `after` to `last`.
+
+    They are for `parse_report`, so that a report that can't be read harms its own job only.
+    """
+    return {row[0]: row[1:] for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
 
 
 def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
@@ -127,26 +130,52 @@ def history(transaction: Transaction, job: Job, points: int) -> History:
     else:
         # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
         rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=max(points - 1, 0))
-    return History([_report(row) for row in rows], received)
+    return History([_parse_report(job.id, row) for row in rows], received)
 
 
 def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
     """Return the step time of each batch plan on each number of nodes: the median over its latest reports."""
-    return [_step_time(*row) for row in transaction.all(_STEP_TIMES, key=job.key)]
+    return parse_step_times(job.id, transaction.all(_STEP_TIMES, key=job.key))
 
 
-def step_times_of_page(transaction: Transaction, after: str, last: str) -> dict[str, list[StepTime]]:
-    """Return the step times of the jobs from `after` to `last`, by job id."""
-    found: dict[str, list[StepTime]] = {}
-    for job_id, *columns in transaction.all(_PAGE_STEP_TIMES, after=after, last=last):
-        found.setdefault(job_id, []).append(_step_time(*columns))
+def step_time_rows(transaction: Transaction, after: str, last: str) -> dict[str, list[Row]]:
+    """Return the step times of the jobs from `after` to `last`, by job id, for `parse_step_times`."""
+    found: dict[str, list[Row]] = {}
+    for row in transaction.all(_PAGE_STEP_TIMES, after=after, last=last):
+        found.setdefault(row[0], []).append(row[1:])
     return found
 
 
-def _report(row: Sequence[Any]) -> GainReport:
-    members = dict(zip(_REPORT, row, strict=True))
-    members["metrics"] = json.loads(row[-1]) if row[-1] else {}
-    return GainReport(**members)
+def parse_report(job_id: str, row: Row | None) -> GainReport | None:
+    """Return the report in a row; None without one.
+
+    Raises:
+        UnreadableJobError: a column has no valid value.
+    """
+    return None if row is None else _parse_report(job_id, row)
+
+
+def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
+    """Return the step times in rows.
+
+    Raises:
+        UnreadableJobError: a column has no valid value.
+    """
+    try:
+        return [_step_time(*row) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise UnreadableJobError(job_id, error) from error
+
+
+def _parse_report(job_id: str, row: Row) -> GainReport:
+    try:
+        metrics = json.loads(row[-1]) if row[-1] else {}
+        numbers = [number for number in row[:-1] if number is not None]
+        if not all(map(isfinite, [*numbers, *metrics.values()])):
+            raise ValueError("a report has a number that is not finite")
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise UnreadableJobError(job_id, error) from error
+    return GainReport(**{**dict(zip(_REPORT, row, strict=True)), "metrics": metrics})
 
 
 def _to_text(metrics: Mapping[str, float]) -> str:
@@ -157,6 +186,8 @@ def _step_time(
     replicas: int, local_bsz: int, accumulation: int, nodes: int, packed: bytes, packed_sync: bytes
 ) -> StepTime:
     seconds, sync = array("d", packed), array("d", packed_sync)
+    if not all(map(isfinite, [*seconds, *sync])):
+        raise ValueError("a step time is not finite")
     return StepTime(
         replicas,
         local_bsz,
