@@ -502,6 +502,7 @@ async def answering(*answers: tuple[int, bytes] | Exception) -> AsyncIterator[tu
         def __init__(self, status: int, content: bytes) -> None:
             self.status = status
             self.content = content
+            self.headers: dict[str, str] = {}
 
         async def read(self) -> bytes:
             return self.content
