@@ -20,17 +20,18 @@ from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
-from adascale_core.messages import Allocation
-from adascale_core.views import JobView
+from adascale_core.messages import Allocation, Registration, ReplicaState
+from adascale_core.views import JobView, ReplicaView
 
 VIEW = replace(JobView.empty("default.digits"), desired=Allocation(1, 1))
+MAX_RESTARTS = 2
 
 
 class Run:
-    """The replicas of a run with backoffLimit 0, whose metrics service does not answer."""
+    """The replicas of a run with backoffLimit 0 and MAX_RESTARTS, whose metrics service does not answer."""
 
     def __init__(self, path: Path) -> None:
-        folder = StateDir(path)
+        self._folder = folder = StateDir(path)
         folder.create()
         environ = {
             **os.environ,
@@ -43,7 +44,11 @@ class Run:
             LocalCommand((sys.executable, "-c", "pass"), {}, path), environ, [], folder, self._lock.descriptor
         )
         self._output = io.StringIO()
-        self._replicas = Replicas(self._agents, 0, 10, PlainDisplay(Console(file=self._output, width=200)))
+        display = PlainDisplay(Console(file=self._output, width=200))
+        self._replicas = Replicas(self._agents, 0, MAX_RESTARTS, display)
+
+    def handle_exits(self, view: JobView) -> JobFailure | None:
+        return self._replicas.handle_exits(view, time.monotonic())
 
     def start_and_wait_for_exit(self) -> JobFailure | None:
         """Start the replica, wait for its exit and return the failure of the job, if it failed."""
@@ -53,7 +58,11 @@ class Run:
             assert time.monotonic() < deadline
             self._replicas.collect_exits()
             time.sleep(0.02)
-        return self._replicas.handle_exits(VIEW, time.monotonic())
+        return self.handle_exits(VIEW)
+
+    def log(self, rank: int, text: str) -> None:
+        """Write the output of a replica."""
+        self._folder.replica_log(rank).write_text(text)
 
     @property
     def output(self) -> str:
@@ -76,6 +85,20 @@ def test_an_agent_that_cannot_reach_the_service_is_no_failure_of_the_program(run
         assert run.start_and_wait_for_exit() is None
     assert "replica 0 could not reach the metrics service" in run.output
     assert "failure" not in run.output
+
+
+def test_the_run_fails_after_too_many_restarts_without_a_step(run: Run) -> None:
+    run.log(0, "Loading the data set\n")
+    lost = Registration(0, "agent.4", ReplicaState.LOST, 4, "127.0.0.1", 1, exit_code=-9)
+    view = replace(VIEW, replicas=(ReplicaView.of(lost, 0.0),), restarts_without_progress=MAX_RESTARTS)
+    assert run.handle_exits(view) is None
+    view = replace(view, restarts_without_progress=MAX_RESTARTS + 1)
+    assert run.handle_exits(replace(view, complete=True)) is None
+    assert run.handle_exits(view) == JobFailure(
+        "The trainers were lost 3 times without a step in between (killed by SIGKILL): "
+        "maxRestartsWithoutProgress (2) exceeded",
+        "Loading the data set",
+    )
 
 
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, ObservedJob
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
 from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
@@ -328,6 +328,36 @@ def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output
     assert (
         actions_for(replace(observed_job, resource=job((5, 1), backoff_limit=2)), 1).status["failures"] == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("restarts", "pods", "ends"),
+    [
+        (2, [pod(0)], None),
+        (3, [pod(0)], "(killed by SIGKILL)"),
+        (3, [pod(0, exit=PodExit(137, reason="OOMKilled"))], "(OOMKilled, killed by SIGKILL)"),
+    ],
+)
+def test_a_job_fails_after_too_many_restarts_without_a_step(
+    restarts: int, pods: list[Pod], ends: str | None
+) -> None:
+    lost = replace(replica(0, ReplicaState.LOST, 5), exit_code=-9)
+    service = view((6, 1), (5, 1), replicas=(lost,), broken=True, restarts_without_progress=restarts)
+    restarted = observed(job((6, 1), max_restarts_without_progress=2), service, indexed_job(1), pods)
+    actions = actions_for(restarted, 1)
+    failed = condition_of(actions.status, ConditionType.FAILED)
+    assert actions.status["failures"] == 0, "disruptions do not count against backoffLimit"
+    if ends is None:
+        assert failed is None
+        return
+    assert failed is not None
+    assert failed.status
+    assert failed.reason == Reason.NO_PROGRESS
+    expected = (
+        "The trainers were lost 3 times without a step in between, maxRestartsWithoutProgress (2) exceeded"
+    )
+    assert failed.message == f"{expected} {ends}"
+    assert writes(actions) == {"resize": 0}
 
 
 @pytest.mark.parametrize(("trained_on", "fails"), [((), True), ((2,), True), ((1, 2), False)])
