@@ -1,26 +1,298 @@
-"""The connections between members, in one process."""
+"""The connections between members, in one process and over real sockets."""
 
-import secrets
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import socket
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from adascale_worker.agent_channel import Assignment, Member
-from adascale_worker.membership_links import MembershipLinks, listen
+import pytest
+import torch
+
+from adascale_worker import membership_links
+from adascale_worker.agent_channel import AgentChannel, Assignment, Member
+from adascale_worker.environment import RankAssignment
+from adascale_worker.membership import Membership
+from adascale_worker.membership_links import MembershipLinks, OtherVersionError, listen
+from adascale_worker.package_version import package_version
+from adascale_worker.process_group import ReplicaGroup
+from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"
+GENERATION = 4
+SECRET = "the secret of the job"
+STATE = (3, 10, 80)
+PATIENCE = 30.0
+"""Seconds for what happens within milliseconds."""
 
 
-def test_the_coordinators_own_arrival_ends_a_wait() -> None:
+class Coordinator:
+    """The real rank 0 of a generation, whose other members the test plays or makes."""
+
+    def __init__(self, replicas: int = 2) -> None:
+        self.listener = listen(ADDRESS)
+        port = self.listener.getsockname()[1]
+        members = tuple(Member(replica, f"i{replica}", ADDRESS, port) for replica in range(replicas))
+        self.assignments = [Assignment(GENERATION, rank, members, SECRET, {}) for rank in range(replicas)]
+        self.changed = threading.Event()
+        self.links = self.connect(0, SECRET)
+
+    def connect(self, rank: int, secret: str) -> MembershipLinks:
+        """Return the links of a real member."""
+        return MembershipLinks(
+            self.assignments[rank], self.listener, secret, PATIENCE, lambda _: self.changed.set()
+        )
+
+    def close(self) -> None:
+        self.links.close()
+        self.listener.close()
+
+
+class ScriptedMember:
+    """A connection to the coordinator, over which the test sends what it likes."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        address = coordinator.listener.getsockname()
+        self._connection = socket.create_connection(address, timeout=PATIENCE)
+        self._lines = self._connection.makefile("r")
+        self.challenge = str(self.receive()["challenge"])
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; an empty object when the coordinator has closed the connection."""
+        message: dict[str, Any] = json.loads(self._lines.readline() or "{}")
+        return message
+
+    def send(self, **message: object) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def authenticate(self, **changes: Any) -> dict[str, Any]:
+        """Send the handshake of rank 1 with `changes`, and return the answer.
+
+        The HMAC is that of the changed message, unless `changes` has another one.
+        """
+        message = {
+            "generation": GENERATION,
+            "rank": 1,
+            "instance": "i1",
+            "version": package_version(),
+            "challenge": "00" * 16,
+            **changes,
+        }
+        self.send(**{"mac": mac("member", self.challenge, message), **message})
+        return self.receive()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._connection.close()
+
+
+def mac(role: str, challenge: str, message: dict[str, Any], secret: str = SECRET) -> str:
+    """Return the HMAC with which a member proves that it knows the secret."""
+    text = "|".join([role, challenge, *(str(message[key]) for key in ("generation", "rank", "version"))])
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(coordinator: Coordinator) -> Iterator[Callable[[], ScriptedMember]]:
+    """Makes connections to the coordinator."""
+    made: list[ScriptedMember] = []
+
+    def connect() -> ScriptedMember:
+        made.append(ScriptedMember(coordinator))
+        return made[-1]
+
+    yield connect
+    for member in made:
+        member.close()
+
+
+def require_no_arrival(coordinator: Coordinator, member: ScriptedMember) -> None:
+    """Check that the coordinator has closed the connection, and counts no other member."""
+    assert member.receive() == {}, "the connection is closed"
+    coordinator.links.arrive(STATE)
+    assert coordinator.changed.wait(PATIENCE)
+    assert not coordinator.links.all_arrived
+    assert not coordinator.links.broken, "an unknown process cannot end the generation"
+
+
+def test_the_coordinators_own_arrival_ends_a_wait(coordinator: Coordinator) -> None:
     """It arrives last in most changes, because the new replicas wait while it trains."""
-    listener = listen(ADDRESS)
-    members = tuple(Member(replica, "", ADDRESS, listener.getsockname()[1], None) for replica in range(2))
-    changed = threading.Event()
-    links = MembershipLinks(
-        Assignment(1, 0, members, "", {}), listener, secrets.token_hex(), 5.0, lambda _: changed.set()
-    )
+    coordinator.links.arrive(STATE)
+    assert coordinator.changed.wait(PATIENCE)
+    assert not coordinator.links.all_arrived
+
+
+def test_members_that_know_the_secret_exchange_their_states(coordinator: Coordinator) -> None:
+    member = coordinator.connect(1, SECRET)
     try:
-        links.arrive((1, 10, 80))
-        assert changed.wait(30)
-        assert not links.all_arrived
+        member.arrive(None)
+        coordinator.links.arrive(STATE)
+        wait_until(lambda: coordinator.links.all_arrived, "all members arrive", PATIENCE)
+        coordinator.links.announce_store(1)
+        formation = wait_until(lambda: member.formation, "the formation", PATIENCE)
+        assert formation.states == (STATE, None)
+        assert formation.sources == [0]
     finally:
-        links.close()
-        listener.close()
+        member.close()
+
+
+def test_a_handshake_proves_the_knowledge_of_the_secret_in_both_directions(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember]
+) -> None:
+    member = connect()
+    sent = {"generation": GENERATION, "rank": 1, "version": package_version(), "challenge": "ab" * 16}
+    assert member.authenticate(challenge="ab" * 16) == {"mac": mac("coordinator", "ab" * 16, sent)}
+    member.send(type="arrived", state=None)
+    coordinator.links.arrive(STATE)
+    wait_until(lambda: coordinator.links.all_arrived, "all members arrive", PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mac": ""},
+        {"mac": None},
+        {"rank": 0, "instance": "i0"},
+        {"rank": 2, "instance": "i2"},
+        {"rank": -1},
+        {"rank": "one"},
+        {"instance": "i0"},
+        {"instance": None},
+        {"generation": GENERATION - 1},
+        {"generation": GENERATION + 1},
+    ],
+    ids=str,
+)
+def test_a_process_that_is_not_a_member_is_refused(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember], changes: dict[str, Any]
+) -> None:
+    member = connect()
+    assert member.authenticate(**changes) == {}
+    require_no_arrival(coordinator, member)
+
+
+def test_the_hmac_of_another_secret_is_refused(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember]
+) -> None:
+    member = connect()
+    sent = {"generation": GENERATION, "rank": 1, "version": package_version()}
+    assert member.authenticate(mac=mac("member", member.challenge, sent, "another secret")) == {}
+    require_no_arrival(coordinator, member)
+
+
+def test_the_hmac_of_another_rank_is_refused(connect: Callable[[], ScriptedMember]) -> None:
+    """A member cannot take the place of another one with what it has computed for its own."""
+    member = connect()
+    sent = {"generation": GENERATION, "rank": 0, "version": package_version()}
+    assert member.authenticate(mac=mac("member", member.challenge, sent)) == {}
+
+
+def test_a_repeated_hmac_is_refused(coordinator: Coordinator, connect: Callable[[], ScriptedMember]) -> None:
+    """Each connection has a challenge of its own."""
+    observed, replay = connect(), connect()
+    assert observed.challenge != replay.challenge
+    sent = {"generation": GENERATION, "rank": 1, "version": package_version()}
+    assert replay.authenticate(mac=mac("member", observed.challenge, sent)) == {}
+    require_no_arrival(coordinator, replay)
+
+
+def test_the_coordinators_own_hmac_is_no_proof_of_a_member(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember]
+) -> None:
+    """Otherwise a process could let a member compute the answer to the coordinator's challenge."""
+    member = connect()
+    sent = {"generation": GENERATION, "rank": 1, "version": package_version()}
+    assert member.authenticate(mac=mac("coordinator", member.challenge, sent)) == {}
+    require_no_arrival(coordinator, member)
+
+
+def test_a_message_before_the_handshake_is_refused(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember]
+) -> None:
+    member = connect()
+    member.send(type="arrived", state=[9, 99, 999])
+    require_no_arrival(coordinator, member)
+
+
+def test_a_coordinator_without_the_secret_gets_no_arrival() -> None:
+    """A process at the coordinator's address cannot take part in the generation."""
+    with listen(ADDRESS) as listener:
+        listener.setblocking(True)
+        listener.settimeout(PATIENCE)
+        members = tuple(
+            Member(replica, f"i{replica}", ADDRESS, listener.getsockname()[1]) for replica in range(2)
+        )
+        links = MembershipLinks(
+            Assignment(GENERATION, 1, members, SECRET, {}), listener, SECRET, PATIENCE, lambda _: None
+        )
+        try:
+            links.arrive(STATE)
+            received = []
+            for _ in range(2):
+                # The member connects again, because the real coordinator may not listen yet.
+                connection, _ = listener.accept()
+                with connection, connection.makefile("r") as lines:
+                    connection.sendall(json.dumps({"challenge": "00"}).encode() + b"\n")
+                    answer = json.loads(lines.readline())
+                    forged = mac("coordinator", answer["challenge"], answer, "another secret")
+                    connection.sendall(json.dumps({"mac": forged}).encode() + b"\n")
+                    received += [json.loads(line) for line in lines]
+            assert received == []
+            assert links.formation is None
+            assert not links.broken
+        finally:
+            links.close()
+
+
+# -- another version ------------------------------------------------------------------------------------
+
+
+def test_a_member_with_another_version_is_refused_with_both_versions(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember]
+) -> None:
+    member = connect()
+    refused = member.authenticate(version="9.9")["refused"]
+    assert "this replica has version 9.9 of adascale-operator" in refused
+    assert f"have version {package_version()}: use the same image" in refused
+    require_no_arrival(coordinator, member)
+
+
+def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer of rank 1, with the messages of its agent and the answer of the real rank 0."""
+    own = package_version()
+
+    def version_of_thread() -> str:
+        return own if threading.current_thread() is coordinator.links._thread else "9.9"
+
+    monkeypatch.setattr(membership_links, "package_version", version_of_thread)
+    agent, trainer = socket.socketpair()
+    with agent, trainer, listen(ADDRESS) as listener:
+        channel = AgentChannel(trainer)
+        group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+        membership = Membership(channel, listener, group, "", PATIENCE, lambda: False)
+        membership.start(lambda: None)
+        assignment = coordinator.assignments[1]
+        members = [vars(member) for member in assignment.members]
+        message = {"type": "assign", "generation": GENERATION, "rank": 1, "members": members, "env": {}}
+        agent.sendall(json.dumps({**message, "secret": SECRET}).encode() + b"\n")
+        with pytest.raises(OtherVersionError) as error:
+            membership.join(None, lambda: None, lambda *_: STATE)
+        assert "this replica has version 9.9 of adascale-operator" in str(error.value)
+        assert f"have version {own}: use the same image" in str(error.value)
+        membership.close()
+    coordinator.links.arrive(STATE)
+    assert coordinator.changed.wait(PATIENCE)
+    assert not coordinator.links.broken, "the others continue"
