@@ -24,6 +24,8 @@ EXIT_INVALID_PROGRAM: Final = 78
 """Of a trainer or agent whose program or settings must be changed (EX_CONFIG of sysexits.h)."""
 EXIT_OUT_OF_MEMORY: Final = 79
 """Of a trainer whose batch did not fit into memory, and that can be started again with smaller batches."""
+EXIT_REFUSED: Final = 80
+"""Of an agent that the metrics service refuses, because replicas that train have another version."""
 EXIT_COMMAND_NOT_FOUND: Final = 127
 """Of an agent that cannot start the program, as in shells."""
 
@@ -53,6 +55,8 @@ class ExitClass(Enum):
     """A batch did not fit into memory, or the kernel has ended the container at its memory limit."""
     SERVICE_UNAVAILABLE = auto()
     """The agent could not reach the metrics service."""
+    REFUSED = auto()
+    """The metrics service has refused the agent: replicas that train have another version of the package."""
     COMMAND_NOT_FOUND = auto()
     """The program could not be started."""
     INVALID_PROGRAM = auto()
@@ -79,6 +83,7 @@ _CLASSES: Final = {
     EXIT_REENTRY: ExitClass.REENTRY,
     EXIT_PEER_LOST: ExitClass.PEER_LOST,
     EXIT_OUT_OF_MEMORY: ExitClass.OUT_OF_MEMORY,
+    EXIT_REFUSED: ExitClass.REFUSED,
     EXIT_INVALID_PROGRAM: ExitClass.INVALID_PROGRAM,
     EXIT_SINGLE_REPLICA: ExitClass.SINGLE_REPLICA_PROGRAM,
     EXIT_COMMAND_NOT_FOUND: ExitClass.COMMAND_NOT_FOUND,

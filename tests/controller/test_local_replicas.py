@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from adascale_controller.local.agents import Agents
+from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
+from adascale_core.exit_codes import EXIT_REFUSED
 from adascale_core.messages import Allocation, Registration, ReplicaState
 from adascale_core.views import JobView, ReplicaView
 
@@ -46,6 +47,12 @@ class Run:
         self._output = io.StringIO()
         display = PlainDisplay(Console(file=self._output, width=200))
         self._replicas = Replicas(self._agents, 0, MAX_RESTARTS, display)
+
+    def handle_exit(self, agent_exit: AgentExit) -> JobFailure | None:
+        """Handle the exit of an agent that was started elsewhere."""
+        self._replicas.agents.collect_exits = lambda: [agent_exit]  # type: ignore[method-assign]
+        self._replicas.collect_exits()
+        return self.handle_exits(VIEW)
 
     def handle_exits(self, view: JobView) -> JobFailure | None:
         return self._replicas.handle_exits(view, time.monotonic())
@@ -84,6 +91,14 @@ def test_an_agent_that_cannot_reach_the_service_is_no_failure_of_the_program(run
     for _ in range(2):
         assert run.start_and_wait_for_exit() is None
     assert "replica 0 could not reach the metrics service" in run.output
+    assert "failure" not in run.output
+
+
+def test_an_agent_of_another_version_is_no_failure_of_the_program(run: Run) -> None:
+    """The package was replaced while the run trains."""
+    run.log(0, "adascale-agent: replica 0 has adascale 9.9, but replica 1, which trains, has 0.1.0\n")
+    assert run.handle_exit(AgentExit(0, EXIT_REFUSED, requested=False)) is None
+    assert "was refused (adascale-agent: replica 0 has adascale 9.9, but replica 1" in run.output
     assert "failure" not in run.output
 
 

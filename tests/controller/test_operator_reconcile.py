@@ -14,6 +14,7 @@ from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_core.messages import Allocation, JobSpec, ReplicaState, StepTime
+from adascale_core.termination_message import TerminationMessage
 from adascale_core.views import JobView
 from support.observed_jobs import (
     NOW,
@@ -384,6 +385,44 @@ def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_out
     assert "exit code 78" in message
     assert "ValueError: no" in message
     assert writes(actions) == {"resize": 0}
+
+
+REFUSAL = "replica 2 has adascale 9.9, but replica 0, which trains, has 0.1.0"
+REFUSED = pod(
+    2,
+    uid="refused",
+    created_at=NOW - 90,
+    phase="Failed",
+    exit=PodExit(80, termination=TerminationMessage(0, 80, REFUSAL)),
+)
+
+
+@pytest.mark.parametrize("pods", [[pod(0), pod(1), REFUSED], [pod(0), pod(1), pod(2), REFUSED]])
+def test_a_replica_of_another_version_does_not_start_and_the_others_train(pods: list[Pod]) -> None:
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    actions = actions_for(growing, 3)
+    assert condition_of(actions.status, ConditionType.FAILED) is None
+    assert actions.status["failures"] == 0
+    assert condition(actions, RUNNING).reason == Reason.TRAINING
+    rescaling = condition(actions, RESCALING)
+    assert (rescaling.status, rescaling.reason) == (True, Reason.REPLICA_REFUSED)
+    assert rescaling.message == f"2 -> 3: {REFUSAL}; training continues on 2 replicas"
+    assert Reason.REPLICA_REFUSED in events(actions)
+
+
+@pytest.mark.parametrize("state", [ReplicaState.WAITING, ReplicaState.LOST])
+def test_a_replica_is_refused_until_the_metrics_service_accepts_it(state: ReplicaState) -> None:
+    replicas = (replica(0, generation=5), replica(1, generation=5), replica(2, state))
+    service = view((6, 3), (5, 2), replicas=replicas)
+    growing = observed(job((6, 3)), service, indexed_job(3), [pod(0), pod(1), pod(2), REFUSED])
+    refused = condition(actions_for(growing, 3), RESCALING).reason == Reason.REPLICA_REFUSED
+    assert refused == (state is ReplicaState.LOST)
+
+
+def test_a_later_end_of_a_replica_that_was_refused_is_no_refusal() -> None:
+    later = pod(2, uid="later", created_at=NOW - 60, phase="Failed", exit=PodExit(137))
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), [pod(0), pod(1), later, REFUSED])
+    assert condition(actions_for(growing, 3), RESCALING).reason == Reason.PREPARING_REPLICAS
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+from adascale_controller.operator.observe.pods import PodExit
 from adascale_controller.operator.schedule.placement_backoff import (
     FIRST_PAUSE,
     MAX_PAUSE,
@@ -11,6 +14,10 @@ from adascale_controller.operator.schedule.placement_backoff import (
     TIMEOUT_WAITING,
     PlacementBackoff,
 )
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.conditions import Reason
+from adascale_core.exit_codes import EXIT_REFUSED
+from support.observed_jobs import indexed_job, job, observed, pod, view
 
 UNSCHEDULABLE = ("Unschedulable", "0/2 nodes are available")
 
@@ -86,3 +93,19 @@ def test_a_count_without_a_smaller_valid_count_does_not_fail() -> None:
     assert smallest.failed_placement(TIMEOUT_TRAINING) is None
     only = backoff_after(count=4, training=0, placed=0, valid=lambda: [4, 8])
     assert only.failed_placement(TIMEOUT_TRAINING) is None
+
+
+def test_a_count_is_given_up_if_a_replica_of_another_version_is_refused() -> None:
+    scheduler = Scheduler()
+    refused = pod(2, uid="refused", phase="Failed", exit=PodExit(EXIT_REFUSED, message="it has 9.9"))
+    pods = (pod(0), pod(1), pod(2), refused)
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    growing = replace(growing, resource=replace(growing.resource, template=template))
+    later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
+    for each in (growing, later):
+        scheduler.schedule([each], None, (), lambda _: nullcontext())
+    failed = scheduler.failed_placement(later)
+    assert failed is not None
+    assert (failed.count, failed.limit) == (3, 2)
+    assert (failed.reason, failed.message) == (Reason.REPLICA_REFUSED, "it has 9.9")

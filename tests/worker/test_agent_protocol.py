@@ -13,7 +13,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REFUSED, classify_exit
+from adascale_core.termination_message import TerminationMessage
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
 from support.service import Service
@@ -277,6 +278,30 @@ def test_another_version_is_refused_with_both_versions(job: Job) -> None:
         job.service.call("PUT", "/replicas/1", registration)
     assert refusal.value.code == 409
     assert re.search("replica 1 has adascale 9.9, but replica 0.*has 0", refusal.value.read().decode())
+
+
+@pytest.mark.slow
+def test_a_refused_agent_ends_without_a_failure_and_the_others_continue(job: Job) -> None:
+    """An agent of another version, as from another image."""
+    metadata = job.folder / "packages" / "adascale_operator-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: adascale-operator\nVersion: 9.9\n")
+    log = job.folder / "termination-log"
+    job.service.allocate(1, 1)
+    job.start(0)
+    job.wait_for_members(1, 0)
+    job.service.allocate(2, 2)
+    job.start(1, PYTHONPATH=str(metadata.parents[1]), ADASCALE_TERMINATION_LOG=str(log))
+    assert job.agents[1].wait(TIMEOUT) == EXIT_REFUSED
+    assert not classify_exit(EXIT_REFUSED).is_failure
+    message = TerminationMessage.parse(log.read_text())
+    assert message is not None
+    assert message.exit_code == EXIT_REFUSED
+    assert re.search("replica 1 has adascale 9.9, but replica 0.*has 0", message.log)
+    assert job.agents[0].poll() is None
+    job.wait_for_members(1, 0)
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"], view["restarts_without_progress"]) == (0, 0, 0)
 
 
 @pytest.mark.slow

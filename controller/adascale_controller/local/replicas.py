@@ -180,6 +180,8 @@ class Replicas:
                 reason = "exited"
             case ExitClass.SERVICE_UNAVAILABLE:
                 reason = "could not reach the metrics service"
+            case ExitClass.REFUSED:
+                reason = f"was refused ({self.agents.log_tail(agent_exit.rank, 1)})"
             case _:
                 reason = f"was lost ({describe_exit(agent_exit.code)})"
         self._display.message(f"The agent of replica {agent_exit.rank} {reason}; restarting it", "yellow")

@@ -36,7 +36,7 @@ from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, Ki
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import ReplicaRefusedError, WorkerError
 from adascale_worker.package_version import package_version
 
 EXIT_REPORT_TIMEOUT = 3.0
@@ -107,8 +107,8 @@ class Agent:
 
         Raises:
             ServiceUnreachableError: the metrics service does not answer.
-            WorkerError: the program cannot be started, or makes no trainer, or the service refuses the
-                replica.
+            WorkerError: the program cannot be started, or makes no trainer.
+            ReplicaRefusedError: the service refuses the replica.
         """
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, self._terminate)
@@ -418,7 +418,7 @@ class Agent:
         if refusal is not None:
             if trainer is not None:
                 trainer.kill()
-            raise WorkerError(refusal)
+            raise ReplicaRefusedError(refusal)
 
     def _fail(self, trainer: TrainerProcess | None, code: int, log: str) -> int:
         generation = trainer.status.generation if trainer is not None else 0

@@ -8,10 +8,13 @@ from typing import Self
 
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
+from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import Workload
 from adascale_core import names
+from adascale_core.exit_codes import EXIT_REFUSED
 from adascale_core.messages import Allocation
+from adascale_core.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views import JobView
 
 
@@ -202,10 +205,32 @@ class ObservedJob:
             required |= view.active.indices
         return max(required, default=-1) + 1
 
+    @property
+    def refusals(self) -> dict[int, PodProblem]:
+        """Why the metrics service has refused replicas, by rank, until it accepts another agent of theirs."""
+        newest: dict[int, Pod] = {}
+        for pod in sorted(self.own_pods, key=lambda pod: pod.created_at):
+            if pod.exit is not None:
+                newest[pod.rank] = pod
+        ends = {rank: pod.exit for rank, pod in newest.items() if rank not in self._accepted_replicas}
+        return {
+            rank: PodProblem(Reason.REPLICA_REFUSED, end.termination.log if end.termination else end.message)
+            for rank, end in ends.items()
+            if end is not None and end.of_worker and end.exit_code == EXIT_REFUSED
+        }
+
+    @property
+    def _accepted_replicas(self) -> set[int]:
+        replicas = self.service.replicas if self.service is not None else ()
+        gone = DEPARTED_STATES | EXITED_STATES
+        return {replica.replica for replica in replicas if replica.state not in gone}
+
     def placement_problem(self, ranks: range) -> PodProblem | None:
         """Return why one of these ranks can't start, the lowest first. None if all can."""
-        live = self.live_pods
+        live, refusals = self.live_pods, self.refusals
         for rank in ranks:
+            if rank in refusals:
+                return refusals[rank]
             pod = live.get(rank)
             if pod is None and self.pod_creation_failure is not None:
                 return self.pod_creation_failure

@@ -87,6 +87,7 @@ _START_PROBLEMS = frozenset(
         Reason.CONTAINER_START_FAILED,
         Reason.QUOTA_EXCEEDED,
         Reason.POD_CREATION_FAILED,
+        Reason.REPLICA_REFUSED,
     }
 )
 _RECORDED = {

@@ -181,9 +181,9 @@ def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: 
     if current is None or current.replicas == 0:
         return
     problem = observed.placement_problem(range(current.replicas))
-    live = observed.live_pods
+    live, refusals = observed.live_pods, observed.refusals
     placed = 0
-    while placed in live and live[placed].is_placed:
+    while placed in live and live[placed].is_placed and placed not in refusals:
         placed += 1
     spec = observed.resource.valid_job.spec
     if observed.service is not None:

@@ -48,6 +48,7 @@ class Reason(StrEnum):
     CONTAINER_START_FAILED = "ContainerStartFailed"
     QUOTA_EXCEEDED = "QuotaExceeded"
     POD_CREATION_FAILED = "PodCreationFailed"
+    REPLICA_REFUSED = "ReplicaRefused"
     PROGRAM_FAILED = "ProgramFailed"
     FINISHED = "Finished"
     FAILED = "Failed"
