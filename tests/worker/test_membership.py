@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from support.members import REPLACED_CODES, Members
+from support.members import REPLACED_CODES, Members, Trainer
 
-EVALUATES = Path(__file__).parents[1] / "support" / "programs" / "evaluates.py"
+PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
+EVALUATES = PROGRAMS / "evaluates.py"
+LATE = PROGRAMS / "late.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 
 
@@ -53,6 +55,58 @@ def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Me
         job.activate(members)
     assert job.finish() == expected
     assert job.require_complete_stream() == calm.require_complete_stream()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True], ids=["has the sums", "has lost the sums"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_survivors_agree_on_the_later_step_if_only_one_has_finished_it(
+    make_members: Callable[..., Members], late: int, fails: bool
+) -> None:
+    """A member is killed while one of the others has made the step, and the other has not."""
+    options = {"EPOCHS": 4, "STEP_SECONDS": 0.01}
+    calm = make_members("calm", **options)
+    calm.activate(calm.start(3))
+    expected = calm.finish()
+    job = make_members("late", **options, PROGRAM=LATE, LATE_REPLICA=late, LATE_AT=6, LATE_FAILS=int(fails))
+    *members, spare = job.start(4)
+    survivors, lost = members[:2], members[2]
+    behind, ahead = survivors[late], survivors[1 - late]
+    job.activate(members)
+    folder = job.folder / "journal"
+    job.wait((folder / "late").exists, "one member is late")
+    step = last_step_of(job, behind) + 1
+    job.wait(lambda: last_step_of(job, ahead) == step, "the other survivor has made the step")
+    lost.kill()
+    job.wait_holding([ahead])
+    assert last_step_of(job, behind) == step - 1
+    (folder / "release").touch()
+    job.wait_holding(survivors)
+    assert ahead.messages[-1]["step"] == step
+    assert behind.messages[-1]["step"] == (step - 1 if fails else step)
+    job.activate([*survivors, spare])
+    assert job.finish() == expected
+    assert all(trainer.code == 0 for trainer in survivors), "they stay in their processes"
+    assert job.require_complete_stream() == calm.require_complete_stream()
+    journal, undisturbed = results_by_rank(job), results_by_rank(calm)
+    # The late member gets this step from the other, and does not record it. The killed one may not have.
+    unrecorded = {(step, 2), *({(step, late)} if fails else ())}
+    assert undisturbed.keys() - journal.keys() <= unrecorded
+    assert journal == {place: undisturbed[place] for place in journal}
+
+
+def last_step_of(job: Members, trainer: Trainer) -> int:
+    """Return the last step that a trainer has recorded."""
+    name = f"{trainer.replica}-{trainer.pid}.jsonl"
+    return max((record["step"] for record in job.records() if record["file"] == name), default=0)
+
+
+def results_by_rank(job: Members) -> dict[tuple[int, int], tuple[object, ...]]:
+    """Return what each step has read and computed, by step and rank."""
+    names = ("samples", "indices", "epoch", "loss", "progress", "lr")
+    return {
+        (record["step"], record["rank"]): tuple(record[name] for name in names) for record in job.records()
+    }
 
 
 @pytest.mark.slow
