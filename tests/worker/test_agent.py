@@ -183,6 +183,32 @@ def test_after_sigterm_the_others_keep_the_state_and_the_last_replica_saves_it(j
     assert saved_step(job.folder) == job.journal.last_step()
 
 
+@pytest.mark.slow
+def test_losses_that_are_more_frequent_than_checkpoints_do_not_stop_progress(job: Job) -> None:
+    """The time of a checkpoint counts over the restarts of all trainers, so the next one is saved in time."""
+    job.service.allocate(1, 2)
+    # The ten steps of each life take a fraction of the interval.
+    job.start(0, 1, **{**LONG, "STEP_SECONDS": 0.1, "ADASCALE_CHECKPOINT_INTERVAL": 8})
+    killed: set[int] = set()
+    restored: list[int] = []
+
+    def train() -> bool:
+        latest = [attempts[-1] for attempts in map(job.journal.attempts, (0, 1)) if attempts]
+        alive = [attempt for attempt in latest if attempt.header["pid"] not in killed]
+        return len(alive) == 2 and all(len(attempt.steps) >= 10 for attempt in alive)
+
+    # From the start, from the first checkpoint, and from a later one.
+    while len(set(restored)) < 3:
+        assert len(restored) < 10, f"training continues from the same checkpoints: {restored}"
+        wait_until(lambda: train() or job.has_failed_agent(), f"ten steps after {restored}")
+        assert not job.has_failed_agent(), job.logs()
+        restored.append(job.journal.attempts()[-1].header["step"])
+        for pid in (job.trainer_pid(0), job.trainer_pid(1)):
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+    assert restored == sorted(restored)
+
+
 def saved_step(folder: Path) -> int:
     """Return the step of the newest checkpoint."""
     manifests = sorted((folder / "checkpoints").glob("*.json"))
