@@ -163,8 +163,11 @@ def test_without_a_token_logs_and_addresses_are_empty(tmp_path: Path) -> None:
                 assert "my secret" not in text
                 assert "10.9.8.7" not in text
                 assert nobody.get(path).keys() == client.get(path).keys()
-            view = JobView.from_json(nobody.get("/jobs/a"))
-            assert view.replicas[0].exit_code == 1
+            (listed,) = nobody.get("/jobs")["jobs"]
+            for job in (listed, nobody.get("/jobs/a")):
+                (replica,) = JobView.from_json(job).replicas
+                assert replica.exit_code == 1
+                assert replica.log == "", "there is one, which needs a token"
             assert nobody.get("/jobs/a/gain")["gain"] == 2.0
         with Client(service.port, "wrong") as wrong:
             for path in paths:

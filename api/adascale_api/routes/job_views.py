@@ -35,7 +35,7 @@ def find_view(transaction: Transaction, job_id: str, service: Service, *, shows_
     return _view(
         job,
         service,
-        replicas.logs(transaction, job) if shows_logs else {},
+        replicas.logs(transaction, job, with_texts=shows_logs),
         reports.latest_report(transaction, job),
         reports.step_times(transaction, job),
     )
@@ -57,13 +57,13 @@ def list_views(
         last = part[-1].id
         latest = reports.latest_rows(transaction, done, last)
         step_times = reports.step_time_rows(transaction, done, last)
-        have_logs = replicas.jobs_with_logs(transaction, done, last) if shows_logs else frozenset()
+        have_logs = replicas.jobs_with_logs(transaction, done, last)
         for job in part:
             try:
                 sized = _view(
                     job,
                     service,
-                    replicas.logs(transaction, job) if job.key in have_logs else {},
+                    replicas.logs(transaction, job, with_texts=shows_logs) if job.key in have_logs else {},
                     reports.parse_report(job.id, latest.get(job.id)),
                     reports.parse_step_times(job.id, step_times.get(job.id, [])),
                 )

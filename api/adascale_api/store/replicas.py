@@ -56,9 +56,10 @@ class Log:
     text: str
 
 
-def logs(transaction: Transaction, job: Job) -> dict[int, Log]:
-    """Return the logs of a job, by replica."""
-    return {row[0]: Log(*row[1:]) for row in transaction.all(_LOGS, key=job.key)}
+def logs(transaction: Transaction, job: Job, *, with_texts: bool = True) -> dict[int, Log]:
+    """Return the logs of a job, by replica, with empty texts unless `with_texts`."""
+    query = _LOGS if with_texts else _EMPTY_LOGS
+    return {row[0]: Log(*row[1:]) for row in transaction.all(query, key=job.key)}
 
 
 def jobs_with_logs(transaction: Transaction, after: str, last: str) -> frozenset[int]:
@@ -73,6 +74,7 @@ _WITH_LOGS = Sql(
     """
 )
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
+_EMPTY_LOGS = Sql("SELECT replica, instance, '' FROM logs WHERE job_key = :key")
 _UPSERT_LOG = Sql(
     """
     INSERT INTO logs (job_key, replica, instance, log, stored_at)
