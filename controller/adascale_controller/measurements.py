@@ -16,8 +16,6 @@ DEFAULT_DOWNTIME = 1.0
 """Seconds that training stands still for a change of replicas, until one has been measured."""
 DEFAULT_PREPARATION = 5.0
 """Seconds that a change of replicas is prepared while training continues, until one has been measured."""
-
-
 SAME_TIME = 0.01
 """A step time that differs by less than this share of it is taken for unchanged, so that the model that is
 fitted to it can be used again. Reports differ by more than that from each other."""
@@ -75,7 +73,7 @@ class MeasuredTemplate:
     def add(self, job: str, measured: Sequence[StepTime]) -> None:
         """Add the step times of a job."""
         for each in measured:
-            plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
+            plan = _plan_on_nodes(each)
             times = self._times.setdefault(plan, {})
             times[job] = each
             if len(times) > self.MAX_JOBS:
@@ -87,6 +85,11 @@ class MeasuredTemplate:
             _median_of_jobs(list(times.values())) for _, times in sorted(self._times.items())
         )
         self.largest = max((each.replicas for each in self.step_times), default=0)
+
+
+def _plan_on_nodes(measured: StepTime) -> tuple[int, int, int, int]:
+    """Return what is equal for measurements of the same."""
+    return (measured.replicas, measured.nodes, measured.local_bsz, measured.accumulation)
 
 
 def _median_of_jobs(measured: Sequence[StepTime]) -> StepTime:
@@ -204,7 +207,7 @@ class JobMeasurements:
         """Return step times, those from before where they are about the same."""
         before, self._step_times = self._step_times, {}
         for each in measured:
-            plan = (each.replicas, each.nodes, each.local_bsz, each.accumulation)
+            plan = _plan_on_nodes(each)
             used = before.get(plan)
             self._step_times[plan] = used if used is not None and _is_same(used, each) else each
         return tuple(self._step_times.values())

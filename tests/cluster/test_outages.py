@@ -201,9 +201,7 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     system: System, workspace: Workspace
 ) -> None:
     run = command("ADASCALE_TEST_NODE", "a node")
-    nodes = [node.metadata.name for node in system.core.list_node().items if not is_reserved(node)]
-    if len(nodes) < 2 or not system.storage.shared:
-        pytest.skip("needs two nodes and a volume that both can mount")
+    nodes = require_two_nodes(system)
     resources = {"requests": {"cpu": "50m"}, "limits": {"nvidia.com/gpu": "1"}}
     capacity = {
         node.metadata.name: node.status.allocatable.get("nvidia.com/gpu")
@@ -211,8 +209,6 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     }
     if any(capacity[name] != "4" for name in nodes[:2]):
         pytest.skip("needs two nodes of four nvidia.com/gpu each, as `--gpus 4` claims")
-    # A node of an earlier test may become ready only now.
-    wait_until(lambda: all(is_ready(system, name) for name in nodes), "all nodes", patience=120)
     # More than a node holds, so that both are needed.
     job = workspace.submit(
         job_manifest(
@@ -244,10 +240,7 @@ def test_the_other_members_notice_a_node_that_is_silent_and_continue(
     system: System, workspace: Workspace
 ) -> None:
     run = command("ADASCALE_TEST_NODE", "a node")
-    nodes = [node.metadata.name for node in system.core.list_node().items if not is_reserved(node)]
-    if len(nodes) < 2 or not system.storage.shared:
-        pytest.skip("needs two nodes and a volume that both can mount")
-    wait_until(lambda: all(is_ready(system, name) for name in nodes), "all nodes", patience=120)
+    nodes = require_two_nodes(system)
     job = workspace.submit(job_manifest(pod=SPREAD, maxReplicas=2))
     silent = run_operator_beside_service(system, nodes[:2])
     job.wait_until_training(2, timeout=180)
@@ -272,6 +265,16 @@ def frozen(run: Callable[..., None], node: str) -> Iterator[None]:
         yield
     finally:
         run(node, "thaw")
+
+
+def require_two_nodes(system: System) -> list[str]:
+    """Return the nodes once they are ready; skip the test if there are not two that can share a volume."""
+    nodes = [node.metadata.name for node in system.core.list_node().items if not is_reserved(node)]
+    if len(nodes) < 2 or not system.storage.shared:
+        pytest.skip("needs two nodes and a volume that both can mount")
+    # A node of an earlier test may become ready only now.
+    wait_until(lambda: all(is_ready(system, name) for name in nodes), "all nodes", patience=120)
+    return nodes
 
 
 def run_operator_beside_service(system: System, nodes: list[str]) -> str:

@@ -82,7 +82,7 @@ def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) 
     document = torch.frombuffer(bytearray(spec), dtype=torch.uint8).to(device)
     link.exchange(torch.tensor([len(spec)], device=device))
     link.exchange(document)
-    for part in _parts([_size_of(tensor) for tensor in tensors]):
+    for part in _parts([tensor.nbytes for tensor in tensors]):
         parts = [_bytes_of(tensor.to(device)) for tensor in tensors[part]]
         link.exchange(parts[0] if len(parts) == 1 else torch.cat(parts))
     link.finish()
@@ -110,7 +110,7 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
     tensors: list[Tensor] = []
     for part in _parts([layout.bytes for layout in expected]):
         together = expected[part]
-        if len(together) == 1 and together[0].bytes > SMALL:
+        if together[0].bytes > SMALL:
             (layout,) = together
             tensor = (
                 memory.tensor(layout)
@@ -145,7 +145,7 @@ class _Link:
         """Receive into a tensor of one dimension if there is a source, and send it if there is a target."""
         if not tensor.numel():
             return
-        for chunk in tensor.split(max(CHUNK // tensor.element_size(), 1)):
+        for chunk in tensor.split(CHUNK // tensor.element_size()):
             if self._source is not None:
                 self._group.receive(chunk, self._source)
             if self._target is not None:
@@ -180,10 +180,6 @@ def _parts(sizes: Sequence[int]) -> list[slice]:
     if first < len(sizes):
         parts.append(slice(first, len(sizes)))
     return parts
-
-
-def _size_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

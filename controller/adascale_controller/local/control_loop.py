@@ -20,7 +20,6 @@ from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision import Decision, DecisionProblem, decide
 from adascale_core.explanation import explain
-from adascale_core.job_state import JobState
 from adascale_core.messages import Allocation
 from adascale_core.views import JobView
 
@@ -146,14 +145,15 @@ class ControlLoop:
         limit = self._replicas.failing_counts.limit
         state = replace(self._measurements.job_state(self._job, view, self._total(view)), limit=limit)
         exceeds = limit is not None and view.desired.replicas > limit
-        decision = decide([state], self._replica_limit, now)[self._job.id]
+        problem = DecisionProblem.of([state], self._replica_limit)
+        decision = problem.decide(now)[self._job.id]
         if decision.replicas != view.desired.replicas:
             if exceeds:
                 decision = replace(decision, reason=str(self._replicas.failing_counts.given_up))
             if view.desired.replicas > self._replica_limit:
                 limited = plural(self._replica_limit, "replica")
                 decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")
-        self._explain(state, decision, now)
+        self._explain(problem, decision, now)
         if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
@@ -166,12 +166,11 @@ class ControlLoop:
         change = f"{view.desired.replicas} -> {decision.replicas}"
         self._display.message(f"Rescaling {change}: {decision.reason}", "cyan")
 
-    def _explain(self, state: JobState, decision: Decision, now: float) -> None:
+    def _explain(self, problem: DecisionProblem, decision: Decision, now: float) -> None:
         """Store the explained decision with the metrics service, if it is time to."""
         decisions = {self._job.id: decision}
         if not self._explanations.due(decisions, now):
             return
-        problem = DecisionProblem.of([state], self._replica_limit)
         view = explain(problem, now, decisions=decisions, time=time.time())
         try:
             self._client.put_decision(view[self._job.id])

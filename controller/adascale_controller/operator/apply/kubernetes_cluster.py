@@ -221,7 +221,7 @@ class KubernetesCluster:
         content_type: str = "application/json",
     ) -> Any:
         arguments = list((query or {}).items())
-        for remaining in reversed(range(MAX_TRIES)):
+        for _ in range(MAX_TRIES):
             while (pause := self._paused_until - time.monotonic()) > 0:
                 await asyncio.sleep(pause)
             try:
@@ -243,8 +243,6 @@ class KubernetesCluster:
             # For all calls: the API server limits the operator's share of its work.
             pause = min(1.0 if response.retry_after is None else response.retry_after, MAX_RETRY_AFTER)
             self._paused_until = max(self._paused_until, time.monotonic() + pause)
-            if not remaining:
-                break
         if response.status >= 300:
             reply = _message(response.content)
             raise ClusterError(f"the API server rejects {method} {path}: {reply}", response.status, reply)

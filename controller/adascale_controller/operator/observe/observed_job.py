@@ -208,15 +208,13 @@ class ObservedJob:
     @property
     def refusals(self) -> dict[int, PodProblem]:
         """Why the metrics service has refused replicas, by rank, until it accepts another agent of theirs."""
-        newest: dict[int, Pod] = {}
-        for pod in sorted(self.own_pods, key=lambda pod: pod.created_at):
-            if pod.exit is not None:
-                newest[pod.rank] = pod
-        ends = {rank: pod.exit for rank, pod in newest.items() if rank not in self._accepted_replicas}
+        by_age = sorted(self.own_pods, key=lambda pod: pod.created_at)
+        newest = {pod.rank: pod.exit for pod in by_age if pod.exit is not None}
+        accepted = self._accepted_replicas
         return {
             rank: PodProblem(Reason.REPLICA_REFUSED, end.termination.log if end.termination else end.message)
-            for rank, end in ends.items()
-            if end is not None and end.of_worker and end.exit_code == EXIT_REFUSED
+            for rank, end in newest.items()
+            if rank not in accepted and end.of_worker and end.exit_code == EXIT_REFUSED
         }
 
     @property
