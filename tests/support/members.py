@@ -261,12 +261,24 @@ class Members:
             trainer.channel.close()
 
     def require_complete_stream(self) -> int:
-        """Check that the steps share out the stream without a gap or a repetition; return the steps."""
+        """Check that the steps share out the stream without a gap or a repetition; return the steps.
+
+        A step that only killed members had finished is made again, in another generation. No process makes
+        a step twice.
+        """
         sections: dict[int, set[tuple[int, int]]] = {}
         shares: dict[int, list[int]] = {}
-        for record in self.records():
+        last: dict[str, int] = {}
+        kept: dict[int, int] = {}
+        records = self.records()
+        for record in records:
+            kept[record["step"]] = max(kept.get(record["step"], 0), record["generation"])
+        for record in records:
+            assert record["step"] > last.get(record["file"], 0), record
+            last[record["file"]] = record["step"]
             sections.setdefault(record["step"], set()).add(tuple(record["samples"]))
-            shares.setdefault(record["step"], []).extend(record["indices"])
+            if record["generation"] == kept[record["step"]]:
+                shares.setdefault(record["step"], []).extend(record["indices"])
         position = 0
         for step in range(1, max(sections) + 1):
             assert len(sections.get(step, ())) == 1, (step, sections.get(step))

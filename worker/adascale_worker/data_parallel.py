@@ -99,6 +99,11 @@ class DataParallelModel:
         assert world is not None
         replace_process_group(self.ddp, world)
 
+    def prepare(self) -> None:
+        """Make DDP, and map the memory of its buckets, before the other replicas wait for this one."""
+        self._local_group = local_process_group()
+        self.ddp = self._wrap(self._local_group, is_ahead=True)
+
     def disconnect(self) -> None:
         """Release the process group of the present generation, which is destroyed next."""
         if self.ddp is None or self._local_group is None:
@@ -151,7 +156,9 @@ class DataParallelModel:
             abandon(self.ddp, self._local_group)
             self.ddp = None
 
-    def _wrap(self, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    def _wrap(
+        self, group: dist.ProcessGroup | None = None, *, is_ahead: bool = False
+    ) -> DistributedDataParallel:
         options: dict[str, Any] = {}
         if group is not None and "init_sync" in inspect.signature(DistributedDataParallel).parameters:
             # The members get parameters and buffers with the rest of the state.
@@ -166,6 +173,8 @@ class DataParallelModel:
                 **options,
             )
             if not self._find_unused_parameters:
+                if is_ahead:
+                    _set_zeros(self._wrapped.model)
                 rebuild_buckets(ddp)
         set_timing_interval(ddp, TIMING_INTERVAL)
         self._exchanges = self._timed = 0
@@ -183,6 +192,13 @@ def _hidden_gradients(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _set_zeros(model: torch.nn.Module) -> None:
+    """Set gradients of zeros, without memory of their own, which DDP copies into its next buckets."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
 class _OriginalForward(torch.nn.Module):

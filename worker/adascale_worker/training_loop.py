@@ -196,10 +196,11 @@ class TrainingLoop:
         return bool(is_restored)
 
     def prepare_to_receive(self) -> None:
-        """Prepare memory for the state of the other replicas, before they wait for this one."""
+        """Prepare memory for the state of the other replicas and for gradients, before they wait."""
         if self._model.device.type == "cpu":
             sizes = expected_sizes(self._program.model, self.adascale.optimizer)
             self._receive_memory = ReceiveMemory(sizes)
+            self._model.prepare()
 
     def begin(self) -> None:
         """Use the restored state, or the initial state, with the present replicas. A collective call."""
