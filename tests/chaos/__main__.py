@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import chaos
+from chaos import network
 from chaos.harness import Harness
 from chaos.processes import kill_all
 from chaos.run import STALL
@@ -32,6 +33,11 @@ def main() -> None:
         "--keep", type=Path, help="a folder for the files of all runs, not only of failed ones"
     )
     arguments = parser.parse_args()
+    network.enter()
+    if network.is_own():
+        network.begin()
+    else:
+        print(f"the network cannot be slowed down here: {network.missing()}", file=sys.stderr)
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     harness = Harness(arguments.bug, arguments.keep, arguments.minutes, arguments.stall)
     counts = [

@@ -21,6 +21,7 @@ from adascale_controller.local.scale_requests import ScaleError
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages import Allocation
+from chaos import network
 from chaos.processes import MARK, Process, kill_all, processes
 from chaos.schedule import Fault, Kind, Schedule
 from e2e.local_run import write_job
@@ -88,6 +89,7 @@ class ChaosRun:
         self._began = time.monotonic()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._applied: list[str] = []
+        self._slow_rates: list[int] = []
         self._stopped_by_us = False
         self._write_job(schedule.spec)
         self._controller = self._start()
@@ -103,6 +105,8 @@ class ChaosRun:
             left = tuple(map(str, processes(self._mark)))
         finally:
             self._kill_all()
+            for rate in [*self._slow_rates]:
+                self._restore_network(rate)
         seconds = time.monotonic() - self._began
         return Outcome(problem, self._log.read_text(), left, tuple(self._applied), seconds)
 
@@ -215,6 +219,9 @@ class ChaosRun:
 
     def _apply(self, fault: Fault, *, patient: bool) -> bool:
         """Apply a fault; return whether it is done. While `patient`, wait for a process to apply it to."""
+        if fault.kind is Kind.SLOW_NETWORK and not network.is_own():
+            self._show(f"{fault}: left out, because this network is not the harness's own")
+            return True
         what = self._act(fault)
         if what is None and patient:
             return False
@@ -278,6 +285,8 @@ class ChaosRun:
                         (moment + 0.14, lambda: self._send_again(signal.SIGCONT, one_trainer)),
                     ]
                 return ", ".join(map(str, one_trainer)) or None
+            case Kind.SLOW_NETWORK:
+                return self._slow_network(network.RATES[fault.target % len(network.RATES)], fault.seconds)
         raise AssertionError(fault.kind)
 
     def _send(self, number: signal.Signals, targets: list[Process]) -> str | None:
@@ -288,6 +297,16 @@ class ChaosRun:
     def _freeze(self, targets: list[Process], seconds: float) -> str | None:
         self._later.append((time.monotonic() + seconds, lambda: self._send_again(signal.SIGCONT, targets)))
         return self._send(signal.SIGSTOP, targets)
+
+    def _slow_network(self, rate: int, seconds: float) -> str:
+        network.slow_down(rate)
+        self._slow_rates.append(rate)
+        self._later.append((time.monotonic() + seconds, lambda: self._restore_network(rate)))
+        return f"{rate} kbit/s"
+
+    def _restore_network(self, rate: int) -> None:
+        self._slow_rates.remove(rate)
+        self._show(f"the network is no longer slow, packets had to wait {network.restore(rate)} times")
 
     def _send_again(self, number: signal.Signals, targets: list[Process]) -> None:
         # Another process may have got the id of one that has exited since.

@@ -25,6 +25,7 @@ class Kind(StrEnum):
     FREEZE_SERVICE = "freeze the metrics service"
     FREEZE_CONTROLLER = "freeze adascale run"
     SLOW = "slow a trainer down"
+    SLOW_NETWORK = "slow the network down"
     SCALE = "adascale scale"
     ALLOCATE = "another allocation"
     EDIT = "stop adascale run, change the bounds, and start it again"
@@ -45,6 +46,7 @@ WEIGHTS = {
     Kind.FREEZE_SERVICE: 1,
     Kind.FREEZE_CONTROLLER: 1,
     Kind.SLOW: 2,
+    Kind.SLOW_NETWORK: 3,
     Kind.SCALE: 4,
     Kind.ALLOCATE: 5,
     Kind.EDIT: 1,
@@ -72,8 +74,8 @@ class Fault:
         kind: what happens.
         progress: the part of the training after which it happens; None for `delay` after the fault before.
         delay: seconds after the fault before.
-        target: chooses the process, or the replica count.
-        seconds: how long a process is frozen or slow.
+        target: chooses the process, the replica count, or the rate of the network.
+        seconds: how long a process is frozen, or a process or the network is slow.
     """
 
     kind: Kind
@@ -90,6 +92,7 @@ class Fault:
             Kind.FREEZE_SERVICE,
             Kind.FREEZE_CONTROLLER,
             Kind.SLOW,
+            Kind.SLOW_NETWORK,
         )
         return f"{moment} {self.kind}{f' for {self.seconds:.1f} s' if lasting else ''}"
 

@@ -21,14 +21,15 @@ def resident_bytes() -> int:
 
 def test_the_memory_of_gradients_is_mapped_before_the_first_step_and_no_gradient_is_set() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, 2))
+    first = nn.Linear(SIZE, SIZE)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(SIZE, 2))
     model[2].bias.requires_grad = False
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
     parallel = DataParallelModel(model, torch.device("cpu"), group)
     warm_up()
     before = resident_bytes()
     parallel.prepare()
-    assert resident_bytes() - before >= 0.95 * model[0].weight.nbytes
+    assert resident_bytes() - before >= 0.95 * first.weight.nbytes
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4
     ddp = parallel.ddp
     assert ddp is not None
