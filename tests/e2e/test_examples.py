@@ -14,7 +14,11 @@ from e2e.local_run import ROOT, adascale
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "steps", "result", "low", "high"),
-    [("cnn", 400, "accuracy", 0.9, 1.0), ("gpt", 100, "bits", 2.0, 4.8)],
+    [
+        ("cnn", 400, "accuracy", 0.9, 1.0),
+        ("gpt", 100, "bits", 2.0, 4.8),
+        ("gan", 600, "recognized", 0.3, 1.0),
+    ],
 )
 def test_an_example_is_trained_by_its_job_file(
     tmp_path: Path, example: str, steps: int, result: str, low: float, high: float

@@ -35,7 +35,12 @@ class TrainerStarter:
             self._process = subprocess.Popen(
                 [sys.executable, str(program), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                },
             )
         self.codes: dict[int, int] = {}
         self._started: queue.Queue[int] = queue.Queue()

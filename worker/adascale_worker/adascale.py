@@ -9,7 +9,7 @@ what a gain changes is in `adascale_worker.scaling_rules`, and the measurement o
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, overload
 
@@ -74,6 +74,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             between `unscale_()` and `step()`; otherwise the loss scale is inferred from the gradients.
         disjoint_pairs: with n = 1, whether no gradient is compared with both the one before and the one after
             it. Half of the gradients are not kept for the next step then, nor saved with its state.
+        observes_backward: whether backward passes are observed. If not, the training loop passes its
+            gradients to `read_micro_gradient` and `measure`.
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
@@ -97,6 +99,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         sample_every: int | None = None,
         grad_scaler: GradScaler | None = None,
         disjoint_pairs: bool = False,
+        observes_backward: bool = True,
     ) -> None:
         if isinstance(optimizer, AdaScale):
             raise UnsupportedOptimizerError(
@@ -117,7 +120,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if smoothing is not None:
             require_smoothing(smoothing)
         settings = StepSettings(replicas, num_gradients_to_accumulate, scale, is_scaled_loss)
-        options = GainOptions(settings, smoothing, Sampling(sample_every, disjoint_pairs), debias_ewma)
+        sampling = Sampling(sample_every, disjoint_pairs)
+        options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward)
         estimator = GainEstimator(optimizer, self._rule, options, model, grad_scaler)
         require_whole_parameters(optimizer, self._rule, is_sharded=estimator.statistics.reader.is_sharded)
         require_readable(estimator.statistics.reader.unreadable_parameters())
@@ -310,6 +314,32 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._inner.add_param_group(param_group)
         self._share_groups_and_state()
         self._estimator.restart_sampling()
+
+    # -- gradients that the training loop passes ---------------------------------------------------------
+
+    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Read the gradient of a micro-batch that does not complete the step, with `observes_backward=False`.
+
+        Args:
+            gradients: of this rank alone, not averaged, by parameter.
+        """
+        self._estimator.statistics.read_micro_gradient(gradients)
+
+    def measure(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Measure a step, with `observes_backward=False`. A collective call.
+
+        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
+        another backward pass changes it.
+
+        Args:
+            gradients: of the last micro-batch, of this rank alone, by parameter.
+        """
+        self._estimator.discard_measurement()
+        self._estimator.statistics.measure(gradients)
+
+    def discard_measurement(self) -> None:
+        """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
+        self._estimator.discard_measurement()
 
     def unhook(self) -> None:
         """Remove all hooks from the parameters. The gain does not change from then on."""

@@ -15,8 +15,8 @@ from adascale_core.batch import (
 )
 from adascale_core.errors import InvalidJobError
 from adascale_core.throughput import StepTimeModel
-from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import StaleBatchSizeError
+from adascale_worker.optimizer_set import Optimizers
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.step_timer import StepTimer
 
@@ -92,7 +92,7 @@ class BatchPlanner:
                 "call trainer.get_local_bsz() or trainer.dataloader() at the beginning of each epoch"
             )
 
-    def replan(self, optimizer: AdaScale, step_timer: StepTimer) -> None:
+    def replan(self, optimizer: Optimizers, step_timer: StepTimer) -> None:
         """Choose a plan on rank 0 and use it on all ranks. A collective call.
 
         Args:
@@ -137,7 +137,7 @@ class BatchPlanner:
         self.bounds = bounds
         self.plan = plan_batch(bounds, self._group.replicas)
 
-    def adapt(self, bounds: BatchBounds, optimizer: AdaScale, step_timer: StepTimer) -> None:
+    def adapt(self, bounds: BatchBounds, optimizer: Optimizers, step_timer: StepTimer) -> None:
         """Keep the plan if it is valid for the present bounds and replicas, else choose a plan.
 
         A collective call; the plan is the same on all ranks before it.

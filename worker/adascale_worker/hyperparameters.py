@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 Choice = Literal["checkpoint", "program"]
 CHOICES: tuple[Choice, ...] = ("checkpoint", "program")
@@ -24,6 +23,21 @@ _IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "d
 _FOLLOWS_FROM_THE_GROUPS = ("base_lrs", "_last_lr")
 """Attributes of a scheduler that it reads from the optimizer."""
 MOST_DIFFERENCES = 6
+
+
+class HasGroups(Protocol):
+    """An optimizer, or several."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups."""
+
+
+class HasState(Protocol):
+    """A scheduler, or several."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Hyperparameters:
     scheduler: Values | None = None
 
     @classmethod
-    def read(cls, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> Hyperparameters:
+    def read(cls, optimizer: HasGroups, scheduler: HasState | None) -> Hyperparameters:
         """Read the values, before a checkpoint is restored."""
         groups = [
             {
@@ -90,7 +104,7 @@ class Hyperparameters:
                 found.append(Difference(f"{path} of the scheduler", old_value, new_value))
         return found
 
-    def replace_in_optimizer(self, optimizer: torch.optim.Optimizer, saved: Hyperparameters) -> None:
+    def replace_in_optimizer(self, optimizer: HasGroups, saved: Hyperparameters) -> None:
         """Give the restored optimizer the values that have changed since `saved` was read.
 
         A learning rate that the schedule has changed is multiplied by the ratio of the new to the old value,

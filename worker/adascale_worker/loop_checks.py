@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
@@ -40,6 +41,58 @@ class ForwardRecord:
     """
 
     called: bool = False
+
+
+class BatchChecks:
+    """Finds a loop that makes no steps. All that is checked for several optimizers in common.
+
+    Args:
+        group: the replicas.
+    """
+
+    passes_per_batch = 0
+    """Unknown."""
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._batches = 0
+        self._warnings = OneTimeWarnings()
+
+    def begin_generation(self) -> None:
+        """Nothing depends on the number of replicas."""
+
+    def begin_epoch(self) -> None:
+        """Record that a step was made, or a loop over batches begins."""
+        self._batches = 0
+
+    def discarded_step(self) -> None:
+        """Record that the trainer has discarded a step."""
+        self._batches = 0
+
+    def count_passes(self, batches: int) -> None:
+        """Passes are not counted."""
+
+    def check_step(self, *, inside_epoch: bool) -> None:
+        """Record a step."""
+        del inside_epoch
+        self._batches = 0
+
+    def delivered_batch(self) -> None:
+        """Record that the program gets the next batch of `trainer.dataloader`.
+
+        Raises:
+            WorkerError: it has made no step for many batches, on several replicas.
+        """
+        self._batches += 1
+        if self._batches == MAX_BATCHES_WITHOUT_STEP:
+            found = (
+                f"trainer.dataloader() has delivered {MAX_BATCHES_WITHOUT_STEP} batches since the last "
+                "optimizer.step(): an epoch ends after its steps, so without steps it does not end. Call "
+                "step() of the optimizer that was passed to program_reentry once per batch"
+            )
+            if self._group.replicas > 1:
+                raise WorkerError(f"{found}, on all {self._group.replicas} replicas")
+            self._warnings.warn("no step", found)
 
 
 class LoopChecks:
@@ -75,7 +128,7 @@ class LoopChecks:
         self._has_set_aside = has_set_aside
         self._has_backward = False
         self._earlier_batches = 0
-        self._batches_since_step = 0
+        self._batches = BatchChecks(group)
         self._has_stepped = False
         self._steps = 0
         self._steps_without_gradients = 0
@@ -119,16 +172,7 @@ class LoopChecks:
         self._earlier_batches += self._has_backward
         self._has_backward = False
         self._has_stepped = False
-        self._batches_since_step += 1
-        if self._batches_since_step == MAX_BATCHES_WITHOUT_STEP:
-            found = (
-                f"trainer.dataloader() has delivered {MAX_BATCHES_WITHOUT_STEP} batches since the last "
-                "optimizer.step(): an epoch ends after its steps, so without steps it does not end. Call "
-                "step() of the optimizer that was passed to program_reentry once per batch"
-            )
-            if self._group.replicas > 1:
-                raise WorkerError(f"{found}, on all {self._group.replicas} replicas")
-            self._warnings.warn("no step", found)
+        self._batches.delivered_batch()
 
     def zeroed_gradients(self) -> None:
         """Record that the program has deleted its gradients."""
@@ -211,7 +255,7 @@ class LoopChecks:
     def _begin_step(self) -> None:
         self._has_backward = False
         self._earlier_batches = 0
-        self._batches_since_step = 0
+        self._batches.begin_epoch()
 
     def _check_gradients_exist(self) -> None:
         if any(parameter.grad is not None for parameter in self._parameters):
@@ -305,9 +349,7 @@ class UnusedParameters:
         )
 
 
-def check_optimizer_parameters(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, replicas: int
-) -> None:
+def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, replicas: int) -> None:
     """Check that the optimizer has parameters of the model, and no others.
 
     The gradients of others are not averaged. On one replica the program is warned, because it works there. It

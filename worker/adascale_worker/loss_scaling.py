@@ -7,7 +7,7 @@ micro-batch, and not at all if the step is discarded, so that the loss scale sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -35,11 +35,11 @@ class StepCounter(Protocol):
         """Calls of `optimizer.step()` so far."""
 
     @property
-    def steps(self) -> int:
-        """Steps that were made so far."""
+    def made_step(self) -> bool:
+        """Whether the last `optimizer.step()` has changed the weights."""
 
-    def skip_step(self) -> None:
-        """Count the samples of a step whose gradients are not finite, without making it."""
+    def skip_step_of(self, optimizer: torch.optim.Optimizer, /) -> None:
+        """Count the step of an optimizer whose gradients are not finite, without making it."""
 
 
 def scaler_of(registered: Iterable[object]) -> GradScaler | None:
@@ -51,63 +51,74 @@ def scaler_of(registered: Iterable[object]) -> GradScaler | None:
     scalers = [each for each in registered if isinstance(each, GradScaler)]
     if len(scalers) > 1:
         raise WorkerError(
-            f"register has {len(scalers)} GradScalers: use one, because the trainer has one optimizer"
+            f"register has {len(scalers)} GradScalers: use one, for all optimizers, and call its update() "
+            "after the last of their steps"
         )
     return scalers[0] if scalers else None
 
 
-def patch_scaler(scaler: GradScaler, optimizer: torch.optim.Optimizer, loop: StepCounter) -> None:
-    """Make `unscale_`, `step` and `update` of `scaler` act once per step of `optimizer`."""
+def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: StepCounter) -> None:
+    """Make `unscale_`, `step` and `update` of `scaler` act once per step of `optimizers`."""
     if not scaler.is_enabled():
         return
-    parts = _Scaler(scaler, optimizer, loop)
+    parts = _Scaler(scaler, optimizers, loop)
     scaler.unscale_ = parts.unscale  # type: ignore[method-assign]
     scaler.step = parts.step  # type: ignore[method-assign]
     scaler.update = parts.update  # type: ignore[method-assign]
 
 
 class _Scaler:
-    def __init__(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, loop: StepCounter) -> None:
+    def __init__(
+        self, scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: StepCounter
+    ) -> None:
         self._scaler = scaler
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._loop = loop
         self._unscale: Callable[..., None] = scaler.unscale_
         self._step: Callable[..., Any] = scaler.step
         self._update: Callable[..., None] = scaler.update
         self._is_incomplete = False
         self._is_discarded = False
+        self._has_stepped = False
+        """Whether an optimizer has made or skipped a step since the last update."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of a complete step by the loss scale."""
-        if optimizer is not self._optimizer or not self._loop.awaits_micro_batches:
+        if not self._is_known(optimizer) or not self._loop.awaits_micro_batches:
             self._unscale(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Make a step if it is complete and its gradients are finite."""
-        if optimizer is not self._optimizer:
+        if not self._is_known(optimizer):
             return self._step(optimizer, *args, **kwargs)
         loop = self._loop
-        self._is_incomplete, self._is_discarded = loop.awaits_micro_batches, False
+        self._is_incomplete = loop.awaits_micro_batches
         if self._is_incomplete:
             return optimizer.step(*args, **kwargs)
-        calls, steps = loop.step_calls, loop.steps
+        calls, self._has_stepped = loop.step_calls, True
         # A fused optimizer skips a step in its kernel, so that nobody knows whether it was made.
         with skipping_outside_kernel(optimizer):
             result = self._step(optimizer, *args, **kwargs)
         if loop.step_calls == calls:
-            loop.skip_step()
-        else:
-            self._is_discarded = loop.steps == steps
+            loop.skip_step_of(optimizer)
+        elif not loop.made_step:
+            self._is_discarded = True
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Change the loss scale after a step that was made, or skipped because of its gradients."""
-        if self._is_incomplete:
+        if not self._has_stepped:
             return
-        state = self._scaler.state_dict() if self._is_discarded else None
+        # With several optimizers, the step can be discarded after one of them has made its part.
+        is_discarded = self._is_discarded or self._is_incomplete
+        self._has_stepped = self._is_discarded = False
+        state = self._scaler.state_dict() if is_discarded else None
         self._update(new_scale)
         if state is not None:
             self._scaler.load_state_dict(state)
+
+    def _is_known(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(optimizer is known for known in self._optimizers)
 
 
 class UnregisteredScaler:

@@ -38,6 +38,18 @@ def patch_optimizer(
         at_first_micro_batch: returns whether the next backward pass is the first of its step.
         zeroed_gradients: called after `zero_grad` has zeroed the gradients.
     """
+    patch_step(optimizer, step)
+    for owner in (optimizer, model):
+        owner.zero_grad = _ZeroGrad(owner.zero_grad, at_first_micro_batch, zeroed_gradients)  # type: ignore[method-assign]
+
+
+def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Replace the optimizer's `step`, and refuse more parameter groups.
+
+    Args:
+        optimizer: the program's optimizer.
+        step: called in place of `optimizer.step`.
+    """
 
     # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
     # later wraps this function, and requires a bound method for that.
@@ -47,8 +59,6 @@ def patch_optimizer(
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = _refuse_param_group  # type: ignore[method-assign, assignment]
-    for owner in (optimizer, model):
-        owner.zero_grad = _ZeroGrad(owner.zero_grad, at_first_micro_batch, zeroed_gradients)  # type: ignore[method-assign]
 
 
 def _refuse_param_group(_param_group: dict[str, Any]) -> None:

@@ -337,6 +337,25 @@ class ReplicaGroup:
             dist.all_reduce(tensor)
             return tuple(tensor.tolist())
 
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace `tensors` by their means over all ranks. Each has the same type and shape on all ranks."""
+        if self.replicas == 1:
+            return
+        with self._guarded():
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for work, tensor in zip(works, tensors, strict=True):
+                assert work is not None, "this process is a member of the group"
+                work.wait()
+                tensor.div_(self.replicas)
+
+    def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace `tensors` by those of rank 0. Each has the same type and shape on all ranks."""
+        if self.replicas == 1:
+            return
+        with self._guarded():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
     def announce(self, event: str, value: str = "") -> None:
         """Let the other replicas know that this one has reached `event`. Not a collective call.
 

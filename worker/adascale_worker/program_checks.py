@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.statistics.user_warnings import OneTimeWarnings, warn_user
 from adascale_worker.torch_private import has_scheduler
 
-ONE_OPTIMIZER = (
-    "make the models submodules of one, with one optimizer (docs/training.md shows it), or run this program "
-    "with one replica (maxReplicas: 1)"
+ALL_OPTIMIZERS = (
+    "pass all models and optimizers by name, program_reentry({name: model, ...}, {name: optimizer, ...}) "
+    "(docs/training.md shows it), or run this program with one replica (maxReplicas: 1)"
 )
 """What to do with a program that has several optimizers."""
+
+Models = Mapping[str, torch.nn.Module]
+OptimizersByName = Mapping[str, torch.optim.Optimizer]
+SchedulersByName = Mapping[str, LRScheduler]
 
 
 def require_program(
@@ -54,6 +58,53 @@ def require_program(
         )
 
 
+def require_programs(models: object, optimizers: object, lr_schedulers: object) -> None:
+    """Check the types of several models, optimizers and schedulers, and that they belong together.
+
+    Raises:
+        WorkerError: see `require_program`; or an argument is not a dict by name, an optimizer has no model,
+            or a parameter is in two optimizers.
+    """
+    for name, value, kind in (
+        ("model", models, "torch.nn.Module"),
+        ("optimizer", optimizers, "torch.optim.Optimizer"),
+        ("lr_scheduler", lr_schedulers, "LRScheduler"),
+    ):
+        if not isinstance(value, Mapping) or (name != "lr_scheduler" and not value):
+            raise WorkerError(
+                f"program_reentry got {name} of type {type(value).__name__}: for several models or "
+                f"optimizers, each of model, optimizer and lr_scheduler is a dict by name, here "
+                f"{{name: {kind}, ...}}"
+            )
+        names = [each for each in value if not isinstance(each, str) or not each.isidentifier()]
+        if names:
+            raise WorkerError(
+                f"program_reentry got the name {names[0]!r} in {name}: use names of letters, digits and _, "
+                "such as 'generator'; checkpoints contain them"
+            )
+    assert isinstance(models, Mapping)
+    assert isinstance(optimizers, Mapping)
+    assert isinstance(lr_schedulers, Mapping)
+    unknown = [name for name in lr_schedulers if name not in optimizers]
+    if unknown:
+        raise WorkerError(
+            f"program_reentry got a scheduler {unknown[0]!r}, but no optimizer of this name: give a "
+            f"scheduler the name of its optimizer ({', '.join(map(repr, optimizers))})"
+        )
+    for model in models.values():
+        require_program(model, next(iter(optimizers.values())), None)
+    owner: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        require_program(next(iter(models.values())), optimizer, lr_schedulers.get(name))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                raise WorkerError(
+                    f"the optimizers {other!r} and {name!r} have a parameter of shape "
+                    f"{tuple(parameter.shape)} in common: give each parameter to one optimizer"
+                )
+
+
 def warn_of_unknown_scheduler(
     optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None, registered: Iterable[object]
 ) -> None:
@@ -73,7 +124,7 @@ class OtherOptimizers:
     other parameters are not averaged, so the replicas compare these parameters.
 
     Args:
-        optimizer: the one that was passed to `program_reentry`.
+        optimizers: those that were passed to `program_reentry`.
         inside_epoch: returns whether the program is in the trainer's data loop.
         has_stepped: returns whether the trainer's optimizer has made the step of the present batch.
         replicas: returns the number of replicas.
@@ -84,16 +135,17 @@ class OtherOptimizers:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         inside_epoch: Callable[[], bool],
         has_stepped: Callable[[], bool],
         replicas: Callable[[], int],
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._inside_epoch = inside_epoch
         self._has_stepped = has_stepped
         self._replicas = replicas
-        self._own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._own = {id(parameter) for group in groups for parameter in group["params"]}
         self.parameters: list[torch.Tensor] = []
         self._seen: list[torch.optim.Optimizer] = []
         self._handle: RemovableHandle | None = None
@@ -110,7 +162,7 @@ class OtherOptimizers:
             self._handle = None
 
     def _check(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer is self._optimizer or not self._inside_epoch():
+        if not self._inside_epoch() or any(optimizer is own for own in self._optimizers):
             return
         if any(optimizer is seen for seen in self._seen):
             return
@@ -131,5 +183,5 @@ class OtherOptimizers:
                 "second optimizer",
                 f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are "
                 "not averaged over replicas. On 1 replica this has no effect; on 2 or more, training stops "
-                f"if its parameters differ: {ONE_OPTIMIZER}",
+                f"if its parameters differ: {ALL_OPTIMIZERS}",
             )

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from adascale_worker.hyperparameters import CHOICES, Choice, Difference, Hyperparameters
+from adascale_worker.optimizer_set import Optimizers, SchedulerSet
 from adascale_worker.state_tree import UnsupportedStateError, flatten
 
 
@@ -31,16 +31,16 @@ class ProgramState:
 
     Args:
         model: the program's model.
-        optimizer: AdaScale around the program's optimizer.
-        scheduler: the learning rate scheduler. None if the program has none.
+        optimizer: AdaScale around the program's optimizer, or around each of several.
+        scheduler: the learning rate scheduler, or several. None if the program has none.
         registered: other objects to save and restore, by name.
         hyperparameters: the values that the program made optimizer and scheduler with.
         choice: which hyperparameters are used after a checkpoint was restored, if they differ.
     """
 
     model: torch.nn.Module
-    optimizer: AdaScale
-    scheduler: LRScheduler | None
+    optimizer: Optimizers
+    scheduler: LRScheduler | SchedulerSet | None
     registered: Mapping[str, Stateful]
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     choice: Choice = "checkpoint"
@@ -124,6 +124,8 @@ class ProgramState:
 
     @property
     def _scheduler_type(self) -> str | None:
+        if isinstance(self.scheduler, SchedulerSet):
+            return self.scheduler.kind
         return type(self.scheduler).__name__ if self.scheduler is not None else None
 
 

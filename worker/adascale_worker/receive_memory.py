@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.state_tree import TensorLayout
 
 SMALL: Final = 1 << 20
@@ -59,7 +60,7 @@ class ReceiveMemory:
         self._free.clear()
 
 
-def expected_sizes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+def expected_sizes(model: torch.nn.Module, optimizer: HasGroups) -> list[int]:
     """Return the bytes of the tensors that a model and its optimizer have after some steps.
 
     The states of the optimizer do not exist before its first step. Those that SGD, Adam and AdamW make are

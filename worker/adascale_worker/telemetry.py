@@ -11,8 +11,8 @@ import torch
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import GainReport
 from adascale_core.names import REPORT_INTERVAL
-from adascale_worker.adascale import AdaScale
 from adascale_worker.logged_metrics import LoggedMetrics
+from adascale_worker.optimizer_set import Optimizers
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
 from adascale_worker.step_timer import StepTimer
@@ -64,19 +64,19 @@ class Telemetry:
         if self._reporter is not None:
             self._metrics.log(values)
 
-    def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
+    def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Record the time of a step, and report if the report interval has passed."""
         self.step_timer.step(plan, time.perf_counter(), self._group.nodes)
         asked_for = 0.0 if self._reporter is None else self._reporter.interval
         if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
             self.report(plan, progress, optimizer)
 
-    def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
+    def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Report the last step, unless it is reported, or no step was made."""
         if progress.step > self._reported_step:
             self.report(plan, progress, optimizer)
 
-    def report(self, plan: BatchPlan, progress: TrainingProgress, optimizer: AdaScale) -> None:
+    def report(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Report now."""
         if self._reporter is None:
             return

@@ -41,29 +41,27 @@ from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_feed import DataFeed, require_evaluable
 from adascale_worker.data_loop import DataLoop
-from adascale_worker.data_parallel import DataParallelModel, warm_up
+from adascale_worker.data_parallel import warm_up
 from adascale_worker.device import select_device
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
-from adascale_worker.hyperparameters import Choice, Hyperparameters, describe
+from adascale_worker.hyperparameters import Choice, describe
 from adascale_worker.logged_metrics import require_metrics
-from adascale_worker.loop_checks import ForwardRecord, LoopChecks, check_optimizer_parameters
+from adascale_worker.loop_checks import check_optimizer_parameters
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
+from adascale_worker.make_loop import LoopOptions, make_loop
 from adascale_worker.membership import Membership
 from adascale_worker.membership_links import listen
-from adascale_worker.model_buffers import ModelBuffers
+from adascale_worker.optimizer_set import OptimizerSet
 from adascale_worker.out_of_memory import kind_of
-from adascale_worker.patching import patch_optimizer, patch_scheduler
+from adascale_worker.patching import patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.program_checks import OtherOptimizers, require_program, warn_of_unknown_scheduler
-from adascale_worker.program_state import (
-    ProgramState,
-    Stateful,
-    require_choice,
-    require_stateful,
-)
+from adascale_worker.program_checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
+from adascale_worker.program_parts import ProgramParts, program_parts
+from adascale_worker.program_state import Stateful, require_choice, require_stateful
 from adascale_worker.reporter import Reporter
 from adascale_worker.settings import resolve_settings
+from adascale_worker.several_optimizers import SeveralAccumulations
 from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
 from adascale_worker.step_watchdog import Stall, StepWatchdog
 from adascale_worker.telemetry import Telemetry
@@ -146,8 +144,8 @@ class ElasticTrainer:
         self._watchdog: StepWatchdog | None = None
         self._other_optimizers: OtherOptimizers | None = None
         self._backward_guard: BackwardGuard | None = None
-        self._accumulation: GradientAccumulation | None = None
-        self._model: torch.nn.Module | None = None
+        self._accumulation: GradientAccumulation | SeveralAccumulations | None = None
+        self._parts: ProgramParts | None = None
         self._logged: set[str] = set()
         arguments = environment.JobSettings(
             batch_size=batch_size,
@@ -235,12 +233,13 @@ class ElasticTrainer:
 
     @property
     def adascale(self) -> AdaScale:
-        """The AdaScale optimizer around the program's own.
+        """The AdaScale optimizer around the program's own; of several, the one with the lowest gain.
 
         Raises:
             WorkerError: `program_reentry` has not been called.
         """
-        return self._require_loop().adascale
+        optimizers = self._require_loop().adascale
+        return optimizers.slowest if isinstance(optimizers, OptimizerSet) else optimizers
 
     @property
     def completes_step(self) -> bool:
@@ -301,9 +300,9 @@ class ElasticTrainer:
 
     def program_reentry(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: LRScheduler | None = None,
+        model: torch.nn.Module | Models,
+        optimizer: torch.optim.Optimizer | OptimizersByName,
+        lr_scheduler: LRScheduler | SchedulersByName | None = None,
         *,
         register: Mapping[str, Stateful] | None = None,
         find_unused_parameters: bool = False,
@@ -321,14 +320,18 @@ class ElasticTrainer:
         with a checkpoint if no other replica keeps the state; without an agent and without a checkpoint
         folder, signal handlers are not changed.
 
+        A program with several models or optimizers, such as a GAN, passes each of `model`, `optimizer` and
+        `lr_scheduler` as a dict by name. The first optimizer has to make a step for each batch, the others
+        make at most one.
+
         Args:
-            model: on `trainer.device` already.
+            model: on `trainer.device` already; or several by name.
             optimizer: over the model's parameters; one that `AdaScale` supports, such as `torch.optim.SGD` or
-                `torch.optim.AdamW`.
-            lr_scheduler: a scheduler of that optimizer.
+                `torch.optim.AdamW`; or several by name.
+            lr_scheduler: a scheduler of that optimizer; or several by the names of their optimizers.
             register: other objects to save and restore, by name.
             find_unused_parameters: as DDP's argument of this name, for a model that does not use all of its
-                parameters in every step.
+                parameters in every step. Without effect for several optimizers, which need it not.
             hyperparameters: which values are used if the program has changed the optimizer's or the
                 scheduler's (lr, momentum, weight_decay, step_size, ...) since the checkpoint was saved: those
                 of the "checkpoint", or those of the "program". Differences are printed. The position in a
@@ -347,60 +350,31 @@ class ElasticTrainer:
         self._uncaught_errors.install()
         if self._loop is not None:
             raise WorkerError(
-                "program_reentry was called before: call it once per trainer. To train several models, make "
-                "them submodules of one model, whose forward computes the losses, with their parameters in "
-                "groups of one optimizer. To save other objects, pass register={name: object}"
+                "program_reentry was called before: call it once per trainer. To train several models, pass "
+                "them and their optimizers by name, program_reentry({name: model, ...}, {name: optimizer, "
+                "...}). To save other objects, pass register={name: object}"
             )
         trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
         require_choice(hyperparameters)
-        require_program(model, optimizer, lr_scheduler)
-        warn_of_unknown_scheduler(optimizer, lr_scheduler, (register or {}).values())
-        check_optimizer_parameters(model, optimizer, group.replicas)
+        parts = program_parts(model, optimizer, lr_scheduler, register or {})
+        check_optimizer_parameters(parts.model, parts, group.replicas)
         scaler = scaler_of((register or {}).values())
-        forward, buffers = ForwardRecord(), ModelBuffers(model)
-        parallel = DataParallelModel(
-            model,
-            self.device,
-            group,
-            forward,
-            find_unused_parameters=find_unused_parameters,
-            before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
-        )
-        adascale = AdaScale(
-            optimizer,
-            world_size=group.replicas,
-            is_scaled_loss=False,
-            model=parallel.ddp,
-            grad_scaler=scaler,
-            disjoint_pairs=True,
-        )
-        declared = Hyperparameters.read(optimizer, lr_scheduler)
-        program = ProgramState(model, adascale, lr_scheduler, dict(register or {}), declared, hyperparameters)
-        if trainer.checkpointing.enabled or group.is_elastic:
-            program.require_loadable()
-        accumulation = GradientAccumulation(adascale, parallel, model)
-        checks = LoopChecks(
-            model,
-            adascale,
-            forward,
-            group,
-            lambda: accumulation.at_first_micro_batch,
-            lambda: accumulation.has_set_aside,
-            requires_all=not find_unused_parameters,
-        )
-        loop = TrainingLoop(
+        made = make_loop(
+            parts,
             trainer,
-            program,
-            parallel,
-            buffers,
-            accumulation,
-            checks,
-            self._membership,
-            self._adopt_settings,
-            self._shutdown_signal,
-            self._fast_exit,
+            LoopOptions(
+                self.device,
+                register or {},
+                hyperparameters,
+                find_unused_parameters,
+                self._membership,
+                self._adopt_settings,
+                self._shutdown_signal,
+                self._fast_exit,
+            ),
         )
+        loop, accumulation, differences = made.loop, made.accumulation, made.program.differences
         self._backward_guard = BackwardGuard(
             loop.handle_backward_error,
             accumulation.before_backward,
@@ -409,33 +383,22 @@ class ElasticTrainer:
         )
         self._backward_guard.install()
         self._enter(loop)
-        if program.differences and loop.was_restored and self.is_main:
-            print(f"adascale: {describe(program.differences, hyperparameters)}", flush=True)
-
-        def zeroed_gradients() -> None:
-            accumulation.discard_set_aside()
-            checks.zeroed_gradients()
-
-        patch_optimizer(
-            optimizer,
-            model,
-            loop.optimizer_step,
-            lambda: accumulation.at_first_micro_batch,
-            zeroed_gradients,
-        )
+        if differences and loop.was_restored and self.is_main:
+            print(f"adascale: {describe(differences, hyperparameters)}", flush=True)
+        made.patch()
         if scaler is not None:
-            patch_scaler(scaler, optimizer, loop)
-        if lr_scheduler is not None:
-            patch_scheduler(lr_scheduler, lambda: self.progress, lambda: loop.inside_epoch)
+            patch_scaler(scaler, list(parts.optimizers.values()), loop)
+        for scheduler in parts.schedulers.values():
+            patch_scheduler(scheduler, lambda: self.progress, lambda: loop.inside_epoch)
         self._other_optimizers = OtherOptimizers(
-            optimizer,
+            list(parts.optimizers.values()),
             lambda: loop.inside_epoch,
-            lambda: checks.has_stepped,
+            made.has_stepped,
             lambda: trainer.group.replicas,
         )
         self._other_optimizers.install()
         loop.comparison.others = self._other_optimizers.parameters
-        self._loop, self._accumulation, self._model = loop, accumulation, model
+        self._loop, self._accumulation, self._parts = loop, accumulation, parts
         self._watchdog = StepWatchdog(
             trainer.telemetry.step_timer,
             lambda: loop.inside_epoch and not loop.is_evaluating,
@@ -585,7 +548,7 @@ class ElasticTrainer:
             dataset: has a length and items by index.
             batch_size: samples of a batch.
             model: the model that is evaluated, such as an averaged copy. Its buffers become those of rank 0.
-                Default: the one passed to `program_reentry`.
+                Default: the one passed to `program_reentry`; required if there are several.
             options: arguments for `torch.utils.data.DataLoader`.
 
         Raises:
@@ -597,9 +560,16 @@ class ElasticTrainer:
         require_evaluable(dataset, options)
         if batch_size < 1:
             raise WorkerError(f"trainer.evaluation() got batch_size={batch_size}: it must be at least 1")
-        assert self._model is not None
+        assert self._parts is not None
+        if model is None:
+            if len(self._parts.models) > 1:
+                raise WorkerError(
+                    "trainer.evaluation() needs model=, the model that is evaluated, because "
+                    f"program_reentry got {len(self._parts.models)} models"
+                )
+            model = self._parts.models[0]
         exchange = loop.begin_evaluation()
-        return Evaluation(dataset, batch_size, model or self._model, exchange, options, loop.end_evaluation)
+        return Evaluation(dataset, batch_size, model, exchange, options, loop.end_evaluation)
 
     def step(self, epoch: int) -> None:
         """End the epoch `epoch`. Call it after the data loop of each epoch.

@@ -17,24 +17,28 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_worker import state_transfer
 from adascale_worker.accumulation import GradientAccumulation
+from adascale_worker.adascale import AdaScale
 from adascale_worker.agent_channel import Assignment
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import CheckpointError, ReplicationError, WorkerError
 from adascale_worker.evaluation import Exchange
-from adascale_worker.loop_checks import LoopChecks, check_optimizer_parameters
+from adascale_worker.loop_checks import BatchChecks, LoopChecks, check_optimizer_parameters
 from adascale_worker.loop_departures import LoopDepartures
 from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.membership import LeaveError, Membership
 from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
 from adascale_worker.model_buffers import ModelBuffers
+from adascale_worker.model_set import ModelSet
 from adascale_worker.out_of_memory import is_out_of_memory, kind_of, release_memory
 from adascale_worker.program_state import ProgramState
 from adascale_worker.receive_memory import ReceiveMemory, expected_sizes
@@ -49,6 +53,9 @@ from adascale_worker.weight_checks import (
     WeightComparison,
     nonfinite_message,
 )
+
+if TYPE_CHECKING:
+    from adascale_worker.several_optimizers import SeveralAccumulations
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
@@ -75,7 +82,7 @@ class TrainingLoop:
         trainer: the parts of the trainer.
         program: the parts of the program.
         model: makes the program's model data-parallel.
-        buffers: puts the model's buffers back if a step is discarded.
+        buffers: puts the model's buffers back if a step is discarded. None if a subclass puts all state back.
         accumulation: counts the micro-batches of a step.
         checks: checks the steps of the program's loop.
         membership: enters generations. None without an agent.
@@ -88,10 +95,10 @@ class TrainingLoop:
         self,
         trainer: TrainerComponents,
         program: ProgramState,
-        model: DataParallelModel,
-        buffers: ModelBuffers,
-        accumulation: GradientAccumulation,
-        checks: LoopChecks,
+        model: DataParallelModel | ModelSet,
+        buffers: ModelBuffers | None,
+        accumulation: GradientAccumulation | SeveralAccumulations,
+        checks: LoopChecks | BatchChecks,
         membership: Membership | None,
         adopt_settings: Callable[[Mapping[str, str | None]], None],
         shutdown_signal: ShutdownSignal,
@@ -189,7 +196,8 @@ class TrainingLoop:
         is_restored, failure = group.broadcast((state is not None, failure))
         if failure is not None:
             raise failure
-        if group.replicas > 1 and (is_restored or group.is_elastic):
+        # `DistributedDataParallel` copies the initial parameters of rank 0 itself, except under an agent.
+        if group.replicas > 1 and (is_restored or group.is_elastic or self._model.ddp is None):
             self._transfer([0])
         if not is_restored:
             trainer.planner.begin(trainer.settings.bounds)
@@ -333,9 +341,14 @@ class TrainingLoop:
             if not group.is_failure(error):
                 raise
             self._accumulation.restart_step()
-        self._buffers.restore()
+        self._restore_step()
         self._checks.discarded_step()
         self._delivered = self._trainer.progress.consumed
+
+    def _restore_step(self) -> None:
+        """Put back what an unfinished step has changed."""
+        if self._buffers is not None:
+            self._buffers.restore()
 
     def handle_communication_error(self, error: BaseException) -> bool:
         """Whether `error` of a backward pass or a step means that members are lost; then it is discarded."""
@@ -470,7 +483,7 @@ class TrainingLoop:
         has_state = self._state_generation is not None and trainer.checkpointing.enabled
         if not has_state or self._position_after_step > trainer.progress.consumed:
             return False
-        self._buffers.restore()
+        self._restore_step()
         return self._save_alone()
 
     def _save_alone(self) -> bool:
@@ -516,16 +529,7 @@ class TrainingLoop:
             WorkerError: a closure was passed, the loop does not make its steps as the trainer requires, or
                 the weights of the replicas differ or are not finite.
         """
-        if closure is not None:
-            raise WorkerError(
-                "optimizer.step(closure) is not supported: compute the gradients before optimizer.step()"
-            )
-        trainer, group = self._trainer, self._trainer.group
-        self.step_calls += 1
-        self.made_step = False
-        self.is_evaluating = False
-        self._unregistered_scaler.check()
-        trainer.planner.require_acknowledged()
+        self._begin_call(closure)
         if self._model.has_missed_exchange:
             self._discard_step()
             return
@@ -533,26 +537,51 @@ class TrainingLoop:
         self._checks.check_step(inside_epoch=self._inside_epoch)
         if not self._accumulation.advance():
             return
-        flags = self._requests().flags()
+        trainer, flags = self._trainer, self._requests().flags()
         self.adascale.flags = flags
         self._checks.count_passes(trainer.planner.plan.accumulation)
         try:
-            group.wait_for_device()
-            self.adascale.step()
+            trainer.group.wait_for_device()
+            self._require_one_optimizer().step()
         except (RuntimeError, PeersLostError) as error:
             # AdaScale waits for its all-reduce before it changes anything.
             if not self.handle_communication_error(error):
                 raise
             self._discard_step()
             return
-        sums = self.adascale.flags_sum
-        self._skipped_steps = 0
         self.made_step = True
         # What this step has changed stays, also if members are lost before the next.
-        self._buffers.begin_step()
+        self._begin_step()
+        trainer.planner.finished_step()
+        self._count_step(flags)
+
+    def _require_one_optimizer(self) -> AdaScale:
+        assert isinstance(self.adascale, AdaScale), "several optimizers have a loop of their own"
+        return self.adascale
+
+    def _begin_call(self, closure: None) -> None:
+        """Check and record a call of `optimizer.step()`."""
+        if closure is not None:
+            raise WorkerError(
+                "optimizer.step(closure) is not supported: compute the gradients before optimizer.step()"
+            )
+        self.step_calls += 1
+        self.made_step = False
+        self.is_evaluating = False
+        self._unregistered_scaler.check()
+        self._trainer.planner.require_acknowledged()
+
+    def _count_step(self, flags: Sequence[float]) -> None:
+        """Count a step that was made, and agree with the other replicas on what to do after it.
+
+        Args:
+            flags: what this replica requests.
+        """
+        trainer, group = self._trainer, self._trainer.group
+        sums = self.adascale.flags_sum
+        self._skipped_steps = 0
         trainer.progress.advance(self.adascale.gain(), self._delivered)
         self._position_after_step = self._delivered
-        trainer.planner.finished_step()
         trainer.telemetry.step(trainer.planner.plan, trainer.progress, self.adascale)
         if self._membership is not None:
             self._membership.report_step()
@@ -610,7 +639,7 @@ class TrainingLoop:
         """Whether the present micro-batch does not complete a step, or its step will be discarded."""
         return self._model.has_missed_exchange or not self._accumulation.at_last_micro_batch
 
-    def skip_step(self) -> None:
+    def skip_step_of(self, _optimizer: torch.optim.Optimizer) -> None:
         """Count the samples of a step whose gradients are not finite, without making it.
 
         Raises:
@@ -619,6 +648,9 @@ class TrainingLoop:
         """
         self._checks.check_step(inside_epoch=self._inside_epoch)
         self._accumulation.advance()
+        self._count_skipped_step()
+
+    def _count_skipped_step(self) -> None:
         self._trainer.telemetry.step_timer.pause()
         self.made_step = False
         self._skipped_steps += 1
@@ -728,6 +760,7 @@ class TrainingLoop:
                         "another loop over trainer.dataloader() began before this one ended: iterate over "
                         "one at a time, and use a DataLoader of your own for other data"
                     )
+                self._end_batch()
                 at_boundary = self._accumulation.at_first_micro_batch
                 if at_boundary and not self._model.has_missed_exchange:
                     # Includes batches for which the program made no step.
@@ -750,7 +783,10 @@ class TrainingLoop:
                         self._ended_epoch = progress.epoch
                         self._leave_loop(early=False)
                         return
-                    self._buffers.begin_step()
+                    try:
+                        self._begin_step()
+                    except PeersLostError:
+                        continue
                 if batches is None or place != (trainer.generation, planner.plan):
                     place = (trainer.generation, planner.plan)
                     batches = trainer.feed.micro_batches(
@@ -759,6 +795,7 @@ class TrainingLoop:
                 batch = next(batches)
                 self._delivered += trainer.group.replicas * planner.plan.local_bsz
                 self._inside_epoch = True
+                self._begin_batch()
                 self._checks.delivered_batch()
                 epoch = progress.epoch
                 yield batch
@@ -770,12 +807,24 @@ class TrainingLoop:
                     )
         except GeneratorExit:
             if self._current_epoch is this_epoch:
+                self._end_batch()
                 self._left_loop = True
                 self._leave_loop(early=True)
             raise
         finally:
             self._inside_epoch = False
             trainer.telemetry.step_timer.pause()
+
+    def _begin_step(self) -> None:
+        """Prepare for putting the state back if the next step fails."""
+        if self._buffers is not None:
+            self._buffers.begin_step()
+
+    def _begin_batch(self) -> None:
+        """Prepare for a batch, which the program gets next."""
+
+    def _end_batch(self) -> None:
+        """Complete what the program has done for a batch."""
 
     def end_epoch(self, epoch: int) -> None:
         """End the current epoch: replan if the replicas have agreed to, or save the end of training.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.program_checks import ONE_OPTIMIZER
+from adascale_worker.program_checks import ALL_OPTIMIZERS
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 COMPARISON_INTERVAL = 10.0
@@ -91,7 +92,7 @@ class WeightComparison:
         if low[0] == count and (high[2:] - low[2:]).max() > TOLERANCE * magnitude:
             raise DifferentWeightsError(
                 f"the parameters of a second optimizer differ between the {self._group.replicas} replicas "
-                f"after step {step}, because its gradients are not averaged: {ONE_OPTIMIZER}"
+                f"after step {step}, because its gradients are not averaged: {ALL_OPTIMIZERS}"
             )
 
 
@@ -140,7 +141,7 @@ class FiniteWeights:
         group: the replicas; rank 0 issues the warning.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_steps: int, group: ReplicaGroup) -> None:
+    def __init__(self, optimizer: HasGroups, max_steps: int, group: ReplicaGroup) -> None:
         self._optimizer = optimizer
         self._max_steps = max_steps
         self._group = group

@@ -27,12 +27,14 @@ class GainOptions:
         smoothing: weight of the past in the moving average; None follows the scale.
         sampling: the rule that selects the measured steps.
         debias: whether the moving average is debiased.
+        observes_backward: whether hooks read the gradients; if not, the caller passes them.
     """
 
     settings: StepSettings
     smoothing: float | None
     sampling: Sampling
     debias: bool
+    observes_backward: bool = True
 
 
 class GainEstimator:
@@ -63,7 +65,14 @@ class GainEstimator:
     ) -> None:
         self._optimizer = optimizer
         self._options = options
-        self.statistics = GradientStatistics(optimizer, rule, options.settings, model, grad_scaler)
+        self.statistics = GradientStatistics(
+            optimizer,
+            rule,
+            options.settings,
+            model,
+            grad_scaler,
+            observes_backward=options.observes_backward,
+        )
         self.gradients_are_divided = False
         self._averages = MovingAverages.empty(0, HOST)
         self._flag_sums: Tensor | tuple[float, ...] | None = None
@@ -181,6 +190,11 @@ class GainEstimator:
         """Discard what this step has measured so far; its gradients were deleted."""
         self.gradients_are_divided = False
         self.statistics.discard_step()
+
+    def discard_measurement(self) -> None:
+        """Discard what the last backward passes have measured, but not the micro-batches before."""
+        self.gradients_are_divided = False
+        self.statistics.discard_measurement()
 
     def finish_measurement(self) -> None:
         """Add the estimates of this step to the averages. Call before the optimizer uses the gradients."""

@@ -17,6 +17,7 @@ from adascale_worker.statistics.estimates import (
     from_micro_gradients,
 )
 from adascale_worker.statistics.fingerprint import GradientFingerprint
+from adascale_worker.statistics.given import LocalGradients
 from adascale_worker.statistics.loss_scale import GradScaler, LossScale
 from adascale_worker.statistics.metric import EuclideanMetric, SecondMomentMetric
 from adascale_worker.statistics.parameters import HOST, OptimizerParameters
@@ -54,6 +55,7 @@ class GradientStatistics:
         settings: how steps are made.
         model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
         grad_scaler: of the training loop, if it was given.
+        observes_backward: whether hooks read the gradients; if not, the caller passes them.
 
     Attributes:
         flags: local numbers that are summed over ranks along with the statistics.
@@ -67,13 +69,21 @@ class GradientStatistics:
         settings: StepSettings,
         model: torch.nn.Module | None = None,
         grad_scaler: GradScaler | None = None,
+        *,
+        observes_backward: bool = True,
     ) -> None:
         self._settings = settings
         adapts = rule.has_second_moments
         self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
         self._metric = SecondMomentMetric(rule, optimizer) if adapts else EuclideanMetric()
         self.reader = GradientReader(
-            self.parameters, settings, model, self._on_pass_start, self._on_pass_end, self._metric
+            self.parameters,
+            settings,
+            model,
+            self._on_pass_start,
+            self._on_pass_end,
+            self._metric,
+            observes_backward=observes_backward,
         )
         self.flags: Sequence[float] = ()
         self.joinable: Joinable | None = None
@@ -125,6 +135,28 @@ class GradientStatistics:
             all_reduce.wait()
         self.reader.begin_step(measuring=self._is_measuring)
 
+    def read_micro_gradient(self, gradients: LocalGradients) -> None:
+        """Read a local gradient that does not complete the step."""
+        if self._is_measuring and self.reader.given is not None:
+            self.reader.given.add(gradients)
+
+    def measure(self, gradients: LocalGradients) -> None:
+        """Read the local gradient that completes the step, and the averaged ones, which are in `.grad`.
+
+        Replaces what the last call has measured, because another backward pass has changed the gradients.
+        """
+        if self._is_measuring and self.reader.given is not None:
+            self.reader.given.set_last(gradients)
+            self._measure()
+
+    def discard_measurement(self) -> None:
+        """Discard what `measure` has measured, but not the micro-gradients before."""
+        all_reduce, self._all_reduce = self._all_reduce, None
+        if all_reduce is not None:
+            all_reduce.wait()
+        if self.reader.given is not None:
+            self.reader.given.set_last(None)
+
     def discard_comparison(self) -> None:
         """Discard the gradient of the last step, because the next is not made by one replica alone."""
         self._previous_gradient.clear()
@@ -166,6 +198,8 @@ class GradientStatistics:
         estimate = self._estimate(statistics, loss_scale)
         if self._previous_gradient.is_from(self._step_number):
             self._previous_gradient.step = PreviousStep(statistics.averaged, self._settings.scale, loss_scale)
+        elif not self._begins_pair:
+            self._previous_gradient.invalidate()
         flag_sums = statistics.flags if statistics.flags.numel() else None
         return StepMeasurement(estimate, flag_sums, statistics.finite)
 
@@ -244,8 +278,6 @@ class GradientStatistics:
             products = self._previous_gradient.inner_products(groups, self.parameters.device)
         if self._begins_pair:
             self._previous_gradient.copy_from(groups, step_number=self._step_number)
-        else:
-            self._previous_gradient.invalidate()
         return products
 
     def _start_all_reduce(self, local: LocalStatistics) -> None:

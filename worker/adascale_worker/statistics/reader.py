@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.statistics.all_reduce import sqr_norms_of_mean
 from adascale_worker.statistics.backward import BackwardObserver, ReadingTime
+from adascale_worker.statistics.given import GivenGradients
 from adascale_worker.statistics.metric import EuclideanMetric
 from adascale_worker.statistics.parameters import OptimizerParameters
 from adascale_worker.statistics.step_settings import StepSettings
@@ -37,9 +38,11 @@ class GradientReader:
         on_pass_start: called when a backward pass starts.
         on_pass_end: called after each backward pass, when gradients are averaged.
         metric: of the norms.
+        observes_backward: whether hooks read the gradients; if not, the caller passes them to `given`.
 
     Attributes:
         ddp: `model`, if it is a `DistributedDataParallel`.
+        given: the gradients that the caller passes; None if hooks read them.
         is_compressed: whether the averaged gradients of this step are not the mean of the local ones.
     """
 
@@ -51,9 +54,12 @@ class GradientReader:
         on_pass_start: Callable[[], None],
         on_pass_end: Callable[[], None],
         metric: EuclideanMetric,
+        *,
+        observes_backward: bool = True,
     ) -> None:
         self._metric = metric
         self._parameters = parameters
+        self.given = None if observes_backward else GivenGradients(parameters, metric)
         self._settings = settings
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.is_compressed = False
@@ -84,10 +90,13 @@ class GradientReader:
     def observe(self, settings: StepSettings) -> None:
         """Observe the backward passes of the next step."""
         self._settings = settings
-        self._observer.observe(self._parameters.groups(), self._reading_time())
+        if self.given is None:
+            self._observer.observe(self._parameters.groups(), self._reading_time())
 
     def begin_step(self, *, measuring: bool) -> None:
         """Discard what was read in this step, and read the next passes with FSDP2 if `measuring`."""
+        if self.given is not None:
+            self.given.clear()
         self._observer.begin_step()
         if self._sharded is not None:
             self._sharded.begin_step(measuring=measuring)
@@ -107,6 +116,8 @@ class GradientReader:
     @property
     def passes(self) -> int:
         """Backward passes of this step so far, with those that FSDP2 does not synchronise."""
+        if self.given is not None:
+            return self.given.count + self.given.has_last
         return self._observer.passes if self._sharded is None else self._sharded.passes
 
     @property
@@ -118,6 +129,8 @@ class GradientReader:
     @property
     def has_read_all(self) -> bool:
         """Whether all micro-gradients of this rank were read."""
+        if self.given is not None:
+            return self.given.has_last and self.passes == self._settings.accumulation
         if self._sharded is not None:
             return self.micro_gradients > 1
         return self._observer.has_read_any and self._observer.has_read_all
@@ -128,6 +141,8 @@ class GradientReader:
 
     def micro_gradient_sqr_norms(self) -> Tensor:
         """Return the sum of the squared norms of the micro-gradients of this rank: shape (groups,)."""
+        if self.given is not None:
+            return self.given.sum_of_sqr_norms()
         device = self._parameters.device
         if self._sharded is not None:
             return self._sharded.sum_of_sqr_norms(device)

@@ -1,0 +1,90 @@
+"""A GAN with two optimizers that records its steps, for tests of membership.
+
+Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of the trainer as JSON;
+STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its files; LOOP, see `Gan.learn`; NORM, for
+a generator with BatchNorm; PLAIN_NOISE, for noise that depends on the samples alone; STOP_REPLICA, which
+stops between its two optimizer steps at step STOP_AT until it is killed; SHORT_REPLICA, on which more than
+FITS samples do not fit into the generator's loss from step SHORT_AT.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adascale_worker import ElasticTrainer
+from support.gan import Gan, noise_of
+from support.training import samples
+
+replica = os.environ["REPLICA"]
+folder = Path(os.environ["JOURNAL"])
+folder.mkdir(parents=True, exist_ok=True)
+trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')))
+# Different initial weights, which the members have to agree on: those of the first.
+gan = Gan(norm="NORM" in os.environ, seed=2 + int(replica))
+average = torch.optim.swa_utils.AveragedModel(
+    gan.generator, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+)
+
+
+class Memory(torch.nn.Module):
+    """Raises an error for batches that do not fit."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        short = replica == os.environ.get("SHORT_REPLICA") and is_second
+        if short and trainer.steps >= int(os.environ["SHORT_AT"]) and len(logits) > int(os.environ["FITS"]):
+            raise torch.OutOfMemoryError(f"{len(logits)} samples do not fit")
+        return logits
+
+
+gan.discriminator.layers.append(Memory())
+is_second = False
+
+
+def between() -> None:
+    """Called between the steps of the two optimizers."""
+    global is_second
+    is_second = True
+    if replica == os.environ.get("STOP_REPLICA") and trainer.steps == int(os.environ["STOP_AT"]):
+        (folder / "stopped").touch()
+        while True:
+            time.sleep(1)
+
+
+state = gan.enter(trainer, register={"average": average})
+with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
+    indices: list[int] = []
+    for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "6"))):
+        for index, x, _ in trainer.dataloader(samples()):
+            steps, position = trainer.steps, trainer.samples
+            is_second = False
+            # A part of the noise comes from the generators that the trainer seeds.
+            noise = noise_of(index) + (0.0 if "PLAIN_NOISE" in os.environ else 0.01) * torch.rand(1)
+            losses = gan.learn(x, noise, loop=os.environ.get("LOOP", "alternating"), between=between)
+            gan.step_schedulers()
+            indices += index.tolist()
+            if trainer.made_step:
+                average.update_parameters(gan.generator)
+            if trainer.steps > steps:
+                taken = indices[-trainer.get_local_bsz() * trainer.accumulation :]
+                record = {
+                    "step": trainer.steps,
+                    "samples": [position, trainer.samples],
+                    "indices": taken,
+                    "rank": trainer.rank,
+                    "replicas": trainer.replicas,
+                    "losses": [loss.item() for loss in losses],
+                    "progress": trainer.progress,
+                }
+                journal.write(json.dumps(record) + "\n")
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        trainer.step(epoch)
+
+weights = torch.cat([p.flatten() for p in [*gan.parameters(), *average.parameters()]]).detach()
+digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+(folder / f"weights-{replica}-{os.getpid()}").write_text(digest)
+torch.save(gan.parameters(), folder / "parameters.pt")

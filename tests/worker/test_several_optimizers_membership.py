@@ -1,0 +1,94 @@
+"""A GAN with two optimizers on several replicas: losses between the two, changes of size, memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.gan import Gan, noise_of
+from support.members import Members
+from support.training import samples
+
+PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "gan.py"
+ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
+SLOW_LOOPS = ("generator first", "frozen", "two backward passes", "gradient penalty")
+LOOPS = ["alternating", *(pytest.param(loop, marks=pytest.mark.slow) for loop in SLOW_LOOPS)]
+
+
+def calm_run(make_members: Callable[..., Members], **options: object) -> tuple[set[str], Members]:
+    calm = make_members("calm", PROGRAM=PROGRAM, **options)
+    calm.activate(calm.start(2))
+    return calm.finish(), calm
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_replicas_make_the_steps_of_a_plain_loop_with_the_whole_batch(
+    make_members: Callable[..., Members], loop: str
+) -> None:
+    digests, job = calm_run(make_members, EPOCHS=3, LOOP=loop, PLAIN_NOISE=1)
+    assert len(digests) == 1, "both replicas have the same weights"
+    steps: dict[int, list[int]] = {}
+    for record in job.records():
+        steps.setdefault(record["step"], []).extend(record["indices"])
+        assert record["progress"] == record["step"]
+    plain = Gan()
+    for step in range(1, 13):
+        index = torch.tensor(steps[step])
+        plain.learn(samples()[index][1], noise_of(index), loop=loop)
+        plain.step_schedulers()
+    found = torch.load(job.folder / "journal" / "parameters.pt")
+    for own, expected in zip(found, plain.parameters(), strict=True):
+        assert torch.allclose(own, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_killed_between_two_optimizer_steps_costs_no_step_and_no_bit(
+    make_members: Callable[..., Members], victim: int, loop: str
+) -> None:
+    options = {"EPOCHS": 4, "LOOP": loop, "NORM": 1}
+    expected, calm = calm_run(make_members, **options)
+    at = 5 if loop != "generator first" else 6
+    job = make_members("killed", PROGRAM=PROGRAM, **options, STOP_REPLICA=victim, STOP_AT=at)
+    *members, spare = job.start(3)
+    job.activate(members)
+    job.wait((job.folder / "journal" / "stopped").exists, "one member is between its optimizer steps")
+    members[victim].kill()
+    survivor = members[1 - victim]
+    job.wait_holding([survivor])
+    job.activate([survivor, spare])
+    assert job.finish() == expected
+    assert survivor.code == 0, "it stays in its process"
+    assert job.require_complete_stream() == calm.require_complete_stream()
+
+
+def test_survivors_continue_at_changing_sizes(make_members: Callable[..., Members]) -> None:
+    job = make_members(PROGRAM=PROGRAM, BOUNDS=ELASTIC, EPOCHS=20, STEP_SECONDS=0.01)
+    trainers = job.start(4)
+    for count in (1, 2, 4, 1):
+        job.activate(trainers[:count])
+        job.wait_step(job.last_step() + 4)
+    assert len(job.finish()) == 1
+    job.require_complete_stream()
+    assert {record["replicas"] for record in job.records()} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_batch_that_does_not_fit_into_the_second_part_is_repeated_in_smaller_batches(
+    make_members: Callable[..., Members], replica: int
+) -> None:
+    bounds = json.dumps({"batch_size": 12, "local_bsz_bounds": [2, 12]})
+    job = make_members(PROGRAM=PROGRAM, BOUNDS=bounds, EPOCHS=4, SHORT_REPLICA=replica, SHORT_AT=0, FITS=4)
+    trainers = job.start(2)
+    job.activate(trainers)
+    job.wait_holding(trainers)
+    limits = [m["local_bsz_limit"] for m in trainers[replica].messages if m["type"] == "limited"]
+    assert limits == [3]
+    job.activate(trainers, env={"ADASCALE_LOCAL_BSZ_LIMIT": "3"})
+    assert len(job.finish()) == 1, "the weights are equal"
+    assert job.require_complete_stream() == 16
+    assert {len(record["indices"]) for record in job.records()} == {6}, "two batches of 3"

@@ -1,0 +1,183 @@
+"""Makes the training loop of a program: with one optimizer and `DistributedDataParallel`, or with several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adascale_worker.accumulation import GradientAccumulation
+from adascale_worker.adascale import AdaScale
+from adascale_worker.components import TrainerComponents
+from adascale_worker.data_parallel import DataParallelModel
+from adascale_worker.hyperparameters import Choice, Hyperparameters
+from adascale_worker.loop_checks import BatchChecks, ForwardRecord, LoopChecks
+from adascale_worker.loss_scaling import scaler_of
+from adascale_worker.membership import Membership
+from adascale_worker.model_buffers import ModelBuffers
+from adascale_worker.model_set import ModelSet
+from adascale_worker.optimizer_set import Optimizers, OptimizerSet
+from adascale_worker.patching import patch_optimizer
+from adascale_worker.program_parts import ProgramParts
+from adascale_worker.program_state import ProgramState, Stateful
+from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
+from adascale_worker.shutdown import FastExit, ShutdownSignal
+from adascale_worker.training_loop import TrainingLoop
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """What a training loop needs besides the program and the parts of the trainer.
+
+    Args:
+        device: of the models.
+        registered: objects whose state is saved, by name.
+        hyperparameters: which are used after a checkpoint was restored.
+        find_unused_parameters: as DDP's argument of this name.
+        membership, adopt_settings, shutdown_signal, fast_exit: see `TrainingLoop`.
+    """
+
+    device: torch.device
+    registered: Mapping[str, Stateful]
+    hyperparameters: Choice
+    find_unused_parameters: bool
+    membership: Membership | None
+    adopt_settings: Callable[[Mapping[str, str | None]], None]
+    shutdown_signal: ShutdownSignal
+    fast_exit: FastExit
+
+
+@dataclass(frozen=True)
+class MadeLoop:
+    """A training loop.
+
+    Args:
+        loop: the loop.
+        program: the state of the program.
+        accumulation: has the gradients of a step.
+        patch: replaces methods of the program's optimizers and models.
+        has_stepped: returns whether an optimizer has made a step for the present batch.
+    """
+
+    loop: TrainingLoop
+    program: ProgramState
+    accumulation: GradientAccumulation | SeveralAccumulations
+    patch: Callable[[], None]
+    has_stepped: Callable[[], bool]
+
+
+def make_loop(parts: ProgramParts, trainer: TrainerComponents, options: LoopOptions) -> MadeLoop:
+    """Make the training loop of a program, and make its models data-parallel.
+
+    Raises:
+        UnsupportedOptimizerError: AdaScale does not support an optimizer.
+        WorkerError: the state of an object could not be loaded again.
+    """
+    return (_several_optimizers if parts.are_several else _one_optimizer)(parts, trainer, options)
+
+
+def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: LoopOptions) -> MadeLoop:
+    group, model, optimizer = trainer.group, parts.model, parts.optimizers[""]
+    forward, buffers = ForwardRecord(), ModelBuffers(model)
+    parallel = DataParallelModel(
+        model,
+        options.device,
+        group,
+        forward,
+        find_unused_parameters=options.find_unused_parameters,
+        before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
+    )
+    adascale = AdaScale(optimizer, model=parallel.ddp, **_adascale_options(trainer, options))
+    program = _program_state(parts, adascale, trainer, options)
+    accumulation = GradientAccumulation(adascale, parallel, model)
+    checks = LoopChecks(
+        model,
+        adascale,
+        forward,
+        group,
+        lambda: accumulation.at_first_micro_batch,
+        lambda: accumulation.has_set_aside,
+        requires_all=not options.find_unused_parameters,
+    )
+    loop = TrainingLoop(
+        trainer,
+        program,
+        parallel,
+        buffers,
+        accumulation,
+        checks,
+        options.membership,
+        options.adopt_settings,
+        options.shutdown_signal,
+        options.fast_exit,
+    )
+
+    def zeroed_gradients() -> None:
+        accumulation.discard_set_aside()
+        checks.zeroed_gradients()
+
+    def patch() -> None:
+        patch_optimizer(
+            optimizer,
+            model,
+            loop.optimizer_step,
+            lambda: accumulation.at_first_micro_batch,
+            zeroed_gradients,
+        )
+
+    return MadeLoop(loop, program, accumulation, patch, lambda: checks.has_stepped)
+
+
+def _several_optimizers(parts: ProgramParts, trainer: TrainerComponents, options: LoopOptions) -> MadeLoop:
+    models = ModelSet(parts.models, options.device, trainer.group)
+    arguments = _adascale_options(trainer, options)
+    optimizers = OptimizerSet(
+        {
+            name: AdaScale(optimizer, observes_backward=False, **arguments)
+            for name, optimizer in parts.optimizers.items()
+        }
+    )
+    program = _program_state(parts, optimizers, trainer, options)
+    accumulation = SeveralAccumulations(optimizers, models, trainer.group)
+    loop = SeveralOptimizersLoop(
+        trainer,
+        program,
+        models,
+        None,
+        accumulation,
+        BatchChecks(trainer.group),
+        options.membership,
+        options.adopt_settings,
+        options.shutdown_signal,
+        options.fast_exit,
+    )
+    return MadeLoop(
+        loop,
+        program,
+        accumulation,
+        lambda: loop.patch(parts.optimizers, parts.models),
+        lambda: any(part.has_stepped for part in accumulation.parts),
+    )
+
+
+def _adascale_options(trainer: TrainerComponents, options: LoopOptions) -> dict[str, Any]:
+    return {
+        "world_size": trainer.group.replicas,
+        "is_scaled_loss": False,
+        "grad_scaler": scaler_of(options.registered.values()),
+        "disjoint_pairs": True,
+    }
+
+
+def _program_state(
+    parts: ProgramParts, optimizers: Optimizers, trainer: TrainerComponents, options: LoopOptions
+) -> ProgramState:
+    declared = Hyperparameters.read(parts, parts.scheduler)
+    program = ProgramState(
+        parts.model, optimizers, parts.scheduler, dict(options.registered), declared, options.hyperparameters
+    )
+    if trainer.checkpointing.enabled or trainer.group.is_elastic:
+        program.require_loadable()
+    return program

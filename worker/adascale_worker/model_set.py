@@ -1,0 +1,126 @@
+"""Several models of one program, trained data-parallel without `DistributedDataParallel`.
+
+DDP averages gradients in the order of one backward pass through one model. A GAN's passes go through both of
+its models, several times for a step, and through one of them only to reach the other. So the gradients are
+averaged for each optimizer instead, after the pass (`optimizer_gradients`), and models run as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adascale_worker.out_of_memory import forward_without_graph
+from adascale_worker.patching import MethodOverride
+from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.torch_private import call_of, override_call
+
+
+class ModelSet:
+    """The calls of several models while they train, and what fails in them.
+
+    Has the attributes of `DataParallelModel`, which is this for one model.
+
+    Args:
+        models: on `device` already.
+        device: the replica's device.
+        group: the replicas.
+
+    Attributes:
+        on_discard: called when it turns out that the present step is discarded.
+    """
+
+    ddp = None
+
+    def __init__(
+        self,
+        models: Iterable[torch.nn.Module],
+        device: torch.device,
+        group: ReplicaGroup,
+    ) -> None:
+        self._has_missed_exchange = False
+        self.lacks_memory = False
+        self.handles_shortage: Callable[[BaseException], bool] = lambda _: False
+        self.local_bsz: Callable[[], int] = lambda: 1
+        self.device = device
+        self.on_discard: Callable[[], None] = lambda: None
+        self._group = group
+        self._exchange_time = 0.0
+        self._sync_time: float | None = None
+        for model in models:
+            override_call(model, _TrainedForward(model, call_of(model), self))
+
+    @property
+    def has_missed_exchange(self) -> bool:
+        """Whether this step is discarded: peers are lost, or its batch does not fit into memory."""
+        return self._has_missed_exchange
+
+    @has_missed_exchange.setter
+    def has_missed_exchange(self, value: bool) -> None:
+        is_new, self._has_missed_exchange = value and not self._has_missed_exchange, value
+        if is_new:
+            self.on_discard()
+
+    def prepare(self) -> None:
+        """There are no buckets to make."""
+
+    def connect(self) -> None:
+        """Use the process group of the generation that was formed."""
+        self.has_missed_exchange = self.lacks_memory = False
+
+    def disconnect(self) -> None:
+        """Nothing is bound to the process group."""
+
+    def begin_timing(self) -> None:
+        """Time the exchange of gradients of the next steps only."""
+        self._sync_time, self._exchange_time = None, 0.0
+
+    def begin_step(self) -> None:
+        """Use the time that was measured in the step before."""
+        if self._exchange_time > 0.0:
+            self._sync_time, self._exchange_time = self._exchange_time, 0.0
+
+    def sync_time(self) -> float | None:
+        """Return the seconds of the exchange of gradients in a step; None if they were returned before."""
+        measured, self._sync_time = self._sync_time, None
+        return measured
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their means over the replicas, and measure the time of it on a CPU."""
+        started = time.perf_counter()
+        self._group.average(tensors)
+        if self.device.type == "cpu":
+            self._exchange_time += time.perf_counter() - started
+
+    def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a model's original forward."""
+        if not self.has_missed_exchange and not self._group.has_failed:
+            try:
+                return original(*args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not self.handles_shortage(error):
+                    raise
+        # The step is discarded before an optimizer uses its gradients.
+        self.has_missed_exchange = True
+        if self.lacks_memory:
+            # The error is deleted: its traceback has kept the activations.
+            return forward_without_graph(original, args, kwargs, self.local_bsz())
+        return original(*args, **kwargs)
+
+
+class _TrainedForward(MethodOverride):
+    """Replaces the forward of a model."""
+
+    def __init__(self, model: torch.nn.Module, original: Callable[..., Any], models: ModelSet) -> None:
+        super().__init__(original)
+        self._model = model
+        self._models = models
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._model.training:
+            return self._models.forward(self.original, args, kwargs)
+        return self.original(*args, **kwargs)

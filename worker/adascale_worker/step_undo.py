@@ -1,0 +1,87 @@
+"""Puts the state of training back if a step fails after one of several optimizers has made its part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+State = dict[str, Any]
+
+
+class StepUndo:
+    """A copy of the state of training from before a step, on the devices of its tensors.
+
+    The memory of one copy is used for the next, so the state needs twice its memory.
+
+    Args:
+        save: returns the state.
+        load: restores a state; it may keep the tensors that it gets.
+    """
+
+    def __init__(self, save: Callable[[], State], load: Callable[[State], None]) -> None:
+        self._save = save
+        self._load = load
+        self._memory: list[Tensor] = []
+        self.state: State | None = None
+        """The copy; None between two steps."""
+
+    def record(self) -> None:
+        """Copy the state, at the beginning of a step."""
+        copier = _Copier(self._memory)
+        self.state = copier.copied(self._save())
+        self._memory = copier.used
+
+    def forget(self) -> None:
+        """Keep the changes, because the step is complete."""
+        self.state = None
+
+    def restore(self) -> None:
+        """Put the state back, if it was copied."""
+        state, self.state = self.state, None
+        if state is not None:
+            # The optimizer uses the tensors of the copy from now on.
+            self._memory = []
+            self._load(state)
+
+
+class _Copier:
+    """Copies a tree of dicts, lists and values. Tensors are copied into memory that fits."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self._memory = memory
+        self.used: list[Tensor] = []
+
+    def copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach())
+        if isinstance(value, dict):
+            # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
+            made = copy.copy(value)
+            for key, member in value.items():
+                made[key] = self.copied(member)
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(self.copied(member) for member in value)
+        if isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen"):
+            return copy.copy(value)
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        number = len(self.used)
+        memory = self._memory[number] if number < len(self._memory) else None
+        fits = (
+            memory is not None
+            and memory.shape == tensor.shape
+            and memory.dtype == tensor.dtype
+            and memory.device == tensor.device
+            and memory.stride() == tensor.stride()
+        )
+        if memory is None or not fits:
+            memory = torch.empty_like(tensor)
+        self.used.append(memory.copy_(tensor))
+        return memory
