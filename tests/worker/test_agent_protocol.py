@@ -280,18 +280,22 @@ def test_another_version_is_refused_with_both_versions(job: Job) -> None:
     assert re.search("replica 1 has adascale 9.9, but replica 0.*has 0", refusal.value.read().decode())
 
 
-@pytest.mark.slow
-def test_a_refused_agent_ends_without_a_failure_and_the_others_continue(job: Job) -> None:
-    """An agent of another version, as from another image."""
-    metadata = job.folder / "packages" / "adascale_operator-9.9.dist-info" / "METADATA"
+def install_version_9_9(folder: Path) -> str:
+    """Return a path of packages with which an agent has another version, as from another image."""
+    metadata = folder / "packages" / "adascale_operator-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: adascale-operator\nVersion: 9.9\n")
+    return str(metadata.parents[1])
+
+
+@pytest.mark.slow
+def test_a_refused_agent_ends_without_a_failure_and_the_others_continue(job: Job) -> None:
     log = job.folder / "termination-log"
     job.service.allocate(1, 1)
     job.start(0)
     job.wait_for_members(1, 0)
     job.service.allocate(2, 2)
-    job.start(1, PYTHONPATH=str(metadata.parents[1]), ADASCALE_TERMINATION_LOG=str(log))
+    job.start(1, PYTHONPATH=install_version_9_9(job.folder), ADASCALE_TERMINATION_LOG=str(log))
     assert job.agents[1].wait(TIMEOUT) == EXIT_REFUSED
     assert not classify_exit(EXIT_REFUSED).is_failure
     message = TerminationMessage.parse(log.read_text())
@@ -302,6 +306,30 @@ def test_a_refused_agent_ends_without_a_failure_and_the_others_continue(job: Job
     job.wait_for_members(1, 0)
     view = job.service.job()
     assert (view["failures"], view["disruptions"], view["restarts_without_progress"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_lost_replica_between_others_is_not_replaced_by_one_of_another_version(job: Job) -> None:
+    packages = install_version_9_9(job.folder)
+    job.service.allocate(1, 3)
+    job.start(0, 1, 2)
+    job.wait_for_members(1, 0, 1, 2)
+    job.agents[1].kill()
+    job.agents[1].wait()
+    job.start(1, PYTHONPATH=packages)
+    # The service is told of the loss by the others, which go on without it.
+    for replica in (0, 2):
+        job.trainer(replica).do(type="holding", generation=1, step=5, lost=[1])
+    job.wait_for_members(2, 0, 2)
+    assert job.agents[1].wait(TIMEOUT) == EXIT_REFUSED
+    printed = (job.folder / "agent-1.log").read_text()
+    assert re.search("replica 1 has adascale 9.9, but replica [02].*has 0", printed), printed
+    job.wait_for_members(2, 0, 2)
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (0, 1)
+    job.start(1)
+    job.wait_for_members(3, 0, 2, 1)
+    assert [len(job.trainers(replica)) for replica in (0, 2)] == [1, 1]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from adascale_core.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
 
@@ -44,6 +45,17 @@ while True:
         y = y @ x * 1e-3
     y.sum().backward()
 """
+WAITS_FOR_A_GPU = """
+# A stream's method that waits for a kernel, and uses the processor meanwhile without holding the GIL.
+method = "import hashlib\\ndef synchronize(): hashlib.pbkdf2_hmac('sha256', b'', b'', {iterations})"
+module = {{"__name__": {module!r}}}
+exec(method, module)
+stuck_collective.watch(lambda: False, lambda: True)
+while True:
+    module["synchronize"]()
+"""
+LONG = 2**31 - 1
+STREAM, EVENT = torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
 SLEEPS = """
 stuck_collective.watch(lambda: False, lambda: True)
 time.sleep(100)
@@ -57,6 +69,10 @@ time.sleep(100)
         (WAITS.format(over="False", saved="False"), EXIT_PEER_LOST),
         (WAITS.format(over="False", saved="1 / 0"), EXIT_PEER_LOST),
         (WAITS.format(over="True", saved="True"), 5),
+        (WAITS_FOR_A_GPU.format(module=STREAM.__module__, iterations=LONG), EXIT_REENTRY),
+        (WAITS_FOR_A_GPU.format(module=EVENT.__module__, iterations=LONG), EXIT_REENTRY),
+        (WAITS_FOR_A_GPU.format(module=STREAM.__module__, iterations=5000), 5),
+        (WAITS_FOR_A_GPU.format(module="torch.autograd", iterations=LONG), 5),
         (COMPUTES, 5),
         (SLEEPS, 5),
     ],
@@ -65,6 +81,10 @@ time.sleep(100)
         "has nothing to save",
         "cannot save",
         "waits in a newer generation",
+        "waits for a stream",
+        "waits for an event",
+        "waits for a stream again and again",
+        "uses the processor",
         "computes",
         "waits elsewhere",
     ],

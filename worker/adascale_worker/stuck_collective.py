@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Final
 
 from adascale_core.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
@@ -32,6 +31,9 @@ _MODULES: Final = (
     "adascale_worker.statistics",
 )
 """Modules whose functions call collectives. The checkpoint, which waits for a disk, is not among them."""
+_DEVICE_MODULES: Final = ("torch.cuda.streams",)
+"""Modules whose functions wait for the kernels of a GPU, of which one may wait for a lost peer. CUDA may use
+the processor while it waits."""
 
 
 def watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
@@ -54,19 +56,21 @@ def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
     while main.is_alive() and not has_ended() and os.getpid() == pid:
         used = time.clock_gettime(clock)
         frame = sys._current_frames().get(main.ident)
-        place = None if frame is None or not _calls_collectives(frame) else (id(frame), frame.f_lasti)
-        waits = before is not None and before[0] == place and used - before[1] < _MAX_CPU_TIME
+        module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        place: object = None
+        if module in _DEVICE_MODULES:
+            # While it is kept, no later call has the same frame. It has no tensors.
+            place = frame
+        elif frame is not None and module.startswith(_MODULES):
+            place = id(frame), frame.f_lasti
+        is_idle = before is not None and used - before[1] < _MAX_CPU_TIME
+        waits = before is not None and before[0] == place and (is_idle or module in _DEVICE_MODULES)
         looks = looks + 1 if place is not None and waits else 0
         if looks >= LOOKS:
             _end_process(save)
         before = place, used
         del frame
         time.sleep(POLL_INTERVAL)
-
-
-def _calls_collectives(frame: FrameType) -> bool:
-    module: str = frame.f_globals.get("__name__", "")
-    return module.startswith(_MODULES)
 
 
 def _end_process(save: Callable[[], bool]) -> None:
