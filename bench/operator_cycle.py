@@ -3,10 +3,10 @@
     .venv/bin/python bench/operator_cycle.py [--jobs 1000] [--nodes 500] [--gpus 8] [--profile]
 
 The real control loop runs with an API server and a metrics service in memory, in which pods start and agents
-register at once. When all jobs train, it measures cycles in which nothing has changed, cycles after a change
-of one job (its spec, a new job, a lost pod), and cycles after new reports of all jobs. Then the loop runs for
-a while in which nothing changes, as it does beside a cluster. The memory is that of the process, with the
-objects of the API server.
+register at once. When all jobs train on as many replicas as they want, it measures cycles in which nothing
+has changed, cycles after a change of one job (its spec, a new job, a lost pod), cycles after new reports of
+all jobs, and cycles that look at everything. Then the loop runs for a while in which nothing changes, as it
+does beside a cluster. The memory is that of the process, with the objects of the API server.
 """
 
 # ruff: noqa: ARG002 -- the API server in memory has the arguments of the real one.
@@ -48,7 +48,8 @@ from adascale_core.views import DecisionView, JobChanges, JobList, JobView, Repl
 Object = dict[str, Any]
 TEMPLATES = 20
 RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS, Resource.NODES)
-SETTLE_CYCLES = 40
+SETTLE_SECONDS = 25.0
+"""Seconds without a write after which no job changes its replica count again."""
 
 
 def main() -> None:
@@ -73,17 +74,21 @@ async def measure(arguments: argparse.Namespace) -> None:
     first = await world.cycle()
     print(f"{arguments.jobs} jobs, {arguments.nodes} nodes of {arguments.gpus} GPUs; processor time in ms")
     print(f"{'first cycle':32}{1000 * first:10.0f}")
-    for _ in range(SETTLE_CYCLES):
+    settled_at = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < settled_at:
         world.writes = 0
         await world.cycle()
-        if not world.writes:
-            break
+        if world.writes:
+            settled_at = time.monotonic() + SETTLE_SECONDS
+        await asyncio.sleep(0.5)
+    print(f"{'pods':32}{len(world.objects[Resource.PODS]):10d}")
     kinds: dict[str, Callable[[int], None]] = {
         "nothing has changed": lambda _: None,
         "the spec of one job": lambda number: world.edit(number),
         "a new job": lambda number: world.submit(arguments.jobs + number),
         "a lost pod": lambda number: world.lose_pod(number),
         "reports of all jobs": lambda _: world.report_all(),
+        "a look at everything": lambda _: world.look_at_everything(),
     }
     for name, change in kinds.items():
         profile = cProfile.Profile()
@@ -132,6 +137,7 @@ class World:
                     "status": {"conditions": [ready], "allocatable": allocatable},
                 },
             )
+        self._full = False
         self.cache = ObjectCache()
         self._loop = ControlLoop(
             self.cache,
@@ -146,8 +152,9 @@ class World:
         for kind, objects in self.objects.items():
             for raw in objects.values():
                 self.cache.put(kind, raw)
+        full, self._full = self._full, False
         begun = time.process_time()
-        await self._loop.cycle()
+        await self._loop.cycle(full=full)
         seconds = time.process_time() - begun
         self._run_pods()
         self._run_agents()
@@ -221,6 +228,10 @@ class World:
             "containerStatuses": [{"name": "worker", "state": {"terminated": terminated}}],
         }
         self.write(Resource.PODS, {**raw, "status": status})
+
+    def look_at_everything(self) -> None:
+        """Have the next cycle look at everything."""
+        self._full = True
 
     def report_all(self) -> None:
         """Have all jobs report another step."""

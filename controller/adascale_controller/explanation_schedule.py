@@ -17,6 +17,8 @@ class ExplanationSchedule:
 
     def __init__(self) -> None:
         self._explained: dict[str, tuple[Decision, float]] = {}
+        self.has_more = False
+        """Whether there are more changed decisions than were explained the last time."""
 
     def due(self, decisions: Mapping[str, Decision], now: float) -> list[str]:
         """Return the jobs to explain now, those with a changed decision first, and drop all other jobs.
@@ -33,6 +35,7 @@ class ExplanationSchedule:
                 due.append((float("-inf"), job))
             elif now - known[1] >= INTERVAL:
                 due.append((known[1], job))
+        self.has_more = sum(moment == float("-inf") for moment, _ in due) > MAX_JOBS
         jobs = [job for _, job in sorted(due)[:MAX_JOBS]]
         for job in jobs:
             self._explained[job] = decisions[job], now

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Self
 
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
@@ -26,7 +27,7 @@ from adascale_core.exact_allocation import allocate_replicas
 from adascale_core.goodput_table import candidate_counts
 from adascale_core.hill_climbing import allocate_on_nodes
 from adascale_core.job_state import JobState
-from adascale_core.job_utility import JobUtility, weighted
+from adascale_core.job_utility import JobUtility, change_allowed_at, weighted
 from adascale_core.node_slots import SlotCapacity
 from adascale_core.slot_allocation import allocate_slots
 
@@ -63,8 +64,11 @@ class DecisionProblem:
     slots: SlotCapacity | None
 
     @classmethod
-    def of(cls, jobs: Iterable[JobState], capacity: int | Capacity) -> Self:
-        """Return the problem; arguments as for `decide`."""
+    def of(cls, jobs: Iterable[JobState], capacity: int | Capacity, before: Self | None = None) -> Self:
+        """Return the problem; arguments as for `decide`.
+
+        Predictions are taken from the problem `before`, of about the same jobs, where they are the same.
+        """
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
         valid = [
@@ -72,10 +76,14 @@ class DecisionProblem:
         ]
         slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
         fills_nodes = slots is not None and slots.is_uniform
+        known = {utility.job.id: utility for utility in before.queue} if before is not None else {}
         queue = weighted(
             [
                 JobUtility.of(
-                    job, slots.node_size if slots else bound.node_size(job.id), fills_nodes=fills_nodes
+                    job,
+                    slots.node_size if slots else bound.node_size(job.id),
+                    fills_nodes=fills_nodes,
+                    before=known.get(job.id),
                 )
                 for job in ordered
             ]
@@ -90,6 +98,11 @@ class DecisionProblem:
         if isinstance(simplified, int):
             return allocate_replicas(self.queue, simplified, now)
         return allocate_on_nodes(self.queue, simplified, now)
+
+    def next_change(self, now: float) -> float:
+        """Return the first moment after `now` at which time alone may change the decision, or infinity."""
+        allowed = (change_allowed_at(utility.job) for utility in self.queue)
+        return min((moment for moment in allowed if moment > now), default=inf)
 
     def decide(self, now: float) -> dict[str, Decision]:
         """Return the replica count of every job, as the function `decide`."""

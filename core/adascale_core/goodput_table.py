@@ -83,9 +83,6 @@ class PlanGrid:
         )
 
 
-_grid = lru_cache(maxsize=1024)(PlanGrid.of)
-
-
 @dataclass(frozen=True, eq=False)
 class Goodputs:
     """The goodput of each of some replica counts, with the plan that reaches it.
@@ -108,15 +105,23 @@ class Goodputs:
         return self.grid.plan(index, int(self.columns[0 if on_one_node else 1][index]))
 
 
-@lru_cache(maxsize=16384)
 def goodputs(
     bounds: BatchBounds,
     counts: tuple[int, ...],
     estimate: GradientEstimate,
     model: StepTimeModel,
+    grid: PlanGrid | None = None,
 ) -> Goodputs:
-    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`)."""
-    grid = _grid(bounds, counts)
+    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`).
+
+    Args:
+        bounds: the batch sizes that the job allows.
+        counts: replica counts, each valid with `bounds`.
+        estimate: squared norm and variance of the gradient.
+        model: the step times.
+        grid: `PlanGrid.of(bounds, counts)`, if it is known.
+    """
+    grid = grid or PlanGrid.of(bounds, counts)
     sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
     largest = max(sqr, var)
     if largest == 0.0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import log
+from math import inf, log
 
 import numpy as np
 
@@ -43,6 +43,14 @@ def stabilization_seconds(restart_seconds: float) -> float:
     return max(STABILIZATION_SECONDS, STABILIZATION_RESTARTS * restart_seconds)
 
 
+def change_allowed_at(job: JobState) -> float:
+    """Return when the last change of a job is no longer recent, on the clock of `JobState.stable_since`.
+
+    Infinite while it is in progress.
+    """
+    return inf if job.stable_since is None else job.stable_since + stabilization_seconds(job.restart_seconds)
+
+
 @dataclass(frozen=True)
 class Change:
     """What a change of the replica count has to be worth.
@@ -66,6 +74,7 @@ class JobUtility:
         table: the goodput of the counts that it may have next; None if it is not measured.
         node_size: how many replicas fit on a node; None if not known.
         weight: of the logarithm of its goodput.
+        model: its step times; None if it is not measured.
     """
 
     job: JobState
@@ -73,15 +82,24 @@ class JobUtility:
     table: Goodputs | None
     node_size: int | None = None
     weight: float = field(default=1.0)
+    model: StepTimeModel | None = None
 
     @classmethod
-    def of(cls, job: JobState, node_size: int | None = None, *, fills_nodes: bool = False) -> JobUtility:
+    def of(
+        cls,
+        job: JobState,
+        node_size: int | None = None,
+        *,
+        fills_nodes: bool = False,
+        before: JobUtility | None = None,
+    ) -> JobUtility:
         """Return the candidate counts and predictions of `job`.
 
         Args:
             job: the job.
             node_size: how many replicas fit on a node; None if not known.
             fills_nodes: whether to consider only counts that divide a node or fill nodes.
+            before: of an earlier state of the job, from which predictions are taken that are the same.
         """
         counts: Sequence[int] = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         if job.limit is not None:
@@ -89,16 +107,22 @@ class JobUtility:
         if node_size is not None and fills_nodes:
             filling = _filling_nodes(counts, node_size, job.replicas)
             counts = [count for count in counts if count in filling]
-        model = StepTimeModel.fit(job.step_times, job.template_step_times)
+        model = _model(job, before)
         if job.estimate is None or model is None or not counts:
-            return cls(job, counts, None, node_size)
+            return cls(job, counts, None, node_size, model=model)
         measured = (*job.step_times, *job.template_step_times)
         largest = max([job.largest, *(each.replicas for each in measured)])
         next_larger = [count for count in counts if count > largest][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
         reachable = tuple(count for count in counts if count <= limit)
-        table = goodputs(job.bounds, reachable, job.estimate, model)
-        return cls(job, counts, table, node_size)
+        known = None if before is None or before.job.bounds != job.bounds else before.table
+        if known is None or known.counts != reachable:
+            table = goodputs(job.bounds, reachable, job.estimate, model)
+        elif before is not None and (before.job.estimate, before.model) == (job.estimate, model):
+            table = known
+        else:
+            table = goodputs(job.bounds, reachable, job.estimate, model, known.grid)
+        return cls(job, counts, table, node_size, model=model)
 
     @property
     def present_count(self) -> int | None:
@@ -238,6 +262,15 @@ class JobUtility:
             f"{new.goodput / old.goodput:.1f} times the progress per second"
         )
         return effect if new.goodput > old.goodput else f"{cause}: {effect}"
+
+
+def _model(job: JobState, before: JobUtility | None) -> StepTimeModel | None:
+    """Return the model of the step times of a job, which takes long to fit, from before if it is the same."""
+    if before is not None:
+        measured = before.job.step_times, before.job.template_step_times
+        if measured == (job.step_times, job.template_step_times):
+            return before.model
+    return StepTimeModel.fit(job.step_times, job.template_step_times)
 
 
 def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:

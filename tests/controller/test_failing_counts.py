@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 from adascale_controller.failing_counts import MIN_STEPS, FailingCounts
@@ -11,6 +10,7 @@ from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_core.messages import StepTime
 from adascale_core.views import JobView
+from support.decisions import answered
 from support.observed_jobs import (
     actions_for,
     condition,
@@ -115,7 +115,8 @@ def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = Non
     at_two = replace(at_two, resource=replace(at_two.resource, template=template))
     if pods is not None:
         at_two = replace(at_two, pods=tuple(pods))
-    decision = scheduler.schedule([at_two], None, (), lambda _: nullcontext())["team.digits"]
+    answer = answered(scheduler, at_two)
+    decision = answer.decisions["team.digits"]
     # The Event of a change has the reason of the decision.
-    assert scheduler.explained["team.digits"].reason.startswith(decision.reason)
+    assert answer.explained["team.digits"].reason.startswith(decision.reason)
     return decision.replicas, decision.reason

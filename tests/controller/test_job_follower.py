@@ -112,12 +112,15 @@ def test_an_expired_cursor_and_an_outage_are_followed_by_a_read_of_all_jobs(
     ]
 
 
-def test_a_cycle_waits_for_what_the_operator_has_written() -> None:
+def test_a_job_is_behind_until_what_the_operator_has_written_is_read() -> None:
     service = CountingService()
 
     async def test(follower: JobFollower) -> None:
-        follower.expect(JOB_ID, service.allocate(JOB_ID, Allocation(7, 1)).version)
-        await follower.caught_up()
+        service.allocate(JOB_ID, Allocation(7, 1))
+        follower.expect(JOB_ID, 1)
+        assert follower.is_behind(JOB_ID) or generation(follower) == 7
+        assert not follower.is_behind("team.another")
+        await until(lambda: not follower.is_behind(JOB_ID))
         assert generation(follower) == 7
 
     follow(service, test)
@@ -129,7 +132,7 @@ def test_an_unexpected_error_ends_the_operator_instead_of_leaving_it_with_old_jo
     async def test(follower: JobFollower) -> None:
         service.error = ZeroDivisionError("a bug")
         while True:
-            await follower.caught_up()
+            follower.check()
             await asyncio.sleep(0.005)
 
     with pytest.raises(ZeroDivisionError):

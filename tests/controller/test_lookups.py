@@ -81,7 +81,7 @@ def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.M
                 await answer.wait()
             return SHARED_CLAIM
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), reported.set)
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: reported.set())
         slow, fast = cached("slow"), cached("fast")
         loop = asyncio.get_running_loop()
         for cycle in range(3):
@@ -117,7 +117,7 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_is_repeated(monkeypatch: py
             await asyncio.Event().wait()
             raise AssertionError
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda: None)
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
         slow = cached("slow")
         await fetcher.fetch([slow], NOW)
         with pytest.raises(ClusterError, match="does not answer within"):
@@ -142,7 +142,7 @@ def test_a_job_keeps_its_last_result_while_a_later_call_hangs(monkeypatch: pytes
                 await asyncio.Event().wait()
             return None
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda: None)
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
         slow = cached("slow")
         for second in (0, 1, 5, 6):
             await fetcher.fetch([slow], NOW + second)
@@ -171,7 +171,7 @@ def test_no_more_calls_run_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatc
             running -= 1
             return SHARED_CLAIM
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda: None)
+        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
         jobs = [cached(f"job-{number}") for number in range(10)]
         await fetcher.fetch(jobs, NOW)
         assert all(fetcher.results(each) is not None for each in jobs)

@@ -56,6 +56,8 @@ class OperatorMachine(RuleBasedStateMachine):
     @rule(count=COUNTS)
     def decide(self, count: int) -> None:
         OperatorMachine.decided = count
+        # The decision of the test depends on nothing that the operator knows.
+        self.world.full = True
 
     @precondition(lambda self: self.world.job is not None)
     @rule(suspend=st.booleans())
@@ -105,6 +107,18 @@ class OperatorMachine(RuleBasedStateMachine):
     @rule(cycles=st.integers(1, 6))
     def run_undisturbed(self, cycles: int) -> None:
         self.world.run_cycles(cycles)
+
+    @rule()
+    def miss_nothing(self) -> None:
+        """A look at everything finds nothing to do where a look at what has changed found nothing."""
+        self.world.deliver()
+        self.world.cycle()
+        if self.world.writes:
+            return
+        self.world.now -= 1
+        self.world.full = True
+        self.world.cycle()
+        assert self.world.writes == []
 
     @rule(slots=st.integers(0, 4))
     def fill_the_node(self, slots: int) -> None:
@@ -180,6 +194,9 @@ class OperatorMachine(RuleBasedStateMachine):
         world.run_cycles()
         world.run_cycles(1)
         assert world.writes == [], "a write is repeated without end"
+        world.full = True
+        world.run_cycles(1)
+        assert world.writes == [], "a change was missed: a look at everything finds more to do"
         if world.job is None:
             assert world.indexed_job is None
             jobs = world.service.list_jobs()

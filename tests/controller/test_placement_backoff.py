@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from adascale_controller.operator.schedule.placement_backoff import (
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import Reason
 from adascale_core.exit_codes import EXIT_REFUSED
+from support.decisions import decided
 from support.observed_jobs import indexed_job, job, observed, pod, view
 
 UNSCHEDULABLE = ("Unschedulable", "0/2 nodes are available")
@@ -104,7 +104,7 @@ def test_a_count_is_given_up_if_a_replica_of_another_version_is_refused() -> Non
     growing = replace(growing, resource=replace(growing.resource, template=template))
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
     for each in (growing, later):
-        scheduler.schedule([each], None, (), lambda _: nullcontext())
+        decided(scheduler, each)
     failed = scheduler.failed_placement(later)
     assert failed is not None
     assert (failed.count, failed.limit) == (3, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import JobSpec, StepTime
 from adascale_core.views import JobView
+from support.decisions import decided
 from support.observed_jobs import SPEC, job, observed, report, training_job
 
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}
@@ -39,8 +39,7 @@ def next_job(
 
 
 def decide(scheduler: Scheduler, *jobs: ObservedJob) -> dict[str, int]:
-    decisions = scheduler.schedule(jobs, None, (), lambda _: nullcontext())
-    return {job_id: decision.replicas for job_id, decision in decisions.items()}
+    return {job_id: decision.replicas for job_id, decision in decided(scheduler, *jobs).items()}
 
 
 OTHER = {"spec": {"containers": [{"name": "worker", "image": "mine:2"}]}}

@@ -59,6 +59,8 @@ class World:
     """How many pods of the current AdaScaleJob have failed by a failure of the program."""
     kill_before: int | None = None
     """The write of a cycle before which the operator is killed, from 0."""
+    full: bool = False
+    """Whether the next cycle looks at everything, and not only at what has changed."""
     meanwhile: Callable[[], None] = lambda: None
     """Is called before each write of the operator."""
 
@@ -89,8 +91,9 @@ class World:
         """Run one cycle. If the operator is killed in it, start another operator."""
         self.now += 1
         self.writes = []
+        full, self.full = self.full, False
         try:
-            asyncio.run(self._operator.cycle())
+            asyncio.run(self._operator.cycle(full=full))
         except KilledError:
             self.kill_before = None
             self.start_operator()

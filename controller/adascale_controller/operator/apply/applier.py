@@ -74,14 +74,14 @@ class Applier:
         self._identity = identity
         self._on_allocated = on_allocated
         self._status_written_at: dict[str, float] = {}
-        self._telemetry_interval = TELEMETRY_INTERVAL
+        self.jobs = 0
+        """The number of all jobs."""
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._status_written_at = {
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
-        self._telemetry_interval = max(TELEMETRY_INTERVAL, len(uids) / MAX_TELEMETRY_RATE)
 
     def oldest_telemetry(
         self, planned: Iterable[tuple[ObservedJob, Actions]], limit: int
@@ -94,8 +94,11 @@ class Applier:
 
     def telemetry_due(self, observed: ObservedJob, actions: Actions) -> bool:
         """Whether the telemetry in the status has changed, and its interval has passed."""
-        passed = observed.now - self._written_at(observed)
-        return actions.telemetry_changed and passed >= self._telemetry_interval
+        return actions.telemetry_changed and observed.now >= self.telemetry_due_at(observed)
+
+    def telemetry_due_at(self, observed: ObservedJob) -> float:
+        """Return when telemetry in the status of a job may be written, in seconds since 1970."""
+        return self._written_at(observed) + max(TELEMETRY_INTERVAL, self.jobs / MAX_TELEMETRY_RATE)
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
         """Carry out the actions for a job, the status first.

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from adascale_controller.job import Job, to_job
 from adascale_controller.operator.observe.shared_storage import why_not_shared
-from adascale_controller.operator.types.kubernetes import ApiObject, seconds
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages import Allocation
@@ -56,6 +56,11 @@ class AdaScaleJob:
             template=spec.get("template") or {},
             status=raw.get("status") or {},
         )
+
+    @property
+    def key(self) -> JobKey:
+        """Namespace and name."""
+        return self.namespace, self.name
 
     @property
     def id(self) -> str:

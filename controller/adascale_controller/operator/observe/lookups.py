@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim, live_pods
@@ -129,6 +130,26 @@ def with_start_problems(pods: Sequence[Pod], results: LookupResults, now: float)
     return [_with_start_problem(pod, results, now) for pod in pods]
 
 
+def next_start_check(pods: Iterable[Pod], now: float) -> float:
+    """Return when a pod that has not started a container is next reported in another way, by time alone.
+
+    In seconds since 1970; infinite if all have started.
+    """
+    return min((_next_start_check(pod, now) for pod in pods), default=inf)
+
+
+def _next_start_check(pod: Pod, now: float) -> float:
+    elapsed = _seconds_creating(pod, now)
+    if not _is_creating(pod):
+        return inf
+    threshold = CONTAINER_START_TIMEOUT
+    if elapsed > CONTAINER_START_TIMEOUT:
+        threshold = CONTAINER_CREATING_TIMEOUT
+    while threshold < elapsed:
+        threshold *= 2
+    return (pod.scheduled_at or 0.0) + threshold
+
+
 def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
     elapsed = _seconds_creating(pod, now)
     if elapsed <= CONTAINER_START_TIMEOUT:
@@ -155,10 +176,12 @@ def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
 
 def _seconds_creating(pod: Pod, now: float) -> float:
     """Return how long a pod has been on a node without starting a container; 0 if it is not in that state."""
-    creating = pod.scheduled_at is not None and not pod.has_started and pod.problem is None
-    if not creating or pod.exit is not None or pod.deletion_deadline is not None:
-        return 0.0
-    return now - (pod.scheduled_at or 0.0)
+    return now - (pod.scheduled_at or 0.0) if _is_creating(pod) else 0.0
+
+
+def _is_creating(pod: Pod) -> bool:
+    waits = pod.scheduled_at is not None and not pod.has_started and pod.problem is None
+    return waits and pod.exit is None and pod.deletion_deadline is None
 
 
 def _newest(events: Iterable[ApiObject]) -> str | None:

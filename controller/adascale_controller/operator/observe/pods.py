@@ -12,6 +12,7 @@ from adascale_controller.operator.types.kubernetes import (
     COMPLETION_INDEX,
     TRACKING_FINALIZER,
     ApiObject,
+    JobKey,
     seconds,
 )
 from adascale_core import names
@@ -142,7 +143,7 @@ def read_pod(raw: ApiObject) -> Pod:
     )
 
 
-def job_of_pod(raw: ApiObject) -> tuple[str, str] | None:
+def job_of_pod(raw: ApiObject) -> JobKey | None:
     """Return namespace and name of the job that a pod belongs to. None if it has no job label."""
     meta = raw["metadata"]
     name = (meta.get("labels") or {}).get(names.LABEL_JOB)

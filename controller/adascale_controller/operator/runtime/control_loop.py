@@ -1,4 +1,4 @@
-"""The control loop: runs the four phases for all jobs, in cycles."""
+"""The control loop: runs the four phases for the jobs that have changed, in cycles."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.service import AllocationService
-from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.observer import Observer, Snapshot, jobs_with_pods, observe
+from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
+from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
+from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.runtime.deregistration import Deregistration
@@ -22,11 +24,11 @@ from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
 from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
-from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.runtime.work_queue import WorkQueue
+from adascale_controller.operator.schedule.scheduler import Answer, Scheduler
 from adascale_controller.operator.types.actions import Actions
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource, object_key
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_controller.operator.types.workload import PodSettings
-from adascale_core.decision import Decision
 from adascale_core.messages import AllocationView
 from adascale_core.views import DecisionView, JobView
 
@@ -49,7 +51,28 @@ MAX_TELEMETRY_WRITES = 50
 SLICE = 50
 """Jobs after which the lease, the probes and the watches get their turn."""
 MAX_IDLE_SHARE = 0.05
-"""The share of the time that cycles take in which no object and no generation has changed."""
+"""The share of the time that the reports of all jobs take, with reading them."""
+DECISION_WAIT = 0.5
+"""Seconds that a cycle waits for a decision. A later one is used in a later cycle."""
+DECISION_DEADLINE = 60.0
+"""Seconds after which a decision is taken to hang: the operator makes no progress."""
+APPLY_WAIT = 1.0
+"""Seconds that a cycle waits for its writes. Jobs whose writes take longer are left out until these end."""
+
+
+@dataclass(frozen=True)
+class _TrackedJob:
+    """A job as it was looked at last.
+
+    Args:
+        cached: the job as the caches held it.
+        observed: its observed state.
+        assessment: its phase.
+    """
+
+    cached: CachedJob
+    observed: ObservedJob
+    assessment: Assessment
 
 
 class ControlLoop:
@@ -89,13 +112,27 @@ class ControlLoop:
         self._errors = ErrorIsolation(self._metrics.job_errors.inc)
         self._deregistration = Deregistration(service, settings.namespace)
         self._observer = Observer(PodSettings(api_url=settings.pod_api_url or settings.api_url))
-        self._fetcher = LookupFetcher(cluster, cache.changed.set)
+        self._fetcher = LookupFetcher(cluster, self._look_at)
         self._scheduler = Scheduler()
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
             cluster, service, self._store_written, settings.identity, self._expect_allocated
         )
-        self._next_full_cycle = float("-inf")
+        self._queue: WorkQueue[JobKey] = WorkQueue()
+        self._jobs: dict[JobKey, _TrackedJob] = {}
+        self._known: set[JobKey] = set()
+        """The jobs of which a phase may have a memory."""
+        self._without_job: set[JobKey] = set()
+        """Names of jobs that do not exist and have pods."""
+        self._views: Mapping[str, JobView] | None = None
+        self._lost_nodes: frozenset[str] = frozenset()
+        self._resources_changed = True
+        self._decision: asyncio.Task[Answer] | None = None
+        self._decision_begun_at = 0.0
+        self._applying: dict[JobKey, asyncio.Task[None]] = {}
+        self._apply_limit = asyncio.Semaphore(MAX_CONCURRENT)
+        self._reads = 0
+        self._report_cost = 0.0
 
     async def run(self) -> None:
         """Run cycles until cancelled."""
@@ -114,17 +151,16 @@ class ControlLoop:
                     await self._cache.changed.wait()
             except TimeoutError:
                 pass
-            has_news = self._cache.changed.is_set() or time.monotonic() >= self._next_full_cycle
             self._cache.changed.clear()
             interval = STALE_RESYNC_INTERVAL if self._errors.cache_is_stale else RESYNC_INTERVAL
             if time.monotonic() - listed_at > interval:
                 listed_at = time.monotonic()
                 self._errors.cache_is_stale = False
                 await self._resync()
-            if has_news:
-                await self._follower.caught_up()
-                await self._timed_cycle(self._follower.views)
-            self._on_progress()
+            self._follower.check()
+            await self._timed_cycle()
+            if not self._decision_hangs():
+                self._on_progress()
             await asyncio.sleep(PAUSE)
 
     async def list_all(self) -> None:
@@ -137,47 +173,233 @@ class ControlLoop:
             objects, version = await self._cluster.list(resource)
             self._cache.replace(resource, objects, version)
 
-    async def cycle(self) -> None:
-        """Read all jobs of the metrics service, and observe, schedule, reconcile and apply all jobs once."""
-        await asyncio.to_thread(self._follower.refresh)
-        await self._cycle(self._follower.views)
+    async def cycle(self, *, full: bool = False) -> None:
+        """Read all jobs of the metrics service, and run one cycle, with all that it starts.
 
-    async def _timed_cycle(self, views: Mapping[str, JobView] | None) -> None:
+        Args:
+            full: whether to look at all jobs, and not only at those that have changed.
+        """
+        await asyncio.to_thread(self._follower.refresh)
+        if full:
+            self._look_at_all()
+        await self._cycle(decision_wait=None, apply_wait=None)
+
+    async def _timed_cycle(self) -> None:
         begun = time.process_time()
         with self._metrics.cycle_duration.time():
-            await self._cycle(views)
+            await self._cycle()
         used = time.process_time() - begun
         self._metrics.cycle_cpu.inc(used)
-        interval = max(INTERVAL, (used + self._follower.refresh_cost) / MAX_IDLE_SHARE)
-        self._follower.refresh_interval = interval
-        # Each read of all jobs brings the next cycle; without one, time alone may change what is to be done.
-        self._next_full_cycle = time.monotonic() + interval + INTERVAL
+        if self._follower.reads == self._reads:
+            self._report_cost += used if self._queue.has_reported else 0.0
+        else:
+            cost = self._report_cost + used + self._follower.refresh_cost
+            self._follower.refresh_interval = max(INTERVAL, cost / MAX_IDLE_SHARE)
+            self._reads, self._report_cost = self._follower.reads, 0.0
         # At most half of the time, so that changes that arrive all the time do not take a whole core.
         await asyncio.sleep(min(used, MAX_PAUSE))
 
-    async def _cycle(self, views: Mapping[str, JobView] | None) -> None:
-        snapshot = self._snapshot()
-        self._retain(snapshot)
-        jobs = await self._observe(snapshot, views)
-        assessments = {}
-        async for job in _in_slices(jobs):
-            with self._errors.isolate(job.resource.id):
-                assessments[job.resource.id] = assess(job)
-        runnable = [
-            job
-            for job in jobs
-            if job.resource.id in assessments and assessments[job.resource.id].phase is JobPhase.RUNNABLE
-        ]
-        # In a thread, so that the lease, the probes and the watches go on.
-        decisions = await asyncio.to_thread(
-            self._scheduler.schedule, runnable, snapshot.nodes, snapshot.pods, self._errors.isolate
+    async def _cycle(
+        self, decision_wait: float | None = DECISION_WAIT, apply_wait: float | None = APPLY_WAIT
+    ) -> None:
+        self._collect_changes()
+        work = self._free_to_change(self._queue.take(self._clock()))
+        looked_at = await self._look(work)
+        self._update_resources()
+        decided = self._free_to_change(
+            key for key in await self._decide(decision_wait) if key not in looked_at
         )
-        self._metrics.set_jobs(assessment.phase for assessment in assessments.values())
-        self._metrics.waiting.set(sum(decision.replicas == 0 for decision in decisions.values()))
-        urgent, telemetry = [], []
-        async for job in _in_slices(jobs):
+        looked_at |= await self._look(decided)
+        self._applier.jobs = len(self._jobs)
+        urgent, telemetry = await self._reconcile_all(looked_at)
+        self._start(urgent)
+        if len(self._applying) == len(urgent):
+            self._start(self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_WRITES))
+        await self._applied(apply_wait)
+        await self._store_decisions()
+        self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
+        self._metrics.waiting.set(self._scheduler.waiting)
+        self._queue.add(_key(job_id) for job_id in self._errors.take_failed())
+        if self._queue.has_reported or self._scheduler.is_due(self._clock()):
+            self._cache.changed.set()
+        if self._views is not None:
+            present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
+            await self._deregistration.deregister_deleted(
+                self._views, present, lambda: {".".join(key) for key in self._cache.jobs_with_pods()}
+            )
+
+    # -- what to look at ------------------------------------------------------------------------------------
+
+    def _look_at(self, key: JobKey) -> None:
+        """Have a cycle look at a job now."""
+        self._queue.add([key])
+        self._cache.changed.set()
+
+    def _look_at_all(self) -> None:
+        """Have a cycle look at everything, as if all had changed."""
+        self._queue.add(self._cache.keys(Resource.ADASCALEJOBS))
+        self._resources_changed = True
+        self._scheduler.decide_again()
+
+    def _collect_changes(self) -> None:
+        """Find the jobs that changes of the caches and of the metrics service concern."""
+        changes = self._cache.take_changes()
+        self._queue.add(changes.jobs)
+        if changes.resources:
+            self._resources_changed = True
+            self._update_lost_nodes()
+        views = self._follower.views
+        changed, reported = self._follower.take_changes()
+        self._queue.add(map(_key, changed))
+        self._queue.add_reported(map(_key, reported))
+        if (views is None) != (self._views is None):
+            self._queue.add(self._cache.keys(Resource.ADASCALEJOBS))
+        self._views = views
+
+    def _update_lost_nodes(self) -> None:
+        before, self._lost_nodes = self._lost_nodes, lost_nodes(self._cache.all(Resource.NODES))
+        if nodes := before ^ self._lost_nodes:
+            self._queue.add(
+                key for key, job in self._jobs.items() if any(pod.node in nodes for pod in job.cached.pods)
+            )
+
+    def _free_to_change(self, keys: Iterable[JobKey]) -> list[JobKey]:
+        """Return the jobs without writes of the operator that are not finished, or not observed yet.
+
+        The others are looked at in a later cycle.
+        """
+        free: list[JobKey] = []
+        busy: list[JobKey] = []
+        for key in keys:
+            is_busy = key in self._applying or self._follower.is_behind(".".join(key))
+            (busy if is_busy else free).append(key)
+        self._queue.add(busy)
+        return free
+
+    # -- observe --------------------------------------------------------------------------------------------
+
+    async def _look(self, keys: Collection[JobKey]) -> set[JobKey]:
+        """Observe jobs, find their phase, and pass them to the scheduler. Returns those without errors."""
+        cached = await self._read(keys)
+        await self._fetcher.fetch(cached.values(), self._clock())
+        looked_at = set()
+        async for key, job in _in_slices(list(cached.items())):
             with self._errors.isolate(job.resource.id):
-                actions = self._reconcile(job, assessments, decisions)
+                lookups = self._fetcher.results(job)
+                if lookups is not None:
+                    observed = observe(job, lookups, self._views, self._clock())
+                    self._track(key, _TrackedJob(job, observed, assess(observed)))
+                    looked_at.add(key)
+        return looked_at
+
+    async def _read(self, keys: Collection[JobKey]) -> dict[JobKey, CachedJob]:
+        """Read jobs from the caches, and drop those that are gone."""
+        cached, gone = {}, []
+        async for key in _in_slices(list(keys)):
+            raw = self._cache.get(Resource.ADASCALEJOBS, key)
+            if raw is None or is_deleting(raw):
+                gone.append(key)
+                continue
+            self._known.add(key)
+            with self._errors.isolate(".".join(key)):
+                pods, indexed_job = self._cache.pods_of(key), self._cache.get(Resource.JOBS, key)
+                cached[key] = self._observer.read(raw, indexed_job, pods, self._lost_nodes)
+        self._drop(gone)
+        return cached
+
+    def _track(self, key: JobKey, job: _TrackedJob) -> None:
+        before, self._jobs[key] = self._jobs.get(key), job
+        was_runnable = before is not None and before.assessment.phase is JobPhase.RUNNABLE
+        if job.assessment.phase is JobPhase.RUNNABLE:
+            self._scheduler.update(job.observed)
+            self._resources_changed |= not was_runnable
+            return
+        self._scheduler.remove(job.observed.resource.id)
+        # The pods of a job that may not run take resources.
+        changed = before is None or was_runnable or before.cached.pods != job.cached.pods
+        self._resources_changed |= changed
+
+    def _drop(self, keys: Collection[JobKey]) -> None:
+        """Have each phase drop its memory of jobs that are deleted. Others' Jobs and pods have none."""
+        self._queue.discard(keys)
+        with_pods = {key for key in keys if self._cache.pods_of(key)}
+        self._resources_changed |= bool(with_pods | self._without_job.intersection(keys))
+        self._without_job = (self._without_job - set(keys)) | with_pods
+        known = self._known.intersection(keys)
+        if not known:
+            return
+        self._known -= known
+        self._resources_changed = True
+        for key in known:
+            self._jobs.pop(key, None)
+            self._scheduler.remove(".".join(key))
+        present = [raw for raw in self._cache.all(Resource.ADASCALEJOBS) if not is_deleting(raw)]
+        uids = {raw["metadata"]["uid"] for raw in present}
+        for phase in (self._observer, self._fetcher, self._scheduler, self._applier):
+            phase.retain(uids)
+        self._errors.retain({".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)})
+
+    # -- schedule -------------------------------------------------------------------------------------------
+
+    def _update_resources(self) -> None:
+        """Have the scheduler know the nodes, and the pods on them that it can't move."""
+        if not self._resources_changed:
+            return
+        self._resources_changed = False
+        if Resource.NODES not in self._resources:
+            self._scheduler.set_resources(None, ())
+            return
+        pods = self._cache.pods_of(None)
+        for key in self._cache.jobs_with_pods():
+            job = self._jobs.get(key)
+            if job is None or job.assessment.phase is not JobPhase.RUNNABLE:
+                pods += self._cache.pods_of(key)
+        self._scheduler.set_resources(self._cache.all(Resource.NODES), pods)
+
+    async def _decide(self, wait: float | None) -> list[JobKey]:
+        """Decide if that is due, and return the jobs that get another replica count.
+
+        It runs in a thread, so the lease, the probes and the watches go on. One that takes longer than `wait`
+        seconds goes on beside the cycles; until it ends, the decisions before hold.
+        """
+        if self._decision is None:
+            if not self._scheduler.is_due(self._clock()):
+                return []
+            question = self._scheduler.question()
+            self._decision = asyncio.create_task(asyncio.to_thread(self._scheduler.solve, question))
+            self._decision_begun_at = time.monotonic()
+        done, slow = await asyncio.wait([self._decision], timeout=wait)
+        for task in slow:
+            task.add_done_callback(lambda _: self._cache.changed.set())
+        if not done:
+            return []
+        task, self._decision = self._decision, None
+        return [_key(job_id) for job_id in sorted(self._scheduler.adopt(task.result(), self._clock()))]
+
+    def _decision_hangs(self) -> bool:
+        return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE
+
+    # -- reconcile ------------------------------------------------------------------------------------------
+
+    async def _reconcile_all(
+        self, keys: Collection[JobKey]
+    ) -> tuple[list[tuple[ObservedJob, Actions]], list[tuple[ObservedJob, Actions]]]:
+        """Return the jobs to change at once, and those whose telemetry is to be written, with the actions."""
+        urgent, telemetry = [], []
+        async for key in _in_slices(sorted(keys)):
+            tracked = self._jobs[key]
+            job, now = tracked.observed, self._clock()
+            with self._errors.isolate(job.resource.id):
+                actions = self._reconcile(tracked)
+                telemetry_due = float("inf")
+                if actions is not None and actions.telemetry_changed:
+                    telemetry_due = self._applier.telemetry_due_at(job)
+                due = (
+                    self._fetcher.next_due(tracked.cached, now),
+                    self._scheduler.next_due(job),
+                    next_deadline(job, tracked.assessment),
+                )
+                self._queue.plan(key, now, min(due), telemetry_due)
                 if actions is None:
                     continue
                 if actions.are_urgent:
@@ -186,59 +408,61 @@ class ControlLoop:
                     telemetry.append((job, actions))
                 else:
                     self._errors.clear(job.resource.id)
-        await self._apply(urgent)
-        await self._apply(self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_WRITES))
-        await self._store_decisions(service_answers=views is not None)
-        if views is not None:
-            present = {".".join(object_key(raw)) for raw in self._cache.all(Resource.ADASCALEJOBS)}
-            await self._deregistration.deregister_deleted(
-                views, present, lambda: jobs_with_pods(self._cache.all(Resource.PODS))
-            )
+        return urgent, telemetry
 
-    def _reconcile(
-        self, job: ObservedJob, assessments: Mapping[str, Assessment], decisions: Mapping[str, Decision]
-    ) -> Actions | None:
-        """Return the actions for a job; None if an error kept it from being scheduled: it stays as it is."""
-        assessment, decision = assessments.get(job.resource.id), decisions.get(job.resource.id)
-        if assessment is None or (decision is None and assessment.phase is JobPhase.RUNNABLE):
+    def _reconcile(self, tracked: _TrackedJob) -> Actions | None:
+        """Return the actions for a job. None while it waits for its first decision: it stays as it is."""
+        job, assessment = tracked.observed, tracked.assessment
+        decision = self._scheduler.decision(job.resource.id)
+        if decision is None and assessment.phase is JobPhase.RUNNABLE:
             return None
         failed_placement = self._scheduler.failed_placement(job)
         failing_count = self._scheduler.failing_count(job)
         return reconcile(job, assessment, decision, failed_placement, failing_count)
 
-    async def _store_decisions(self, *, service_answers: bool) -> None:
+    async def _store_decisions(self) -> None:
         """Store the explained decisions with the metrics service, or have them explained again."""
 
         async def store(decision: DecisionView) -> None:
-            if not service_answers or not await self._applier.store_decision(decision):
+            if self._views is None or not await self._applier.store_decision(decision):
                 self._scheduler.explain_again(decision.job)
 
-        await asyncio.gather(*(store(each) for each in self._scheduler.explained.values()))
+        await asyncio.gather(*(store(each) for each in self._scheduler.take_explained()))
 
-    async def _apply(self, planned: Iterable[tuple[ObservedJob, Actions]]) -> None:
-        """Carry out the actions for these jobs, `MAX_CONCURRENT` jobs at a time."""
-        limit = asyncio.Semaphore(MAX_CONCURRENT)
+    # -- apply ----------------------------------------------------------------------------------------------
 
-        async def apply(job: ObservedJob, actions: Actions) -> None:
-            async with limit:
-                if actions.allocate is not None:
-                    current = job.current_allocation
-                    before = 0 if current is None else current.replicas
-                    self._metrics.count_allocation(before, actions.allocate.replicas)
-                with self._errors.isolate(job.resource.id):
-                    applied = await self._applier.apply(job, actions)
-                    if applied.claim_created:
-                        self._fetcher.expire_claim(job.resource.uid)
-                    if applied.template_rejection is not None:
-                        self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
-                        self._cache.changed.set()
-                    self._errors.clear(job.resource.id)
-                self._metrics.pending.dec()
-                self._on_progress()
+    def _start(self, planned: Iterable[tuple[ObservedJob, Actions]]) -> None:
+        """Begin to carry out the actions for these jobs, `MAX_CONCURRENT` jobs at a time."""
+        for job, actions in planned:
+            self._applying[job.resource.key] = asyncio.create_task(self._apply(job, actions))
+        self._metrics.pending.set(len(self._applying))
 
-        jobs = list(planned)
-        self._metrics.pending.set(len(jobs))
-        await asyncio.gather(*(apply(job, actions) for job, actions in jobs))
+    async def _applied(self, wait: float | None) -> None:
+        """Wait for the actions that are carried out, but not longer than `wait` seconds."""
+        if not self._applying:
+            return
+        done, _ = await asyncio.wait(self._applying.values(), timeout=wait)
+        for key, task in list(self._applying.items()):
+            if task in done:
+                del self._applying[key]
+                task.result()
+
+    async def _apply(self, job: ObservedJob, actions: Actions) -> None:
+        async with self._apply_limit:
+            if actions.allocate is not None:
+                current = job.current_allocation
+                before = 0 if current is None else current.replicas
+                self._metrics.count_allocation(before, actions.allocate.replicas)
+            with self._errors.isolate(job.resource.id):
+                applied = await self._applier.apply(job, actions)
+                if applied.claim_created:
+                    self._fetcher.expire_claim(job.resource.uid)
+                if applied.template_rejection is not None:
+                    self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
+                    self._look_at(job.resource.key)
+                self._errors.clear(job.resource.id)
+            self._metrics.pending.dec()
+            self._on_progress()
 
     def _expect_allocated(self, job_id: str, view: AllocationView) -> None:
         self._follower.expect(job_id, view.version)
@@ -246,42 +470,21 @@ class ControlLoop:
     def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
         self._cache.put(resource, raw, is_news=is_news)
 
-    async def _observe(self, snapshot: Snapshot, views: Mapping[str, JobView] | None) -> list[ObservedJob]:
-        cached = self._observer.read(snapshot, self._errors.isolate)
-        await self._fetcher.fetch(cached, self._clock())
-        jobs = []
-        async for job in _in_slices(cached):
-            with self._errors.isolate(job.resource.id):
-                lookups = self._fetcher.results(job)
-                if lookups is not None:
-                    jobs.append(observe(job, lookups, views, self._clock()))
-        return jobs
-
-    def _snapshot(self) -> Snapshot:
-        watches_nodes = Resource.NODES in self._resources
-        return Snapshot(
-            adascalejobs=self._cache.all(Resource.ADASCALEJOBS),
-            indexed_jobs=self._cache.all(Resource.JOBS),
-            pods=self._cache.all(Resource.PODS),
-            nodes=self._cache.all(Resource.NODES) if watches_nodes else None,
-        )
-
-    def _retain(self, snapshot: Snapshot) -> None:
-        """Have each phase drop its memory of jobs that are deleted."""
-        uids = snapshot.job_uids
-        self._fetcher.retain(uids)
-        self._scheduler.retain(uids)
-        self._applier.retain(uids)
-        self._errors.retain({".".join(object_key(raw)) for raw in snapshot.adascalejobs})
-
     async def _resync(self) -> None:
         try:
             await self.list_all()
+            self._scheduler.decide_again()
         except ClusterError as error:
             logger.warning("%s; the watches continue", error)
 
 
 T = TypeVar("T")
+
+
+def _key(job_id: str) -> JobKey:
+    """Return namespace and name in a job id."""
+    namespace, _, name = job_id.partition(".")
+    return namespace, name
 
 
 async def _in_slices(items: Sequence[T]) -> AsyncIterator[T]:

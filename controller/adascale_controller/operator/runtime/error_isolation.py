@@ -22,6 +22,7 @@ class ErrorIsolation:
     def __init__(self, on_error: Callable[[], None] = lambda: None) -> None:
         self._on_error = on_error
         self._last_errors: dict[str, str] = {}
+        self._failed: set[str] = set()
         self.cache_is_stale = False
         """Whether an object at the API server was not as the caches have it."""
 
@@ -42,6 +43,11 @@ class ErrorIsolation:
             if self._is_new(job_id, repr(error)):
                 logger.exception("%s: unexpected error; the job is skipped", job_id)
 
+    def take_failed(self) -> set[str]:
+        """Return the jobs that have had an error since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
     def clear(self, job_id: str) -> None:
         """Drop a job's last error, so that the next error is logged even if it is the same."""
         self._last_errors.pop(job_id, None)
@@ -52,6 +58,7 @@ class ErrorIsolation:
             del self._last_errors[job_id]
 
     def _is_new(self, job_id: str, error: str) -> bool:
+        self._failed.add(job_id)
         last = self._last_errors.get(job_id)
         self._last_errors[job_id] = error
         return error != last

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from adascale_client import ServiceError, ServiceRefusedError
@@ -24,7 +24,7 @@ RETRY_INTERVAL = 1.0
 IDLE_REFRESH_INTERVAL = 60.0
 """Seconds between two reads of all jobs while no job trains, so that there are no new reports."""
 EXPECTED_WITHIN = 1.0
-"""Seconds for which `caught_up` waits."""
+"""Seconds after which a job is no longer behind, whatever was written."""
 _GONE = 410
 
 
@@ -45,6 +45,8 @@ class JobFollower:
         """All jobs by id. None while the metrics service does not answer."""
         self.refresh_interval = 1.0
         """Seconds between two reads of all jobs, at least."""
+        self.reads = 0
+        """The number of reads of all jobs."""
         self.refresh_cost = 0.0
         """Seconds of processor time of the last read of all jobs."""
         self._service = service
@@ -52,8 +54,10 @@ class JobFollower:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = threading.Event()
         self._failure: Exception | None = None
-        self._expected: dict[str, int] = {}
-        self._published = asyncio.Event()
+        self._expected: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+        self._changed: dict[str, None] = {}
+        self._reported: dict[str, None] = {}
         self._answers = True
         self._cursor: str | None = None
         self._listed_at = 0.0
@@ -70,29 +74,35 @@ class JobFollower:
         self._stopped.set()
 
     def expect(self, job_id: str, version: int) -> None:
-        """Have `caught_up` wait for this version of a job, which the operator has written."""
-        self._expected[job_id] = version
+        """Have a job be behind until `views` has this version of it, which the operator has written."""
+        self._expected[job_id] = version, time.monotonic() + EXPECTED_WITHIN
 
-    async def caught_up(self) -> None:
-        """Wait until `views` has the operator's own writes, but not longer than `EXPECTED_WITHIN`.
+    def is_behind(self, job_id: str) -> bool:
+        """Whether `views` lacks what the operator has written about a job within `EXPECTED_WITHIN`."""
+        if job_id not in self._expected:
+            return False
+        (version, until), views = self._expected[job_id], self.views
+        present = views.get(job_id) if views is not None else None
+        if views is None or time.monotonic() >= until or (present is not None and present.version >= version):
+            del self._expected[job_id]
+            return False
+        return True
+
+    def check(self) -> None:
+        """Check that the thread still runs.
 
         Raises:
             Exception: the thread has ended with it.
         """
         if self._failure is not None:
             raise self._failure
-        with suppress(TimeoutError):
-            async with asyncio.timeout(EXPECTED_WITHIN):
-                while not self._has_expected():
-                    self._published.clear()
-                    await self._published.wait()
-        self._expected.clear()
 
-    def _has_expected(self) -> bool:
-        views = self.views
-        return views is None or all(
-            job_id in views and views[job_id].version >= version for job_id, version in self._expected.items()
-        )
+    def take_changes(self) -> tuple[Collection[str], Collection[str]]:
+        """Return the jobs that have changed since the last call, and those that only have new reports."""
+        with self._lock:
+            changed, reported = self._changed, self._reported
+            self._changed, self._reported = {}, {}
+        return changed, [job_id for job_id in reported if job_id not in changed]
 
     # -- in the thread --------------------------------------------------------------------------------------
 
@@ -132,6 +142,7 @@ class JobFollower:
         self._cursor, self._listed_at = page.cursor, time.monotonic()
         self._publish({view.id: view for view in page.jobs})
         self.refresh_cost = time.thread_time() - begun
+        self.reads += 1
 
     def _read_changes(self, views: Mapping[str, JobView], cursor: str, wait: float) -> None:
         changes = self._service.read_changes(cursor, wait)
@@ -159,14 +170,26 @@ class JobFollower:
         if views is not None and not self._answers:
             logger.warning("The metrics service answers again")
             self._answers = True
-        self.views = views
+        before, self.views = self.views, views
+        self._note_changes(before or {}, views or {})
         self._notify()
+
+    def _note_changes(self, before: Mapping[str, JobView], views: Mapping[str, JobView]) -> None:
+        changed = dict.fromkeys(job_id for job_id in before if job_id not in views)
+        reported: dict[str, None] = {}
+        for job_id, view in views.items():
+            known = before.get(job_id)
+            if known is view:
+                continue
+            if known is None or (known.version, known.spec) != (view.version, view.spec):
+                changed[job_id] = None
+            elif known != view:
+                reported[job_id] = None
+        with self._lock:
+            self._changed.update(changed)
+            self._reported.update(reported)
 
     def _notify(self) -> None:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._published.set()
-        self._on_news()
+                self._loop.call_soon_threadsafe(self._on_news)

@@ -20,10 +20,12 @@ from adascale_controller.operator.observe.lookups import (
     Lookups,
     assume_claim,
     needed_lookups,
+    next_start_check,
     pod_creation_failure,
     read_claim,
 )
 from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim
+from adascale_controller.operator.types.kubernetes import JobKey
 from adascale_controller.operator.types.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -71,10 +73,10 @@ class LookupFetcher:
 
     Args:
         cluster: the API server.
-        on_result: is called when a call returns that its cycle has not waited for.
+        on_result: is called with a job when a call for it returns that its cycle has not waited for.
     """
 
-    def __init__(self, cluster: Cluster, on_result: Callable[[], None]) -> None:
+    def __init__(self, cluster: Cluster, on_result: Callable[[JobKey], None]) -> None:
         self._cluster = cluster
         self._on_result = on_result
         self._jobs: dict[str, _JobLookups] = {}
@@ -94,12 +96,12 @@ class LookupFetcher:
         """Start the calls that are due, and wait for them, but not longer than `CYCLE_WAIT`.
 
         Args:
-            jobs: all jobs.
+            jobs: the jobs that the cycle looks at.
             now: seconds since 1970.
         """
         # Calls of earlier cycles that hang take from the bound, but never all of it.
         limit = asyncio.Semaphore(max(MAX_CONCURRENT - len(self._tasks), 1))
-        started = []
+        started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
             for name, call in self._due(job, lookups, now):
@@ -107,11 +109,11 @@ class LookupFetcher:
                 task = asyncio.create_task(self._run(lookups, name, call, limit))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                started.append(task)
+                started[task] = job.resource.key
         if started:
             _, slow = await asyncio.wait(started, timeout=CYCLE_WAIT)
             for task in slow:
-                task.add_done_callback(lambda _: self._on_result())
+                task.add_done_callback(lambda done: self._on_result(started[done]))
 
     def results(self, job: CachedJob) -> LookupResults | None:
         """Return the newest results for a job. None while its claim is unknown: its pods depend on it.
@@ -128,6 +130,29 @@ class LookupFetcher:
                 raise lookups.claim_error
             return None
         return lookups.results
+
+    def next_due(self, job: CachedJob, now: float) -> float:
+        """Return when the lookups of a job are due next, in seconds since 1970; infinite if never.
+
+        Args:
+            job: the job, after `fetch`.
+            now: seconds since 1970.
+        """
+        lookups = self._jobs.get(job.resource.uid, _JobLookups())
+        needed, times = needed_lookups(job, now), [next_start_check(job.pods, now)]
+        if needed.claim is not None and "claim" not in lookups.running:
+            claim = lookups.results.claim
+            if claim is None or claim.name != needed.claim:
+                times.append(now)
+            elif needed.claim_awaited and not claim.exists:
+                times.append(lookups.claim_read_at + CLAIM_INTERVAL)
+        if needed.short_of_pods is not None and "creation" not in lookups.running:
+            since = now if lookups.short_of_pods_since is None else lookups.short_of_pods_since
+            due = lookups.creation_events_read_at + EVENTS_INTERVAL
+            times.append(max(since + SHORT_OF_PODS_TIMEOUT, due))
+        if needed.slow_pod is not None and "pod" not in lookups.running:
+            times.append(lookups.pod_events_read_at + EVENTS_INTERVAL)
+        return min(times)
 
     # -- calls ----------------------------------------------------------------------------------------------
 

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource, object_key
+from adascale_controller.operator.observe.pods import job_of_pod
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, object_key
 
-_Key = tuple[str, str]
+_NO_PODS: Mapping[JobKey, ApiObject] = {}
+
+
+@dataclass(frozen=True)
+class CacheChanges:
+    """What has changed in the cache.
+
+    Args:
+        jobs: the jobs one of whose objects has changed, by namespace and name.
+        resources: whether the free resources may have changed: a node, or a pod that belongs to no job.
+    """
+
+    jobs: Collection[JobKey]
+    resources: bool
 
 
 class ObjectCache:
@@ -19,16 +34,43 @@ class ObjectCache:
     """
 
     def __init__(self) -> None:
-        self._objects: dict[Resource, dict[_Key, ApiObject]] = {resource: {} for resource in Resource}
-        self._deleted: dict[Resource, dict[_Key, int]] = {resource: {} for resource in Resource}
+        self._objects: dict[Resource, dict[JobKey, ApiObject]] = {resource: {} for resource in Resource}
+        self._deleted: dict[Resource, dict[JobKey, int]] = {resource: {} for resource in Resource}
         """Versions in which objects were deleted: an older version must not bring them back."""
+        self._pods: dict[JobKey | None, dict[JobKey, ApiObject]] = {}
+        """The pods of each job, and of no job."""
+        self._changed_jobs: dict[JobKey, None] = {}
+        self._resources_changed = False
         self.changed = asyncio.Event()
-        """Is set by each change. The reader clears it."""
+        """Is set by each change that has to be looked at now. The reader clears it."""
 
     def all(self, resource: Resource) -> list[ApiObject]:
         """Return all objects of a resource, by namespace and name."""
         objects = self._objects[resource]
         return [objects[key] for key in sorted(objects)]
+
+    def get(self, resource: Resource, key: JobKey) -> ApiObject | None:
+        """Return an object by namespace and name. None if it does not exist."""
+        return self._objects[resource].get(key)
+
+    def keys(self, resource: Resource) -> Collection[JobKey]:
+        """Return namespace and name of all objects of a resource."""
+        return self._objects[resource].keys()
+
+    def pods_of(self, job: JobKey | None) -> list[ApiObject]:
+        """Return the pods of a job, or all that belong to no job, by namespace and name."""
+        pods = self._pods.get(job, _NO_PODS)
+        return [pods[key] for key in sorted(pods)]
+
+    def jobs_with_pods(self) -> list[JobKey]:
+        """Return namespace and name of the jobs that have pods, whether they exist or not."""
+        return [job for job in self._pods if job is not None]
+
+    def take_changes(self) -> CacheChanges:
+        """Return what has changed since the last call."""
+        changes = CacheChanges(self._changed_jobs.keys(), self._resources_changed)
+        self._changed_jobs, self._resources_changed = {}, False
+        return changes
 
     def put(self, resource: Resource, raw: ApiObject, *, is_news: bool = True) -> None:
         """Store an object unless the cache has it in a newer version.
@@ -36,7 +78,8 @@ class ObjectCache:
         Args:
             resource: its resource.
             raw: the object.
-            is_news: whether a reader has to look at it now. A heartbeat of a node never is.
+            is_news: whether a reader has to look at it now. A heartbeat of a node never is, nor what a pod of
+                no job reports while it stays on its node.
         """
         key = object_key(raw)
         cached = self._objects[resource].get(key)
@@ -44,7 +87,12 @@ class ObjectCache:
         if newest >= _version(raw):
             return
         self._objects[resource][key] = raw
-        if is_news and not (resource is Resource.NODES and cached is not None and _is_heartbeat(cached, raw)):
+        if resource is Resource.PODS:
+            self._index(key, cached, raw)
+        if cached is not None and _is_without_effect(resource, cached, raw):
+            return
+        self._note(resource, key, cached, raw)
+        if is_news:
             self.changed.set()
 
     def remove(self, resource: Resource, raw: ApiObject) -> None:
@@ -54,8 +102,7 @@ class ObjectCache:
         if cached is not None and _version(cached) > _version(raw):
             return
         self._deleted[resource][key] = max(self._deleted[resource].get(key, -1), _version(raw))
-        if self._objects[resource].pop(key, None) is not None:
-            self.changed.set()
+        self._drop(resource, key)
 
     def replace(self, resource: Resource, objects: Iterable[ApiObject], version: int) -> None:
         """Store a list of all objects of a resource as of `version`, and remove what it does not contain."""
@@ -65,15 +112,59 @@ class ObjectCache:
             self.put(resource, raw)
         for key, cached in list(self._objects[resource].items()):
             if key not in listed and _version(cached) <= version:
-                del self._objects[resource][key]
-                self.changed.set()
+                self._drop(resource, key)
         deleted = self._deleted[resource].items()
         self._deleted[resource] = {key: in_version for key, in_version in deleted if in_version > version}
 
+    def _drop(self, resource: Resource, key: JobKey) -> None:
+        cached = self._objects[resource].pop(key, None)
+        if cached is None:
+            return
+        if resource is Resource.PODS:
+            self._index(key, cached, None)
+        self._note(resource, key, cached)
+        self.changed.set()
 
-def _is_heartbeat(before: ApiObject, node: ApiObject) -> bool:
-    """Whether a node has changed in nothing that concerns its pods."""
-    return _without_heartbeat(before) == _without_heartbeat(node)
+    def _index(self, key: JobKey, before: ApiObject | None, pod: ApiObject | None) -> None:
+        """Keep the pods by job."""
+        if before is not None:
+            owner = job_of_pod(before)
+            pods = self._pods[owner]
+            del pods[key]
+            if not pods:
+                del self._pods[owner]
+        if pod is not None:
+            self._pods.setdefault(job_of_pod(pod), {})[key] = pod
+
+    def _note(self, resource: Resource, key: JobKey, *versions: ApiObject | None) -> None:
+        """Record whom a change concerns."""
+        if resource is Resource.NODES:
+            self._resources_changed = True
+        elif resource is not Resource.PODS:
+            self._changed_jobs[key] = None
+        else:
+            for pod in versions:
+                owner = job_of_pod(pod) if pod is not None else None
+                if owner is not None:
+                    self._changed_jobs[owner] = None
+                elif pod is not None:
+                    self._resources_changed = True
+
+
+def _is_without_effect(resource: Resource, before: ApiObject, raw: ApiObject) -> bool:
+    """Whether an object has changed in nothing that concerns any job."""
+    if resource is Resource.NODES:
+        return _without_heartbeat(before) == _without_heartbeat(raw)
+    if resource is Resource.PODS and job_of_pod(before) is None and job_of_pod(raw) is None:
+        return _taken(before) == _taken(raw)
+    return False
+
+
+def _taken(pod: ApiObject) -> list[object]:
+    """Return what tells which resources of which node a pod takes."""
+    spec, ended = pod.get("spec") or {}, (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    containers = [each.get("resources") for each in spec.get("containers") or ()]
+    return [spec.get("nodeName"), ended, containers]
 
 
 def _without_heartbeat(node: ApiObject) -> list[object]:

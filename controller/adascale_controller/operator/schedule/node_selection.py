@@ -23,8 +23,12 @@ class NodeSelection:
         self._present: tuple[str, ...] = ()
         self._eligible: dict[str, frozenset[str]] = {}
 
-    def update(self, nodes: Sequence[ApiObject]) -> None:
-        """Use these nodes from now on, which are all nodes of the cluster."""
+    def update(self, nodes: Sequence[ApiObject]) -> bool:
+        """Use these nodes from now on, which are all nodes of the cluster.
+
+        Returns:
+            whether other nodes may be eligible than before.
+        """
         known, self._attributes = self._attributes, {}
         for node in nodes:
             name, version = str(node["metadata"]["name"]), str(node["metadata"]["resourceVersion"])
@@ -32,9 +36,11 @@ class NodeSelection:
             attributes = before[1] if before is not None and before[0] == version else _attributes(node)
             self._attributes[name] = (version, attributes)
         present = tuple(attributes for _, attributes in self._attributes.values())
-        if present != self._present:
+        is_changed = present != self._present
+        if is_changed:
             self._eligible.clear()
         self._nodes, self._present = nodes, present
+        return is_changed
 
     def eligible(self, spec: ApiObject) -> frozenset[str]:
         """As `eligible_nodes`."""

@@ -9,6 +9,7 @@ be scheduled again after a pause, which doubles with each failure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from adascale_controller.operator.types.actions import FailedPlacement
 
@@ -28,6 +29,7 @@ class PlacementBackoff:
     def __init__(self) -> None:
         self._failed: FailedPlacement | None = None
         self._problem_since: tuple[int, float] | None = None
+        self._timeout_at = inf
 
     def limit(self, capacity: Callable[[], int], now: float) -> int | None:
         """Return the largest count that may be scheduled now. None for no limit.
@@ -42,6 +44,11 @@ class PlacementBackoff:
     def failed_placement(self, now: float) -> FailedPlacement | None:
         """Return the failed placement whose pause is not over at `now`, in seconds since 1970."""
         return self._failed if self._failed is not None and now < self._failed.until else None
+
+    def next_due(self, now: float) -> float:
+        """Return when time alone changes something, in seconds since 1970; infinite if it does not."""
+        until = self._failed.until if self._failed is not None else inf
+        return min((moment for moment in (self._timeout_at, until) if moment > now), default=inf)
 
     def update(
         self,
@@ -66,6 +73,7 @@ class PlacementBackoff:
             capacity: returns how many of the job's replicas seem to fit.
             now: seconds since 1970.
         """
+        self._timeout_at = inf
         if problem is None:
             self._problem_since = None
             if self._failed is not None and training >= self._failed.count:
@@ -75,6 +83,7 @@ class PlacementBackoff:
             self._problem_since = (generation, now)
         timeout = TIMEOUT_TRAINING if training else TIMEOUT_WAITING
         if now - self._problem_since[1] < timeout:
+            self._timeout_at = self._problem_since[1] + timeout
             return
         counts = valid()
         if not counts:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
+from math import inf
 from types import MappingProxyType
 
 from adascale_controller.explanation_schedule import ExplanationSchedule
@@ -19,7 +20,8 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.node_selection import NodeSelection
 from adascale_controller.operator.schedule.nodes import free_nodes, pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
-from adascale_controller.operator.types.actions import FailedPlacement, Isolation
+from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, is_answered
+from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
@@ -27,8 +29,13 @@ from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.explanation import explain
 from adascale_core.job_state import JobState
-from adascale_core.packing import Demand
+from adascale_core.packing import Demand, Node
 from adascale_core.views import DecisionView, JobView
+
+MIN_INTERVAL = 1.0
+"""Seconds between two decisions for which there are only new measurements."""
+MAX_SHARE = 0.05
+"""The share of the time that such decisions take."""
 
 
 @dataclass
@@ -42,20 +49,281 @@ class _JobMemory:
     """What a pod requests, and the generation of the AdaScaleJob for which that was computed."""
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A job that may run, as the decision sees it.
+
+    Args:
+        observed: the job.
+        demand: what it requests of the nodes.
+        state: its state.
+        template: what other jobs of its template had reported when the state was computed.
+        limit_reason: why it has `state.limit`; None if the decision has a better reason.
+    """
+
+    observed: ObservedJob
+    demand: Demand
+    state: JobState
+    template: tuple[object, ...]
+    limit_reason: str | None
+
+
+class _Resources:
+    """The nodes and the pods on them that a decision can't change.
+
+    Args:
+        nodes: all nodes. None if the operator may not read nodes.
+        pods: the pods that belong to no job that may run.
+    """
+
+    def __init__(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
+        self.nodes = nodes
+        self._pods = pods
+
+    @cached_property
+    def free(self) -> Sequence[Node] | None:
+        """The nodes with their free resources."""
+        return None if self.nodes is None else free_nodes(self.nodes, self._pods, ())
+
+    def capacity(self, candidates: Mapping[str, _Candidate], demands: Mapping[str, Demand]) -> Capacity:
+        """Return what the replicas of jobs have to fit into.
+
+        Args:
+            candidates: all jobs that may run.
+            demands: of the jobs in question.
+        """
+        if self.free is None:
+            return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
+        return NodeCapacity(self.free, demands)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be decided, at one moment.
+
+    Args:
+        candidates: job id -> the job, of all jobs that may run.
+        resources: the nodes.
+        before: the last answer. None if there is none.
+        same_jobs: whether no job has changed since the last answer.
+    """
+
+    candidates: Mapping[str, _Candidate]
+    resources: _Resources
+    before: Answer | None
+    same_jobs: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A decision about all jobs of a question.
+
+    Args:
+        question: the question.
+        decisions: job id -> the replica count.
+        explained: decisions to store with the metrics service, by job id.
+        problem: the problem that was solved.
+        next_change: when the same problem may have another solution, on the monotonic clock.
+        cost: the seconds of processor time that it took.
+    """
+
+    question: Question
+    decisions: Mapping[str, Decision]
+    explained: Mapping[str, DecisionView]
+    problem: DecisionProblem
+    next_change: float
+    cost: float
+
+
 class Scheduler:
-    """Chooses the replica counts of all jobs that may run."""
+    """Chooses the replica counts of all jobs that may run.
+
+    It is told what has changed. A decision is due at once if a job or the nodes have changed in what the
+    counts must respect; for new measurements decisions take at most `MAX_SHARE` of the time.
+    """
 
     def __init__(self) -> None:
         self._memories: dict[str, _JobMemory] = {}
         self._templates = TemplateMeasurements()
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
-        self.explained: dict[str, DecisionView] = {}
-        """Decisions of the last `schedule` to store with the metrics service, by job id."""
+        self._candidates: dict[str, _Candidate] = {}
+        self._resources = _Resources(None, ())
+        self._standing = StandingDecisions()
+        self._answer: Answer | None = None
+        self._answered_at = -inf
+        self._explained: Collection[DecisionView] = ()
+        self._not_stored: set[str] = set()
+        self._jobs_changed = self._resources_changed = self._measurements_changed = False
+
+    # -- what has changed -----------------------------------------------------------------------------------
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._memories = {uid: memory for uid, memory in self._memories.items() if uid in uids}
+        for job_id, candidate in list(self._candidates.items()):
+            if candidate.observed.resource.uid not in uids:
+                self.remove(job_id)
+
+    def set_resources(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
+        """Use these nodes and pods from now on.
+
+        Args:
+            nodes: all nodes. None if the operator may not read nodes.
+            pods: the pods that belong to no job that may run.
+        """
+        self._resources = _Resources(nodes, pods)
+        self._resources_changed = True
+        selects_others = self._node_selection.update(nodes or ())
+        for candidate in list(self._candidates.values()):
+            memory = self._memories[candidate.observed.resource.uid]
+            if selects_others or memory.backoff.failed_placement(candidate.observed.now) is not None:
+                self.update(candidate.observed)
+
+    def update(self, job: ObservedJob) -> None:
+        """Use this state of a job that may run from now on."""
+        job_id, before = job.resource.id, self._candidates.get(job.resource.id)
+        if before is not None and before.observed.resource.uid != job.resource.uid:
+            # Another AdaScaleJob of this name.
+            self.remove(job_id)
+            before = None
+        demand = self._demand(job)
+        candidate = self._candidate(job, demand)
+        self._candidates[job_id] = candidate
+        if before is None:
+            self._jobs_changed = True
+            return
+        decision = self._standing.get(job_id)
+        kept = decision or Decision(before.state.replicas, "")
+        if not is_answered(candidate.state, before.state, kept) or not _same_demand(demand, before.demand):
+            self._jobs_changed = True
+        elif candidate.state != before.state or demand != before.demand:
+            self._measurements_changed = True
+
+    def remove(self, job_id: str) -> None:
+        """Drop a job that may not run, or is gone."""
+        if self._candidates.pop(job_id, None) is not None:
+            self._standing.discard(job_id)
+            self._jobs_changed = True
+
+    def explain_again(self, job_id: str) -> None:
+        """Have the decision about a job explained again, since it could not be stored."""
+        self._not_stored.add(job_id)
+        self._measurements_changed = True
+
+    def decide_again(self) -> None:
+        """Have a decision be due, though nothing is known to have changed."""
+        self._jobs_changed = True
+
+    # -- deciding -------------------------------------------------------------------------------------------
+
+    def is_due(self, now: float) -> bool:
+        """Whether to decide at `now`, in seconds since 1970."""
+        if self._answer is None or self._jobs_changed or self._resources_changed:
+            return bool(self._candidates) or self._answer is not None
+        changes = self._measurements_changed or time.monotonic() >= self._answer.next_change
+        interval = max(MIN_INTERVAL, self._answer.cost / MAX_SHARE)
+        return changes and not self._answered_at <= now < self._answered_at + interval
+
+    def question(self) -> Question:
+        """Return what is to be decided now."""
+        for job_id in self._not_stored:
+            self._explanations.repeat(job_id)
+        self._not_stored.clear()
+        for job_id, candidate in list(self._candidates.items()):
+            memory = self._memories[candidate.observed.resource.uid]
+            if candidate.template != _reported(memory):
+                self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand)
+                self._measurements_changed = True
+        same_jobs = not (self._jobs_changed or self._measurements_changed)
+        self._jobs_changed = self._resources_changed = self._measurements_changed = False
+        return Question(dict(self._candidates), self._resources, self._answer, same_jobs)
+
+    def solve(self, question: Question) -> Answer:
+        """Return the replica count of each job of a question. To be called in a thread, one at a time."""
+        begun = time.thread_time()
+        # Durations are measured on the monotonic clock, so the decision gets its time from it too.
+        now = time.monotonic()
+        before, candidates, resources = question.before, question.candidates, question.resources
+        same_jobs = question.same_jobs and before is not None and now < before.next_change
+        if before is not None and same_jobs and before.question.resources.free == resources.free:
+            cost = max(before.cost, time.thread_time() - begun)
+            return replace(before, question=question, explained={}, cost=cost)
+        demands = {job_id: each.demand for job_id, each in candidates.items()}
+        states = [each.state for each in candidates.values()]
+        capacity = resources.capacity(candidates, demands)
+        problem = DecisionProblem.of(states, capacity, before.problem if before is not None else None)
+        decisions = problem.decide(now)
+        for job_id, candidate in candidates.items():
+            decision = decisions[job_id]
+            if candidate.limit_reason is not None and decision.replicas < candidate.state.replicas:
+                decisions[job_id] = replace(decision, reason=candidate.limit_reason)
+        due = self._explanations.due(decisions, now)
+        explained = explain(problem, now, decisions=decisions, time=time.time(), only=due) if due else {}
+        next_change, cost = problem.next_change(now), time.thread_time() - begun
+        return Answer(question, decisions, explained, problem, next_change, cost)
+
+    def adopt(self, answer: Answer, now: float) -> set[str]:
+        """Use an answer from now on, except what it says about jobs that have changed since.
+
+        Args:
+            answer: to the last question.
+            now: seconds since 1970.
+
+        Returns:
+            the jobs that get another replica count.
+        """
+        asked = {job_id: each.state for job_id, each in answer.question.candidates.items()}
+        present = {job_id: each.state for job_id, each in self._candidates.items()}
+        changed, outdated = self._standing.adopt(
+            answer.decisions, asked, present, may_grow=self._still_fits(answer)
+        )
+        self._not_stored |= outdated
+        if outdated:
+            self._jobs_changed = True
+        if self._explanations.has_more:
+            self._measurements_changed = True
+        self._explained = [view for job_id, view in answer.explained.items() if job_id not in outdated]
+        # Without the answer before, of which it holds the predictions.
+        self._answer, self._answered_at = replace(answer, question=replace(answer.question, before=None)), now
+        return changed
+
+    def take_explained(self) -> Collection[DecisionView]:
+        """Return the decisions to store with the metrics service, once."""
+        explained, self._explained = self._explained, ()
+        return explained
+
+    def decision(self, job_id: str) -> Decision | None:
+        """Return what holds for a job. None if it may not run, or waits for its first decision."""
+        candidate = self._candidates.get(job_id)
+        if candidate is None:
+            return None
+        decision = self._standing.decision(candidate.state)
+        last = self._standing.get(job_id)
+        if decision is not None and decision is not last and candidate.limit_reason is not None:
+            decision = replace(decision, reason=candidate.limit_reason)
+        return decision
+
+    @property
+    def waiting(self) -> int:
+        """The number of jobs that may run and have no replicas by the last decision."""
+        decisions = map(self._standing.get, self._candidates)
+        return sum(decision is not None and decision.replicas == 0 for decision in decisions)
+
+    def _still_fits(self, answer: Answer) -> bool:
+        """Whether the counts of an answer fit on the present nodes."""
+        asked, present = answer.question.resources, self._resources
+        if asked is present or asked.free == present.free:
+            return True
+        demands = {job_id: each.demand for job_id, each in self._candidates.items()}
+        counts = {
+            job_id: each.replicas
+            for job_id, each in answer.decisions.items()
+            if each.replicas and job_id in demands
+        }
+        return present.capacity(self._candidates, demands).fits(counts)
+
+    # -- one job --------------------------------------------------------------------------------------------
 
     def failed_placement(self, job: ObservedJob) -> FailedPlacement | None:
         """Return the count of a job that could not be placed and may not be scheduled yet."""
@@ -67,53 +335,10 @@ class Scheduler:
         memory = self._memories.get(job.resource.uid)
         return memory.failing_counts.given_up if memory is not None else None
 
-    def schedule(
-        self,
-        jobs: Iterable[ObservedJob],
-        nodes: Sequence[ApiObject] | None,
-        pods: Sequence[ApiObject],
-        isolation: Isolation,
-    ) -> dict[str, Decision]:
-        """Return the replica count of each job, by job id. A job whose state can't be computed has none.
-
-        Args:
-            jobs: the jobs that may run.
-            nodes: all nodes. None if the operator may not read nodes.
-            pods: all pods of the cluster.
-            isolation: handles the errors of a single job.
-        """
-        jobs_by_id = {job.resource.id: job for job in jobs}
-        demands = {}
-        self._node_selection.update(nodes or ())
-        for job_id, job in jobs_by_id.items():
-            with isolation(job_id):
-                demands[job_id] = self._demand(job)
-        capacity: Capacity
-        if nodes is None:
-            max_replicas = (job.resource.valid_job.spec.max_replicas for job in jobs_by_id.values())
-            capacity = ReplicaCapacity(sum(max_replicas))
-        else:
-            capacity = NodeCapacity(free_nodes(nodes, pods, demands), demands)
-        states = []
-        for job_id in demands:
-            with isolation(job_id):
-                states.append(self._state(jobs_by_id[job_id], capacity))
-        # Durations are measured on the monotonic clock, so the decision gets its time from it too.
-        now = time.monotonic()
-        problem = DecisionProblem.of(states, capacity)
-        decisions = problem.decide(now)
-        for state in states:
-            cap, decision = jobs_by_id[state.id].resource.valid_job.replicas, decisions[state.id]
-            failing = self.failing_count(jobs_by_id[state.id])
-            if state.limit is None or decision.replicas >= state.replicas:
-                continue
-            if state.limit == cap:
-                decisions[state.id] = replace(decision, reason=f"spec.replicas is {cap}")
-            elif failing is not None and state.limit == failing.limit:
-                decisions[state.id] = replace(decision, reason=str(failing))
-        due = self._explanations.due(decisions, now)
-        self.explained = explain(problem, now, decisions=decisions, time=time.time(), only=due) if due else {}
-        return decisions
+    def next_due(self, job: ObservedJob) -> float:
+        """Return when time alone changes the state of a job, in seconds since 1970; infinite if never."""
+        memory = self._memories.get(job.resource.uid)
+        return memory.backoff.next_due(job.now) if memory is not None else inf
 
     def _demand(self, observed: ObservedJob) -> Demand:
         """Return what a job requests of the nodes."""
@@ -130,29 +355,48 @@ class Scheduler:
             one_node=observed.single_node,
         )
 
-    def explain_again(self, job_id: str) -> None:
-        """Have the decision about a job explained in the next cycle, since it could not be stored."""
-        self._explanations.repeat(job_id)
-
-    def _state(self, observed: ObservedJob, capacity: Capacity) -> JobState:
-        """Return a job's state for the decision."""
+    def _candidate(self, observed: ObservedJob, demand: Demand) -> _Candidate:
+        """Return a job as the decision sees it."""
         job, view = observed.resource.valid_job, observed.service or JobView.empty()
         memory = self._memories.setdefault(observed.resource.uid, _JobMemory())
         memory.measurements.update(view, time.monotonic())
         state = memory.measurements.job_state(job, view, training_target(job, view))
         current = observed.current_allocation
         trains_current = view.desired == current and observed.training_replicas > 0
-        most = partial(capacity.max_replicas, job.id)  # Costly on many nodes, and rarely needed.
+
+        def most() -> int:
+            # Costly on many nodes, and rarely needed.
+            return self._resources.capacity(self._candidates, {job.id: demand}).max_replicas(job.id)
+
         _update_backoff(memory.backoff, observed, most)
         _update_failing_counts(memory.failing_counts, observed, view)
+        failing = memory.failing_counts.given_up
         limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
-        return replace(
+        limit = min((limit for limit in limits if limit is not None), default=None)
+        limit_reason = None
+        if limit is not None and limit == job.replicas:
+            limit_reason = f"spec.replicas is {limit}"
+        elif failing is not None and limit == failing.limit:
+            limit_reason = str(failing)
+        state = replace(
             state,
             arrival=float(observed.resource.created_at),
             replicas=current.replicas if current is not None else 0,
             stable_since=state.stable_since if trains_current else None,
-            limit=min((limit for limit in limits if limit is not None), default=None),
+            limit=limit,
         )
+        return _Candidate(observed, demand, state, _reported(memory), limit_reason)
+
+
+def _reported(memory: _JobMemory) -> tuple[object, ...]:
+    """Return what the jobs of a job's template have reported."""
+    template = memory.measurements.template
+    return template.step_times, template.first_estimate, template.largest
+
+
+def _same_demand(demand: Demand, before: Demand) -> bool:
+    """Whether two demands differ in no more than the nodes of replicas."""
+    return replace(demand, placed={}) == replace(before, placed={})
 
 
 def _program(job: AdaScaleJob) -> str:

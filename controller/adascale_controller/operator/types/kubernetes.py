@@ -11,6 +11,8 @@ from adascale_core import names
 
 ApiObject = Mapping[str, Any]
 """An object of the Kubernetes API, or a part of an object, as JSON."""
+JobKey = tuple[str, str]
+"""Namespace and name of a job, and of any other object."""
 Manifest = dict[str, Any]
 """An `ApiObject` under construction."""
 
@@ -39,7 +41,7 @@ def timestamp(moment: float) -> str:
     return datetime.fromtimestamp(int(moment), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def object_key(raw: ApiObject) -> tuple[str, str]:
+def object_key(raw: ApiObject) -> JobKey:
     """Return namespace (empty for cluster-scoped objects) and name of an object."""
     meta = raw["metadata"]
     return meta.get("namespace", ""), meta["name"]

@@ -1,0 +1,86 @@
+"""Which jobs a cycle looks at: those that have changed, those whose time has come, and each now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+SWEEP_INTERVAL = 120.0
+"""Seconds after which a job is looked at in any case."""
+MAX_BACKGROUND = 100
+"""Jobs of a cycle at most that are looked at only for new reports, telemetry, or because of the interval."""
+
+
+class WorkQueue(Generic[Key]):
+    """The jobs to look at.
+
+    A job that has changed is looked at in the next cycle. Background work is what can wait: the reports of
+    all jobs come at the same time, and jobs that have changed must not wait until they are all read.
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[Key, None] = {}
+        self._reported: dict[Key, None] = {}
+        self._due: dict[Key, float] = {}
+        self._background_due: dict[Key, float] = {}
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Have jobs looked at in the next cycle."""
+        self._changed.update(dict.fromkeys(keys))
+
+    def add_reported(self, keys: Iterable[Key]) -> None:
+        """Have jobs with new reports looked at, as background work, in this order."""
+        self._reported.update(dict.fromkeys(keys))
+
+    def plan(self, key: Key, now: float, due: float, background_due: float) -> None:
+        """Set when a job is looked at next if nothing changes.
+
+        Args:
+            key: the job.
+            now: seconds since 1970.
+            due: when time alone may change what is to be done.
+            background_due: when its telemetry may be written.
+        """
+        self._due[key] = due
+        self._background_due[key] = min(background_due, now + SWEEP_INTERVAL)
+
+    def discard(self, keys: Collection[Key]) -> None:
+        """Drop jobs that no longer exist."""
+        for jobs in (self._changed, self._reported, self._due, self._background_due):
+            for key in keys:
+                jobs.pop(key, None)
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether there are jobs whose new reports were not looked at yet."""
+        return bool(self._reported)
+
+    def take(self, now: float) -> list[Key]:
+        """Return the jobs to look at now: of those that can wait the oldest, `MAX_BACKGROUND` at most.
+
+        Args:
+            now: seconds since 1970.
+        """
+        taken = dict.fromkeys((*self._changed, *self._planned(now)))
+        waiting = [key for key in self._reported if key not in taken]
+        waiting += [key for key in self._planned_background(now) if key not in taken]
+        taken.update(dict.fromkeys(list(dict.fromkeys(waiting))[:MAX_BACKGROUND]))
+        self._changed.clear()
+        for key in taken:
+            self._reported.pop(key, None)
+            # Until it is planned again, after it was looked at.
+            self._due.pop(key, None)
+            self._background_due[key] = now + SWEEP_INTERVAL
+        return list(taken)
+
+    def _planned(self, now: float) -> list[Key]:
+        return [key for key, due in self._due.items() if due <= now]
+
+    def _planned_background(self, now: float) -> list[Key]:
+        """Return the jobs whose background work is due, the oldest first."""
+        # A time that is too far away was planned before the clock was set back.
+        latest = now + SWEEP_INTERVAL
+        due = [(due, key) for key, due in self._background_due.items() if due <= now or due > latest]
+        return [key for _, key in sorted(due, key=lambda each: each[0])]
