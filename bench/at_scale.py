@@ -1,24 +1,29 @@
-"""Measures the operator with many jobs on simulated nodes: reaction times, processor time, memory, calls.
+"""Measures the operator with many jobs on simulated nodes: reaction times, processor time, memory, requests.
 
-    KUBECONFIG=... .venv/bin/python bench/at_scale.py [--jobs 1000] [--seconds 60] [--profile]
+    KUBECONFIG=... .venv/bin/python bench/at_scale.py [--jobs 1000] [--nodes 500] [--gpus 8] [--profile SVG]
 
-The cluster has a real API server and nodes that exist in it only, by KWOK: their pods are Running at once.
-The nodes have the label `type: kwok` and the taint `kwok.x-k8s.io/node`. The operator and the metrics service
-run in processes of their own on this machine, and this process plays the agents of all pods: it registers
-them, sends their heartbeats, and reports steps. With the jobs all training, it measures
+The cluster has a real API server and nodes that exist in it only, by KWOK (https://kwok.sigs.k8s.io), which
+manages nodes with the annotation `kwok.x-k8s.io/node: fake` and has their pods Running at once. Nodes that
+are missing are created, and deleted at the end. The operator and the metrics service run in processes of
+their own on this machine, and another process plays the agents of all pods: it registers them, sends their
+heartbeats, and reports steps, as often as the metrics service requests. With all jobs training, on as many
+replicas as they want, it measures the operator while nothing changes but reports, and then the times
 
-- apply: from the creation of another job to its Indexed Job,
-- edit: from an edit of a job to the status with `observedGeneration`,
-- lost pod: from the deletion of a pod to the pod's replacement,
+- apply: from the answer to the creation of another job to its Indexed Job,
+- edit: from the answer to an edit of a job to the status with its `observedGeneration`,
+- lost pod: from the eviction of a pod to its deletion by the operator, so that it is replaced at once.
 
-and the processor time and calls of the operator while nothing changes but reports. --profile needs py-spy.
+The times are those at which watches of this process see the results. The jobs have 20 templates, which differ
+in image, processor and memory. --profile needs py-spy.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +37,7 @@ from pathlib import Path
 from queue import Empty, PriorityQueue
 from statistics import quantiles
 from typing import Any
+from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -44,14 +50,18 @@ from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import GainReport, MemberView, Registration, ReplicaState
 from api.client import ServiceProcess, environment
 from cluster.conftest import fresh_namespace
-from support.launch import wait_until
-from support.operator_process import OperatorProcess
+from support.launch import free_port, wait_until
 
 TOKEN = "token-of-the-measurement"
 TEMPLATES = 20
 THREADS = 8
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+SIMULATED = "kwok.x-k8s.io/node"
 JOBS_TIMEOUT = 1800.0
+STABLE_SECONDS = 30.0
+"""Seconds without a change of a replica count after which the jobs have as many replicas as they want."""
+STABLE_TIMEOUT = 300.0
+OBJECT = (names.API_GROUP, names.API_VERSION)
 
 
 def main() -> None:
@@ -60,19 +70,141 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=20, help="measured changes of each kind")
+    parser.add_argument(
+        "--nodes", type=int, default=0, help="simulated nodes; those that are missing are created"
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a created node")
+    parser.add_argument("--samples", type=int, default=50, help="measured changes of each kind")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring while nothing changes")
-    parser.add_argument("--heartbeat", type=float, default=10.0, help="seconds between two of an agent")
-    parser.add_argument("--report", type=float, default=10.0, help="seconds between two reports of a job")
-    parser.add_argument("--profile", type=Path, metavar="SVG", help="a flame graph of the idle operator")
+    parser.add_argument("--heartbeat", type=float, default=names.HEARTBEAT_INTERVAL, help="seconds, at least")
+    parser.add_argument("--report", type=float, default=1.0, help="seconds between two reports, at least")
+    parser.add_argument("--profile", type=Path, metavar="SVG", help="a flame graph of the operator")
     arguments = parser.parse_args()
     kubeconfig = os.environ["KUBECONFIG"]
     with (
         config.new_client_from_config(config_file=kubeconfig) as api,
         tempfile.TemporaryDirectory() as folder,
+        simulated_nodes(api, arguments.nodes, arguments.gpus) as nodes,
         fresh_namespace(api) as namespace,
     ):
-        Measurement(api, kubeconfig, namespace, Path(folder), arguments).run()
+        Measurement(api, kubeconfig, namespace, Path(folder), arguments).run(nodes)
+
+
+@contextmanager
+def simulated_nodes(api: client.ApiClient, wanted: int, gpus: int) -> Iterator[int]:
+    """Create the simulated nodes that are missing, and return the number of all."""
+    core: Any = client.CoreV1Api(api)
+    present = len(core.list_node(label_selector="type=kwok").items)
+    created = [f"simulated-{number:04d}" for number in range(wanted - present)]
+    has = {"cpu": "96", "memory": "1Ti", "pods": "250", "nvidia.com/gpu": str(gpus)}
+    try:
+        for name in created:
+            labels = {"type": "kwok", "kubernetes.io/hostname": name}
+            metadata = {"name": name, "annotations": {SIMULATED: "fake"}, "labels": labels}
+            taint = {"key": SIMULATED, "value": "fake", "effect": "NoSchedule"}
+            status = {"allocatable": has, "capacity": has}
+            core.create_node({"metadata": metadata, "spec": {"taints": [taint]}, "status": status})
+        yield present + len(created)
+    finally:
+        for name in created:
+            core.delete_node(name)
+
+
+class Operator:
+    """The operator in a process of its own.
+
+    Args:
+        kubeconfig: the kubeconfig of the cluster.
+        url, token_file: the metrics service, and the token for it.
+        folder: the folder for its log.
+        options: command line options.
+    """
+
+    def __init__(self, kubeconfig: str, url: str, token_file: Path, folder: Path, *options: str) -> None:
+        self._log = folder / "operator.log"
+        self._port = free_port()
+        program = "from adascale_controller.cli import main; main()"
+        probe = f"127.0.0.1:{self._port}"
+        required = ("--api-url", url, "--token-file", str(token_file), "--liveness", probe)
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program, "operator", *required, *options],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "KUBECONFIG": kubeconfig},
+            )
+
+    @property
+    def log(self) -> str:
+        """Its log."""
+        return self._log.read_text()
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Its resident memory, in MiB: present (VmRSS) and largest (VmHWM)."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return {kind: int(size) / 1024 for kind, size in re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", status)}
+
+    def figures(self) -> Figures:
+        """Return what it has used and done until now."""
+        with urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
+            text = answer.read().decode()
+
+        def total(name: str) -> float:
+            return sum(
+                float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+            )
+
+        return Figures(
+            time.monotonic(),
+            cpu_of(self.process.pid),
+            total("adascale_operator_cycle_duration_seconds_count"),
+            total("adascale_operator_cycle_cpu_seconds_total"),
+            total("adascale_operator_api_requests_total"),
+        )
+
+    def stop(self) -> None:
+        """Stop it."""
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the operator has used and done.
+
+    Args:
+        time: seconds on the monotonic clock.
+        cpu: seconds of processor time.
+        cycles: the number of cycles.
+        cycle_cpu: seconds of processor time in cycles.
+        requests: requests to the API server, without watches.
+    """
+
+    time: float
+    cpu: float
+    cycles: float
+    cycle_cpu: float
+    requests: float
+
+    def __sub__(self, other: Figures) -> Figures:
+        return Figures(
+            self.time - other.time,
+            self.cpu - other.cpu,
+            self.cycles - other.cycles,
+            self.cycle_cpu - other.cycle_cpu,
+            self.requests - other.requests,
+        )
+
+    @property
+    def cores(self) -> float:
+        """The processors that it has used on average."""
+        return self.cpu / self.time
+
+    @property
+    def ms_per_cycle(self) -> float:
+        """Processor time of a cycle, in ms."""
+        return 1000 * self.cycle_cpu / max(self.cycles, 1)
 
 
 class Measurement:
@@ -86,159 +218,222 @@ class Measurement:
         folder: Path,
         arguments: argparse.Namespace,
     ) -> None:
-        self._api = api
         self._kubeconfig = kubeconfig
         self._namespace = namespace
         self._folder = folder
         self._arguments = arguments
         self._objects: Any = client.CustomObjectsApi(api)
         self._core: Any = client.CoreV1Api(api)
-        self._batch = client.BatchV1Api(api)
+        self._seen = Seen(api, namespace)
+        self._rows: list[tuple[str, str]] = []
 
-    def run(self) -> None:
+    def run(self, nodes: int) -> None:
         """Start everything, measure, and stop everything."""
         arguments = self._arguments
-        nodes = len(self._core.list_node(label_selector="type=kwok").items)
         token_file = self._folder / "token"
         token_file.write_text(TOKEN)
         with ServiceProcess(self._folder, environ=environment(ADASCALE_TOKEN=TOKEN)) as service:
             url = f"http://127.0.0.1:{service.port}"
-            operator = OperatorProcess(
-                *(self._kubeconfig, url, token_file, self._folder),
-                *("--lease-namespace", self._namespace),
+            operator = Operator(
+                *(self._kubeconfig, url, token_file, self._folder), "--lease-namespace", self._namespace
             )
-            agents = Agents(url, arguments.heartbeat, arguments.report)
+            agents = multiprocessing.get_context("spawn").Process(
+                target=play_agents,
+                args=(self._kubeconfig, self._namespace, url, arguments.heartbeat, arguments.report),
+                daemon=True,
+            )
+            agents.start()
             try:
                 wait_until(lambda: "Running in" in operator.log, "a running operator")
-                with agents.following(self._api, self._namespace):
-                    self._measure(operator, agents, service, nodes)
+                with self._seen.watching():
+                    self._measure(operator, url, service.process.pid)
+            except BaseException:
+                print(operator.log[-4000:], file=sys.stderr)
+                raise
             finally:
                 operator.stop()
+                agents.terminate()
+                agents.join()
+        print(f"\n| | {arguments.jobs:,} jobs, {nodes:,} nodes |\n| --- | --- |")
+        for name, value in self._rows:
+            print(f"| {name} | {value} |")
 
-    def _measure(
-        self, operator: OperatorProcess, agents: Agents, service: ServiceProcess, nodes: int
-    ) -> None:
-        arguments = self._arguments
-        print(f"{arguments.jobs} jobs, {nodes} nodes", flush=True)
-        begun, cpu = time.monotonic(), operator.cpu
+    def _measure(self, operator: Operator, url: str, service: int) -> None:
+        arguments, begun = self._arguments, operator.figures()
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self._submit, range(arguments.jobs)))
-        print(f"created in {time.monotonic() - begun:.0f} s", flush=True)
+        self._note(f"{arguments.jobs} jobs created", begun)
         wait_until(
-            lambda: self._training(agents.url) >= arguments.jobs, "training", patience=JOBS_TIMEOUT, pause=2.0
+            lambda: self._training(url)[0] >= arguments.jobs, "training", patience=JOBS_TIMEOUT, pause=2.0
         )
-        print(
-            f"all jobs train after {time.monotonic() - begun:.0f} s, {operator.cpu - cpu:.0f} s of processor "
-            f"time of the operator, {len(agents.agents)} pods",
-            flush=True,
-        )
-        self._wait_until_stable(agents)
-        before, cpu, service_cpu = operator.calls, operator.cpu, cpu_of(service.process.pid)
+        self._note("all jobs train", begun)
+        self._add("time until all jobs train", f"{time.monotonic() - begun.time:.0f} s")
+        self._wait_until_stable(url)
+        started = operator.figures() - begun
+        self._note(f"the jobs have as many replicas as they want: {self._training(url)[1]}", begun)
+        self._add("operator, processor time until then", f"{started.cpu:.0f} s")
         self._profile(operator)
+        before, service_cpu = operator.figures(), cpu_of(service)
         time.sleep(arguments.seconds)
-        calls = operator.calls - before
-        to_cluster = sum(number for kind, number in calls.items() if kind.startswith("cluster"))
-        share = 100 / arguments.seconds
-        print(f"operator, nothing changes   {share * (operator.cpu - cpu):6.1f} % of a core")
-        service_cpu = cpu_of(service.process.pid) - service_cpu
-        print(f"metrics service             {share * service_cpu:6.1f} % of a core")
-        print(f"operator, memory            {operator.memory / 2**20:6.0f} MiB")
-        print(f"calls per job and minute    {to_cluster * 60 / arguments.seconds / arguments.jobs:6.2f}")
+        idle, service_cpu = operator.figures() - before, cpu_of(service) - service_cpu
+        self._add("operator, processor time of a cycle, nothing changes", f"{idle.ms_per_cycle:.1f} ms")
+        self._add("operator, while nothing changes but reports", f"{idle.cores:.3f} cores")
+        self._add("metrics service, then", f"{service_cpu / arguments.seconds:.2f} cores")
+        per_job = idle.requests * 60 / idle.time / arguments.jobs
+        self._add("requests to the API server per job and minute, then", f"{per_job:.2f}")
         kinds: list[tuple[str, Callable[[int], float]]] = [
             ("apply to Indexed Job", self._apply),
-            ("edit to status", self._edit),
-            ("lost pod to another pod", self._lose),
+            ("edit of the spec to new status", self._edit),
+            ("lost pod to its deletion by the operator", self._lose),
         ]
+        before = operator.figures()
         for name, measure in kinds:
-            cpu, begun = operator.cpu, time.monotonic()
-            seconds = [measure(number) for number in range(arguments.samples)]
-            used = 100 * (operator.cpu - cpu) / (time.monotonic() - begun)
-            p50, p99 = percentiles(seconds)
-            print(f"{name:27} {p50:6.2f} s p50 {p99:6.2f} s p99; operator {used:.0f} % of a core", flush=True)
+            p50, p99 = percentiles([measure(number) for number in range(arguments.samples)])
+            self._add(f"{name}, p50 / p99 of {arguments.samples}", f"{p50:.2f} / {p99:.2f} s")
+            self._note(name, begun)
+        changes = operator.figures() - before
+        self._add(
+            "operator, processor time of a cycle, changes all the time", f"{changes.ms_per_cycle:.0f} ms"
+        )
+        self._add("operator, during these changes", f"{changes.cores:.2f} cores")
+        memory = operator.memory
+        self._add("operator, memory, then / at most", f"{memory['VmRSS']:.0f} / {memory['VmHWM']:.0f} MiB")
 
-    def _training(self, url: str) -> int:
+    def _add(self, name: str, value: str) -> None:
+        self._rows.append((name, value))
+        print(f"{name}: {value}", flush=True)
+
+    def _note(self, what: str, begun: Figures) -> None:
+        print(f"{time.monotonic() - begun.time:6.0f} s: {what}", file=sys.stderr, flush=True)
+
+    def _training(self, url: str) -> tuple[int, int]:
+        """Return how many jobs train, and on how many replicas."""
         jobs = MetricsServiceClient(url, TOKEN).list_jobs()
-        return sum(job.active is not None and job.latest is not None for job in jobs)
+        active = [job.active.replicas for job in jobs if job.active is not None and job.latest is not None]
+        return len(active), sum(active)
 
-    def _wait_until_stable(self, agents: Agents) -> None:
-        """Wait until no pod was added or removed for some seconds."""
-        seen, since = -1, time.monotonic()
-        deadline = since + 300
-        while time.monotonic() < min(since + 20, deadline):
-            if agents.changes != seen:
-                seen, since = agents.changes, time.monotonic()
-            time.sleep(1)
+    def _wait_until_stable(self, url: str) -> None:
+        """Wait until no job has changed its replica count for some seconds."""
+        seen, since = (0, 0), time.monotonic()
+        deadline = since + STABLE_TIMEOUT
+        while time.monotonic() < min(since + STABLE_SECONDS, deadline):
+            training = self._training(url)
+            if training != seen:
+                seen, since = training, time.monotonic()
+            time.sleep(3)
 
-    def _profile(self, operator: OperatorProcess) -> None:
+    def _profile(self, operator: Operator) -> None:
         if self._arguments.profile is not None:
-            command = ["py-spy", "record", "--pid", str(operator.process.pid), "--duration", "20"]
-            subprocess.Popen([*command, "--output", str(self._arguments.profile)])
+            seconds = str(int(self._arguments.seconds))
+            command = ["py-spy", "record", "--pid", str(operator.process.pid), "--duration", seconds]
+            subprocess.Popen([*command, "--threads", "--output", str(self._arguments.profile)])
 
     # -- changes ------------------------------------------------------------------------------------------
 
     def _submit(self, number: int) -> str:
         name = f"job-{number:05d}"
         body = manifest(name, number % TEMPLATES)
-        self._objects.create_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, body
-        )
+        self._objects.create_namespaced_custom_object(*OBJECT, self._namespace, names.PLURAL, body)
         return name
 
     def _apply(self, number: int) -> float:
         name = self._submit(self._arguments.jobs + number)
-        begun = time.monotonic()
-        wait_until(lambda: self._exists(name), f"the Indexed Job of {name}", pause=0.02)
-        return time.monotonic() - begun
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self._batch.read_namespaced_job(name, self._namespace)
-        except client.ApiException as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
+        return self._seen.seconds_until(lambda: name in self._seen.indexed_jobs)
 
     def _edit(self, number: int) -> float:
         name = f"job-{number:05d}"
         patched = self._objects.patch_namespaced_custom_object(
-            *(names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, name),
+            *(*OBJECT, self._namespace, names.PLURAL, name),
             {"spec": {"maxBatchSize": 256 - 32 * (1 + number % 3)}},
         )
-        begun = time.monotonic()
-
-        def observed() -> bool:
-            raw = self._objects.get_namespaced_custom_object(
-                names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, name
-            )
-            return bool(raw["status"]["observedGeneration"] >= patched["metadata"]["generation"])
-
-        wait_until(observed, f"the status of {name}", pause=0.02)
-        return time.monotonic() - begun
+        wanted = patched["metadata"]["generation"]
+        return self._seen.seconds_until(lambda: self._seen.observed.get(name, 0) >= wanted)
 
     def _lose(self, number: int) -> float:
-        name = f"job-{number:05d}"
-        selector = f"{names.LABEL_JOB}={name}"
+        job = f"job-{number + self._arguments.samples:05d}"
+        name, uid = next((pod, uid) for (pod, of_job), uid in self._seen.pods.items() if of_job == job)
+        disruption = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+        status = {"phase": "Failed", "reason": "Evicted", "conditions": [disruption]}
+        self._core.patch_namespaced_pod_status(name, self._namespace, {"status": status})
+        return self._seen.seconds_until(lambda: uid in self._seen.deleted_pods)
 
-        def pods() -> set[str]:
-            listed = self._core.list_namespaced_pod(self._namespace, label_selector=selector).items
-            return {pod.metadata.uid for pod in listed if pod.metadata.deletion_timestamp is None}
 
-        before = pods()
-        pod = self._core.list_namespaced_pod(self._namespace, label_selector=selector).items[0]
-        self._core.delete_namespaced_pod(pod.metadata.name, self._namespace, grace_period_seconds=0)
+class Seen:
+    """What watches have seen of the objects in a namespace."""
+
+    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._changed = threading.Condition()
+        self.indexed_jobs: set[str] = set()
+        self.observed: dict[str, int] = {}
+        self.pods: dict[tuple[str, str], str] = {}
+        """Name and job of a pod -> its uid."""
+        self.deleted_pods: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch during the context. The threads end with the process."""
+        objects: Any = client.CustomObjectsApi(self._api)
+        batch, core = client.BatchV1Api(self._api), client.CoreV1Api(self._api)
+        kinds: list[tuple[Callable[..., Any], tuple[str, ...], Callable[[str, Any], None]]] = [
+            (batch.list_namespaced_job, (self._namespace,), self._see_indexed_job),
+            (
+                objects.list_namespaced_custom_object,
+                (*OBJECT, self._namespace, names.PLURAL),
+                self._see_job,
+            ),
+            (core.list_namespaced_pod, (self._namespace,), self._see_pod),
+        ]
+        for kind in kinds:
+            threading.Thread(target=self._watch, args=kind, daemon=True).start()
+        yield
+
+    def seconds_until(self, condition: Callable[[], bool]) -> float:
+        """Wait for a condition, and return how long."""
         begun = time.monotonic()
-        wait_until(lambda: pods() - before, f"another pod of {name}", pause=0.05)
+        with self._changed:
+            if not self._changed.wait_for(condition, timeout=60):
+                raise TimeoutError("not seen within 60 s")
         return time.monotonic() - begun
+
+    def _watch(
+        self, read: Callable[..., Any], path: tuple[str, ...], see: Callable[[str, Any], None]
+    ) -> None:
+        while True:
+            try:
+                for event in watch.Watch().stream(read, *path, timeout_seconds=300):
+                    with self._changed:
+                        see(event["type"], event["raw_object"])
+                        self._changed.notify_all()
+            except client.ApiException:
+                continue
+
+    def _see_indexed_job(self, _: str, raw: Any) -> None:
+        self.indexed_jobs.add(raw["metadata"]["name"])
+
+    def _see_job(self, _: str, raw: Any) -> None:
+        generation = (raw.get("status") or {}).get("observedGeneration", 0)
+        self.observed[raw["metadata"]["name"]] = generation
+
+    def _see_pod(self, kind: str, raw: Any) -> None:
+        metadata = raw["metadata"]
+        key = metadata["name"], metadata["labels"].get(names.LABEL_JOB, "")
+        if kind == "DELETED" or "deletionTimestamp" in metadata:
+            self.pods.pop(key, None)
+            self.deleted_pods.add(metadata["uid"])
+        else:
+            self.pods[key] = metadata["uid"]
 
 
 def manifest(name: str, template: int) -> dict[str, Any]:
     """Return a job whose pods run on simulated nodes. Checkpoints are not written."""
-    container = {
-        "name": "worker",
-        "image": f"trainer:{template}",
-        "resources": {"limits": {"cpu": "100m", "memory": "1Gi", "nvidia.com/gpu": "1"}},
+    resources = {
+        "cpu": f"{100 * (1 + template % 4)}m",
+        "memory": f"{1 + template % 5}Gi",
+        "nvidia.com/gpu": "1",
     }
+    container = {"name": "worker", "image": f"trainer:{template}", "resources": {"limits": resources}}
     return {
         "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
@@ -253,7 +448,7 @@ def manifest(name: str, template: int) -> dict[str, Any]:
                 "spec": {
                     "containers": [container],
                     "nodeSelector": {"type": "kwok"},
-                    "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+                    "tolerations": [{"key": SIMULATED, "operator": "Exists"}],
                 }
             },
         },
@@ -270,6 +465,13 @@ def percentiles(seconds: Sequence[float]) -> tuple[float, float]:
     """Return the median and the 99th percentile."""
     cuts = quantiles(seconds, n=100, method="inclusive")
     return cuts[49], cuts[98]
+
+
+def play_agents(kubeconfig: str, namespace: str, url: str, heartbeat: float, report: float) -> None:
+    """Play the agents of all pods until the process is ended."""
+    agents = Agents(url, heartbeat, report)
+    with config.new_client_from_config(config_file=kubeconfig) as api, agents.following(api, namespace):
+        threading.Event().wait()
 
 
 # -- agents -----------------------------------------------------------------------------------------------
@@ -293,8 +495,8 @@ class Agents:
 
     Args:
         url: the metrics service.
-        heartbeat: seconds between two heartbeats of an agent.
-        report: seconds between two reports of a job.
+        heartbeat: seconds between two heartbeats of an agent, if the metrics service requests no longer ones.
+        report: seconds between two reports of a job, likewise.
         token: a token that may write for all jobs.
     """
 
@@ -308,7 +510,7 @@ class Agents:
         self._due: PriorityQueue[tuple[float, int, Agent]] = PriorityQueue()
         self._number = 0
         self._steps: dict[str, int] = {}
-        self._reported_at: dict[str, float] = {}
+        self._report_due: dict[str, float] = {}
         self._stopping = threading.Event()
 
     @contextmanager
@@ -399,13 +601,12 @@ class Agents:
         if agent.rank == 0 and running:
             self._report_step(agent)
         settled = running and view.desired is not None and view.desired.generation == agent.generation
-        return self._heartbeat * random.uniform(0.8, 1.0) if settled else 1.0
+        return max(self._heartbeat, view.heartbeat_interval) if settled else 1.0
 
     def _report_step(self, agent: Agent) -> None:
         now = time.monotonic()
-        if now - self._reported_at.get(agent.job, float("-inf")) < self._report:
+        if now < self._report_due.get(agent.job, 0.0):
             return
-        self._reported_at[agent.job] = now
         step = self._steps[agent.job] = self._steps.get(agent.job, 0) + 1
         count = agent.replicas
         report = GainReport(
@@ -420,10 +621,11 @@ class Agents:
             gain=1.0 + 0.8 * (count - 1),
             grad_sqr=1.0,
             grad_var=8.0,
-            step_time=0.1 * random.uniform(0.97, 1.03),
+            step_time=0.1 * (1 + 0.1 * count) * random.uniform(0.97, 1.03),
             time=time.time(),
         )
-        self._transport.request("POST", f"jobs/{agent.job}/gain", [report.to_json()])
+        answer = self._transport.request("POST", f"jobs/{agent.job}/gain", [report.to_json()])
+        self._report_due[agent.job] = now + max(self._report, answer["post_interval"])
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from adascale_core.views import DecisionView, JobChanges, JobList, JobView, Repl
 Object = dict[str, Any]
 TEMPLATES = 20
 RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS, Resource.NODES)
-SETTLE_SECONDS = 25.0
+SETTLE_SECONDS = 40.0
 """Seconds without a write after which no job changes its replica count again."""
 
 
@@ -183,10 +183,11 @@ class World:
     def submit(self, number: int) -> None:
         """Create an AdaScaleJob with one of the templates."""
         template = number % TEMPLATES
+        request = {"cpu": str(1 + template % 4), "memory": f"{4 + template % 5}Gi", "nvidia.com/gpu": "1"}
         container = {
             "name": "worker",
             "image": f"trainer:{template}",
-            "resources": {"limits": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"}},
+            "resources": {"limits": request},
         }
         self.write(
             Resource.ADASCALEJOBS,
