@@ -118,5 +118,6 @@ def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = Non
     answer = answered(scheduler, at_two)
     decision = answer.decisions["team.digits"]
     # The Event of a change has the reason of the decision.
-    assert answer.explained["team.digits"].reason.startswith(decision.reason)
+    (explained,) = scheduler.explain()
+    assert explained.reason.startswith(decision.reason)
     return decision.replicas, decision.reason

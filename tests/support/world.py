@@ -108,6 +108,23 @@ class World:
         with suppress(TimeoutError):
             asyncio.run(run())
 
+    def run_until(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
+        """Run the operator, deliver each change at once, and let nobody else act, until a condition holds."""
+
+        async def run() -> None:
+            running = asyncio.create_task(self._operator.run())
+            try:
+                async with asyncio.timeout(timeout):
+                    while not condition():
+                        if running.done():
+                            running.result()
+                        self.deliver()
+                        await asyncio.sleep(0.005)
+            finally:
+                running.cancel()
+
+        asyncio.run(run())
+
     def lose_undelivered(self) -> None:
         """Drop the undelivered changes, as when a watch is interrupted."""
         self._undelivered.clear()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 TELEMETRY_INTERVAL = 10.0
 """Seconds between two writes of a status in which only telemetry has changed, at least."""
-MAX_TELEMETRY_RATE = 16.0
+MAX_TELEMETRY_RATE = 12.0
 """Such writes per second, for all jobs together."""
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between two cycles while no change is reported."""
-PAUSE = 0.2
+PAUSE = 0.1
 """The minimum number of seconds between two cycles."""
 MAX_PAUSE = 2.0
 """The maximum number of seconds that the processor time of a cycle delays the next one."""
@@ -142,6 +142,17 @@ class ControlLoop:
             await self._run()
         finally:
             self._follower.stop()
+            await self._cancel_writes()
+
+    async def _cancel_writes(self) -> None:
+        """End what goes on beside the cycles: another operator may write as soon as this one has ended."""
+        tasks = [*self._applying.values(), *([self._decision] if self._decision is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._applying.clear()
+        self._decision = None
+        self._look_at_all()
 
     async def _run(self) -> None:
         listed_at = time.monotonic()
@@ -427,7 +438,9 @@ class ControlLoop:
             if self._views is None or not await self._applier.store_decision(decision):
                 self._scheduler.explain_again(decision.job)
 
-        await asyncio.gather(*(store(each) for each in self._scheduler.take_explained()))
+        if self._decision is None:
+            explained = await asyncio.to_thread(self._scheduler.explain)
+            await asyncio.gather(*map(store, explained))
 
     # -- apply ----------------------------------------------------------------------------------------------
 

@@ -55,6 +55,8 @@ class JobFollower:
         self._stopped = threading.Event()
         self._failure: Exception | None = None
         self._expected: dict[str, tuple[int, float]] = {}
+        self._complete_since = 0.0
+        """The begin of the last read of all jobs: `views` has all that was written before."""
         self._lock = threading.Lock()
         self._changed: dict[str, None] = {}
         self._reported: dict[str, None] = {}
@@ -75,15 +77,17 @@ class JobFollower:
 
     def expect(self, job_id: str, version: int) -> None:
         """Have a job be behind until `views` has this version of it, which the operator has written."""
-        self._expected[job_id] = version, time.monotonic() + EXPECTED_WITHIN
+        self._expected[job_id] = version, time.monotonic()
 
     def is_behind(self, job_id: str) -> bool:
         """Whether `views` lacks what the operator has written about a job within `EXPECTED_WITHIN`."""
         if job_id not in self._expected:
             return False
-        (version, until), views = self._expected[job_id], self.views
+        (version, written_at), views = self._expected[job_id], self.views
         present = views.get(job_id) if views is not None else None
-        if views is None or time.monotonic() >= until or (present is not None and present.version >= version):
+        is_read = views is None or self._complete_since > written_at
+        is_read = is_read or (present is not None and present.version >= version)
+        if is_read or time.monotonic() >= written_at + EXPECTED_WITHIN:
             del self._expected[job_id]
             return False
         return True
@@ -137,10 +141,11 @@ class JobFollower:
         return PAUSE
 
     def _read_all(self) -> None:
-        begun = time.thread_time()
+        begun, begun_at = time.thread_time(), time.monotonic()
         page = self._service.read_jobs()
         self._cursor, self._listed_at = page.cursor, time.monotonic()
         self._publish({view.id: view for view in page.jobs})
+        self._complete_since = begun_at
         self.refresh_cost = time.thread_time() - begun
         self.reads += 1
 

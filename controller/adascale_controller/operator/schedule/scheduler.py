@@ -121,7 +121,7 @@ class Answer:
     Args:
         question: the question.
         decisions: job id -> the replica count.
-        explained: decisions to store with the metrics service, by job id.
+        decided_at: on the monotonic clock.
         problem: the problem that was solved.
         next_change: when the same problem may have another solution, on the monotonic clock.
         cost: the seconds of processor time that it took.
@@ -129,7 +129,7 @@ class Answer:
 
     question: Question
     decisions: Mapping[str, Decision]
-    explained: Mapping[str, DecisionView]
+    decided_at: float
     problem: DecisionProblem
     next_change: float
     cost: float
@@ -152,7 +152,9 @@ class Scheduler:
         self._standing = StandingDecisions()
         self._answer: Answer | None = None
         self._answered_at = -inf
-        self._explained: Collection[DecisionView] = ()
+        self._outdated: set[str] = set()
+        self._is_explained = True
+        self._explain_cost = 0.0
         self._not_stored: set[str] = set()
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
 
@@ -222,14 +224,11 @@ class Scheduler:
         if self._answer is None or self._jobs_changed or self._resources_changed:
             return bool(self._candidates) or self._answer is not None
         changes = self._measurements_changed or time.monotonic() >= self._answer.next_change
-        interval = max(MIN_INTERVAL, self._answer.cost / MAX_SHARE)
+        interval = max(MIN_INTERVAL, (self._answer.cost + self._explain_cost) / MAX_SHARE)
         return changes and not self._answered_at <= now < self._answered_at + interval
 
     def question(self) -> Question:
         """Return what is to be decided now."""
-        for job_id in self._not_stored:
-            self._explanations.repeat(job_id)
-        self._not_stored.clear()
         for job_id, candidate in list(self._candidates.items()):
             memory = self._memories[candidate.observed.resource.uid]
             if candidate.template != _reported(memory):
@@ -248,7 +247,7 @@ class Scheduler:
         same_jobs = question.same_jobs and before is not None and now < before.next_change
         if before is not None and same_jobs and before.question.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
-            return replace(before, question=question, explained={}, cost=cost)
+            return replace(before, question=question, cost=cost)
         demands = {job_id: each.demand for job_id, each in candidates.items()}
         states = [each.state for each in candidates.values()]
         capacity = resources.capacity(candidates, demands)
@@ -258,10 +257,8 @@ class Scheduler:
             decision = decisions[job_id]
             if candidate.limit_reason is not None and decision.replicas < candidate.state.replicas:
                 decisions[job_id] = replace(decision, reason=candidate.limit_reason)
-        due = self._explanations.due(decisions, now)
-        explained = explain(problem, now, decisions=decisions, time=time.time(), only=due) if due else {}
         next_change, cost = problem.next_change(now), time.thread_time() - begun
-        return Answer(question, decisions, explained, problem, next_change, cost)
+        return Answer(question, decisions, now, problem, next_change, cost)
 
     def adopt(self, answer: Answer, now: float) -> set[str]:
         """Use an answer from now on, except what it says about jobs that have changed since.
@@ -278,20 +275,38 @@ class Scheduler:
         changed, outdated = self._standing.adopt(
             answer.decisions, asked, present, may_grow=self._still_fits(answer)
         )
-        self._not_stored |= outdated
         if outdated:
             self._jobs_changed = True
-        if self._explanations.has_more:
-            self._measurements_changed = True
-        self._explained = [view for job_id, view in answer.explained.items() if job_id not in outdated]
         # Without the answer before, of which it holds the predictions.
         self._answer, self._answered_at = replace(answer, question=replace(answer.question, before=None)), now
+        self._outdated = outdated
+        self._is_explained = False
         return changed
 
-    def take_explained(self) -> Collection[DecisionView]:
-        """Return the decisions to store with the metrics service, once."""
-        explained, self._explained = self._explained, ()
-        return explained
+    def explain(self) -> Sequence[DecisionView]:
+        """Return the explanations to store with the metrics service, of the last answer, once.
+
+        To be called in a thread, while no question is solved.
+        """
+        answer = self._answer
+        if answer is None or self._is_explained:
+            return ()
+        self._is_explained = True
+        begun = time.thread_time()
+        for job_id in self._not_stored:
+            self._explanations.repeat(job_id)
+        self._not_stored.clear()
+        decisions = {job: each for job, each in answer.decisions.items() if job not in self._outdated}
+        due = self._explanations.due(decisions, answer.decided_at)
+        if self._explanations.has_more:
+            self._measurements_changed = True
+        if not due:
+            return ()
+        found = explain(
+            answer.problem, answer.decided_at, decisions=answer.decisions, time=time.time(), only=due
+        )
+        self._explain_cost = time.thread_time() - begun
+        return list(found.values())
 
     def decision(self, job_id: str) -> Decision | None:
         """Return what holds for a job. None if it may not run, or waits for its first decision."""

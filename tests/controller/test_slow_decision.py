@@ -1,0 +1,122 @@
+"""While a decision takes long, everything else goes on; what comes late is checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from adascale_controller.operator.runtime import control_loop
+from adascale_core.decision import Decision, DecisionProblem
+from adascale_core.messages import Allocation
+from support.world import World
+
+
+class SlowDecisions:
+    """Decisions for as many replicas as a job may have, up to 4, that can be held back."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.begun = 0
+        self.ended = 0
+
+    def decide(self, problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+        self.begun += 1
+        limits = {utility.job.id: utility.job.limit or 4 for utility in problem.queue}
+        assert self.may_end.wait(60)
+        self.ended += 1
+        return {job: Decision(min(4, limit), "by the test") for job, limit in limits.items()}
+
+
+@pytest.fixture
+def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDecisions]:
+    found = SlowDecisions()
+    monkeypatch.setattr(
+        DecisionProblem, "decide", lambda problem, now: found.decide(problem, now), raising=True
+    )
+    monkeypatch.setattr(control_loop, "DECISION_WAIT", 0.01)
+    monkeypatch.setattr(control_loop, "INTERVAL", 0.02)
+    monkeypatch.setattr(control_loop, "PAUSE", 0.01)
+    yield found
+    found.may_end.set()
+
+
+def training_on_four(decisions: SlowDecisions) -> World:
+    world = World()
+    world.submit()
+    world.run_cycles(20)
+    assert world.service.state.desired == Allocation(1, 4)
+    assert world.job is not None
+    assert world.job["status"]["replicas"] == 4
+    world.writes = []
+    return world
+
+
+def desired(world: World, replicas: int) -> Callable[[], bool]:
+    def holds() -> bool:
+        allocation = world.service.state.desired
+        return allocation is not None and allocation.replicas == replicas
+
+    return holds
+
+
+def test_a_job_shrinks_and_lost_pods_are_replaced_while_a_decision_takes_long(
+    decisions: SlowDecisions,
+) -> None:
+    world = training_on_four(decisions)
+    decisions.may_end.clear()
+    begun = decisions.begun
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.edit(maxReplicas=8)
+        yield lambda: decisions.begun > begun
+        world.edit(replicas=2)
+        yield desired(world, 2)
+        pod = next(iter(world.agents))
+        world.evict_pod(pod)
+        yield lambda: f"delete pod {pod}" in world.writes
+        assert decisions.ended == begun, "all this was done without a new decision"
+        decisions.may_end.set()
+        yield lambda: decisions.ended > begun
+
+    run_steps(world, steps())
+
+
+def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None:
+    world = training_on_four(decisions)
+    decisions.may_end.clear()
+    begun = decisions.begun
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.edit(maxReplicas=8)
+        yield lambda: decisions.begun > begun
+        world.edit(replicas=2)
+        yield desired(world, 2)
+        world.writes = []
+        decisions.may_end.set()
+        yield lambda: decisions.ended >= begun + 2
+
+    run_steps(world, steps())
+    world.run_cycles(20)
+    assert desired(world, 2)()
+    assert not [write for write in world.writes if write.startswith("allocate")]
+    assert world.job is not None
+    assert world.job["status"]["replicas"] == 2
+
+
+def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:
+    """Run the operator until the condition of each step holds, one after the other."""
+    current = next(steps)
+
+    def done() -> bool:
+        nonlocal current
+        try:
+            while current():
+                current = next(steps)
+        except StopIteration:
+            return True
+        return False
+
+    world.run_until(done)
