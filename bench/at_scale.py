@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
 from queue import Empty, PriorityQueue
 from statistics import quantiles
@@ -60,7 +61,8 @@ SIMULATED = "kwok.x-k8s.io/node"
 JOBS_TIMEOUT = 1800.0
 STABLE_SECONDS = 30.0
 """Seconds without a change of a replica count after which the jobs have as many replicas as they want."""
-STABLE_TIMEOUT = 300.0
+QUIET_SECONDS = 10.0
+"""Seconds after the last report until the operator has read it."""
 OBJECT = (names.API_GROUP, names.API_VERSION)
 
 
@@ -78,6 +80,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring while nothing changes")
     parser.add_argument("--heartbeat", type=float, default=names.HEARTBEAT_INTERVAL, help="seconds, at least")
     parser.add_argument("--report", type=float, default=1.0, help="seconds between two reports, at least")
+    parser.add_argument(
+        "--settle", type=float, default=300.0, help="seconds to wait for stable counts, at most"
+    )
+    parser.add_argument("--log", type=Path, help="where the operator's log is copied to")
     parser.add_argument("--profile", type=Path, metavar="SVG", help="a flame graph of the operator")
     arguments = parser.parse_args()
     kubeconfig = os.environ["KUBECONFIG"]
@@ -225,6 +231,9 @@ class Measurement:
         self._objects: Any = client.CustomObjectsApi(api)
         self._core: Any = client.CoreV1Api(api)
         self._seen = Seen(api, namespace)
+        self._processes = multiprocessing.get_context("spawn")
+        self._reports = self._processes.Event()
+        self._reports.set()
         self._rows: list[tuple[str, str]] = []
 
     def run(self, nodes: int) -> None:
@@ -237,9 +246,10 @@ class Measurement:
             operator = Operator(
                 *(self._kubeconfig, url, token_file, self._folder), "--lease-namespace", self._namespace
             )
-            agents = multiprocessing.get_context("spawn").Process(
+            playing = (self._kubeconfig, self._namespace, url, arguments.heartbeat, arguments.report)
+            agents = self._processes.Process(
                 target=play_agents,
-                args=(self._kubeconfig, self._namespace, url, arguments.heartbeat, arguments.report),
+                args=(*playing, self._reports),
                 daemon=True,
             )
             agents.start()
@@ -252,6 +262,8 @@ class Measurement:
                 raise
             finally:
                 operator.stop()
+                if arguments.log is not None:
+                    arguments.log.write_text(operator.log)
                 agents.terminate()
                 agents.join()
         print(f"\n| | {arguments.jobs:,} jobs, {nodes:,} nodes |\n| --- | --- |")
@@ -264,7 +276,7 @@ class Measurement:
             list(threads.map(self._submit, range(arguments.jobs)))
         self._note(f"{arguments.jobs} jobs created", begun)
         wait_until(
-            lambda: self._training(url)[0] >= arguments.jobs, "training", patience=JOBS_TIMEOUT, pause=2.0
+            lambda: self._training(url)[0] >= arguments.jobs, "training", patience=JOBS_TIMEOUT, pause=5.0
         )
         self._note("all jobs train", begun)
         self._add("time until all jobs train", f"{time.monotonic() - begun.time:.0f} s")
@@ -276,11 +288,19 @@ class Measurement:
         before, service_cpu = operator.figures(), cpu_of(service)
         time.sleep(arguments.seconds)
         idle, service_cpu = operator.figures() - before, cpu_of(service) - service_cpu
-        self._add("operator, processor time of a cycle, nothing changes", f"{idle.ms_per_cycle:.1f} ms")
         self._add("operator, while nothing changes but reports", f"{idle.cores:.3f} cores")
         self._add("metrics service, then", f"{service_cpu / arguments.seconds:.2f} cores")
         per_job = idle.requests * 60 / idle.time / arguments.jobs
         self._add("requests to the API server per job and minute, then", f"{per_job:.2f}")
+        self._reports.clear()
+        time.sleep(QUIET_SECONDS)
+        before = operator.figures()
+        time.sleep(arguments.seconds)
+        quiet = operator.figures() - before
+        self._reports.set()
+        self._add("operator, processor time of a cycle without news", f"{quiet.ms_per_cycle:.1f} ms")
+        self._add("operator, without reports", f"{quiet.cores:.3f} cores")
+        self._note("without reports", begun)
         kinds: list[tuple[str, Callable[[int], float]]] = [
             ("apply to Indexed Job", self._apply),
             ("edit of the spec to new status", self._edit),
@@ -315,7 +335,7 @@ class Measurement:
     def _wait_until_stable(self, url: str) -> None:
         """Wait until no job has changed its replica count for some seconds."""
         seen, since = (0, 0), time.monotonic()
-        deadline = since + STABLE_TIMEOUT
+        deadline = since + self._arguments.settle
         while time.monotonic() < min(since + STABLE_SECONDS, deadline):
             training = self._training(url)
             if training != seen:
@@ -351,7 +371,7 @@ class Measurement:
 
     def _lose(self, number: int) -> float:
         job = f"job-{number + self._arguments.samples:05d}"
-        name, uid = next((pod, uid) for (pod, of_job), uid in self._seen.pods.items() if of_job == job)
+        name, uid = self._seen.first_pods[job]
         disruption = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
         status = {"phase": "Failed", "reason": "Evicted", "conditions": [disruption]}
         self._core.patch_namespaced_pod_status(name, self._namespace, {"status": status})
@@ -367,8 +387,8 @@ class Seen:
         self._changed = threading.Condition()
         self.indexed_jobs: set[str] = set()
         self.observed: dict[str, int] = {}
-        self.pods: dict[tuple[str, str], str] = {}
-        """Name and job of a pod -> its uid."""
+        self.first_pods: dict[str, tuple[str, str]] = {}
+        """Job -> name and uid of the pod of its first replica, if it runs."""
         self.deleted_pods: set[str] = set()
 
     @contextmanager
@@ -418,12 +438,10 @@ class Seen:
 
     def _see_pod(self, kind: str, raw: Any) -> None:
         metadata = raw["metadata"]
-        key = metadata["name"], metadata["labels"].get(names.LABEL_JOB, "")
         if kind == "DELETED" or "deletionTimestamp" in metadata:
-            self.pods.pop(key, None)
             self.deleted_pods.add(metadata["uid"])
-        else:
-            self.pods[key] = metadata["uid"]
+        elif metadata["annotations"][COMPLETION_INDEX] == "0" and raw["status"].get("phase") == "Running":
+            self.first_pods[metadata["labels"][names.LABEL_JOB]] = metadata["name"], metadata["uid"]
 
 
 def manifest(name: str, template: int) -> dict[str, Any]:
@@ -467,9 +485,11 @@ def percentiles(seconds: Sequence[float]) -> tuple[float, float]:
     return cuts[49], cuts[98]
 
 
-def play_agents(kubeconfig: str, namespace: str, url: str, heartbeat: float, report: float) -> None:
-    """Play the agents of all pods until the process is ended."""
-    agents = Agents(url, heartbeat, report)
+def play_agents(
+    kubeconfig: str, namespace: str, url: str, heartbeat: float, report: float, reports: Flag
+) -> None:
+    """Play the agents of all pods until the process is ended. They report while `reports` is set."""
+    agents = Agents(url, heartbeat, report, reports=reports)
     with config.new_client_from_config(config_file=kubeconfig) as api, agents.following(api, namespace):
         threading.Event().wait()
 
@@ -498,9 +518,12 @@ class Agents:
         heartbeat: seconds between two heartbeats of an agent, if the metrics service requests no longer ones.
         report: seconds between two reports of a job, likewise.
         token: a token that may write for all jobs.
+        reports: whether jobs report. None if they always do.
     """
 
-    def __init__(self, url: str, heartbeat: float, report: float, token: str = TOKEN) -> None:
+    def __init__(
+        self, url: str, heartbeat: float, report: float, token: str = TOKEN, reports: Flag | None = None
+    ) -> None:
         self.url = url
         self.agents: dict[str, Agent] = {}
         self.changes = 0
@@ -511,6 +534,7 @@ class Agents:
         self._number = 0
         self._steps: dict[str, int] = {}
         self._report_due: dict[str, float] = {}
+        self._reports = reports
         self._stopping = threading.Event()
 
     @contextmanager
@@ -605,7 +629,8 @@ class Agents:
 
     def _report_step(self, agent: Agent) -> None:
         now = time.monotonic()
-        if now < self._report_due.get(agent.job, 0.0):
+        is_quiet = self._reports is not None and not self._reports.is_set()
+        if is_quiet or now < self._report_due.get(agent.job, 0.0):
             return
         step = self._steps[agent.job] = self._steps.get(agent.job, 0) + 1
         count = agent.replicas
