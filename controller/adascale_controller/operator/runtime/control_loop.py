@@ -34,6 +34,8 @@ from adascale_core.views import DecisionView, JobView
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 INTERVAL = 1.0
 """Seconds between two cycles while no change is reported."""
 PAUSE = 0.1
@@ -294,7 +296,7 @@ class ControlLoop:
         cached = await self._read(keys)
         await self._fetcher.fetch(cached.values(), self._clock())
         looked_at = set()
-        async for key, job in _in_slices(list(cached.items())):
+        async for key, job in self._in_slices(list(cached.items())):
             with self._errors.isolate(job.resource.id):
                 lookups = self._fetcher.results(job)
                 if lookups is not None:
@@ -306,7 +308,7 @@ class ControlLoop:
     async def _read(self, keys: Collection[JobKey]) -> dict[JobKey, CachedJob]:
         """Read jobs from the caches, and drop those that are gone."""
         cached, gone = {}, []
-        async for key in _in_slices(list(keys)):
+        async for key in self._in_slices(list(keys)):
             raw = self._cache.get(Resource.ADASCALEJOBS, key)
             if raw is None or is_deleting(raw):
                 gone.append(key)
@@ -397,7 +399,7 @@ class ControlLoop:
     ) -> tuple[list[tuple[ObservedJob, Actions]], list[tuple[ObservedJob, Actions]]]:
         """Return the jobs to change at once, and those whose telemetry is to be written, with the actions."""
         urgent, telemetry = [], []
-        async for key in _in_slices(sorted(keys)):
+        async for key in self._in_slices(sorted(keys)):
             tracked = self._jobs[key]
             job, now = tracked.observed, self._clock()
             with self._errors.isolate(job.resource.id):
@@ -483,6 +485,14 @@ class ControlLoop:
     def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
         self._cache.put(resource, raw, is_news=is_news)
 
+    async def _in_slices(self, items: Sequence[T]) -> AsyncIterator[T]:
+        """Yield items. After each `SLICE` of them, let other tasks run: many are progress too."""
+        for number, item in enumerate(items, start=1):
+            yield item
+            if number % SLICE == 0:
+                self._on_progress()
+                await asyncio.sleep(0)
+
     async def _resync(self) -> None:
         try:
             await self.list_all()
@@ -491,18 +501,7 @@ class ControlLoop:
             logger.warning("%s; the watches continue", error)
 
 
-T = TypeVar("T")
-
-
 def _key(job_id: str) -> JobKey:
     """Return namespace and name in a job id."""
     namespace, _, name = job_id.partition(".")
     return namespace, name
-
-
-async def _in_slices(items: Sequence[T]) -> AsyncIterator[T]:
-    """Yield items, and let other tasks run after each `SLICE` of them."""
-    for number, item in enumerate(items, start=1):
-        yield item
-        if number % SLICE == 0:
-            await asyncio.sleep(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -26,20 +26,22 @@ class Health:
 
     Args:
         metrics: served beside the probe.
+        clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, metrics: OperatorMetrics) -> None:
+    def __init__(self, metrics: OperatorMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
+        self._clock = clock
         self._progress_at: float | None = None
 
     def record_progress(self) -> None:
-        """Record that the control loop has started, that a cycle has ended, or a part of it."""
-        self._progress_at = time.monotonic()
+        """Record that the operator has its lease, that a cycle has ended, or a part of it."""
+        self._progress_at = self._clock()
 
     @property
     def silence(self) -> float:
-        """Seconds without progress. 0 before the control loop has started."""
-        return 0.0 if self._progress_at is None else time.monotonic() - self._progress_at
+        """Seconds without progress. 0 while it waits for the lease."""
+        return 0.0 if self._progress_at is None else self._clock() - self._progress_at
 
     @asynccontextmanager
     async def serve(self, address: str | None) -> AsyncIterator[None]:

@@ -33,7 +33,9 @@ DURATION: Final = 30
 RENEW_DEADLINE: Final = 20
 """Seconds without a renewal after which the holder stops, before another operator can start."""
 RETRY_INTERVAL: Final = 3
-"""Seconds between two reads of the lease, and between two renewals."""
+"""Seconds between two renewals."""
+POLL_INTERVAL: Final = 1
+"""Seconds between two reads by a candidate, at most: a released lease is taken over that soon."""
 CALL_TIMEOUT: Final = 5
 """Seconds until a call to the API server fails."""
 
@@ -94,7 +96,7 @@ class Election:
             to an earlier process of the same pod.
         duration: seconds without a renewal after which another operator may take the lease; rounded up.
         renew_deadline: seconds without a renewal after which this process stops.
-        retry_interval: seconds between two calls.
+        retry_interval: seconds between two renewals.
         clock: a monotonic clock, in seconds.
 
     Raises:
@@ -146,7 +148,7 @@ class Election:
             if message != logged:
                 logger.info("Waiting for the lease: %s", message)
                 logged = message
-            await asyncio.sleep(self._retry_interval)
+            await asyncio.sleep(min(self._retry_interval, POLL_INTERVAL))
 
     async def hold(self) -> None:
         """Renew the lease until that fails.

@@ -70,42 +70,49 @@ async def _run_as_leader(
 ) -> None:
     """Run once no other operator does."""
     if settings.lease_namespace is None:
-        await _run_control_loop(settings, api, health, metrics, [])
+        await _run_control_loop(settings, api, health, metrics)
         return
     lease = LeaseElection(api, settings.lease_namespace, names.CONTROLLER, settings.identity)
     logger.info("Waiting for the lease")
     await lease.acquire()
     try:
-        await _run_control_loop(settings, api, health, metrics, [lease.hold()])
+        # The lease is renewed from the beginning: to list all objects of a large cluster may take long.
+        await _until_one_ends(_run_control_loop(settings, api, health, metrics), lease.hold())
     finally:
         await lease.release()
 
 
 async def _run_control_loop(
-    settings: OperatorSettings,
-    api: client.ApiClient,
-    health: Health,
-    metrics: OperatorMetrics,
-    background: list[Coroutine[Any, Any, None]],
+    settings: OperatorSettings, api: client.ApiClient, health: Health, metrics: OperatorMetrics
 ) -> None:
-    """Run the informers, the control loop and background tasks until one of them ends."""
+    """Run the informers and the control loop until one of them ends."""
+    health.record_progress()
     cluster = KubernetesCluster(api, settings.namespace, metrics.count_api_request)
     service, reader = (
         MetricsServiceClient(settings.api_url, token_file=settings.token_file) for _ in range(2)
     )
     cache = ObjectCache()
-    resources = await _retry(lambda: _watched_resources(settings, cluster))
+    resources = await _retry(lambda: _watched_resources(settings, cluster), health)
     loop = ControlLoop(
         *(cache, cluster, service, settings, resources),
         reader=reader,
         metrics=metrics,
         on_progress=health.record_progress,
     )
-    await _retry(loop.list_all)
+    await _retry(loop.list_all, health)
     health.record_progress()
     metrics.leader.set(1)
     logger.info("Running in %s", settings.namespace or "all namespaces")
-    coroutines = [run_informers(cache, resources, settings), loop.run(), *background]
+    try:
+        await _until_one_ends(run_informers(cache, resources, settings), loop.run())
+    finally:
+        service.close()
+        reader.close()
+    logger.info("Stopped")
+
+
+async def _until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines until one of them ends or fails, and cancel the others."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -115,9 +122,6 @@ async def _run_control_loop(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        service.close()
-        reader.close()
-    logger.info("Stopped")
 
 
 async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:
@@ -129,8 +133,8 @@ async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> li
     return resources
 
 
-async def _retry(call: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of a call as soon as the API server answers it.
+async def _retry(call: Callable[[], Awaitable[T]], health: Health) -> T:
+    """Return the result of a call as soon as the API server answers it. An error is progress too.
 
     Raises:
         ClusterError: the API server rejects the call for good.
@@ -142,6 +146,7 @@ async def _retry(call: Callable[[], Awaitable[T]]) -> T:
             if error.status in _FINAL_STATUSES:
                 raise
             logger.warning("%s; retrying", error)
+        health.record_progress()
         await asyncio.sleep(RETRY_INTERVAL)
 
 

@@ -1,0 +1,148 @@
+"""The liveness probe: an operator that is stuck is not healthy, one that waits or works is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import urllib.request
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from adascale_controller.operator.runtime import control_loop
+from adascale_controller.operator.runtime.health import MAX_SILENCE, Health
+from adascale_controller.operator.runtime.metrics import OperatorMetrics
+from adascale_core.decision import DecisionProblem
+from support.launch import free_port
+from support.world import World
+
+
+class Clock:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def probe(health: Health) -> int:
+    """Return the HTTP status of the probe."""
+    port = free_port()
+
+    def ask() -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
+                return int(answer.status)
+        except HTTPError as error:
+            return error.code
+
+    async def serve() -> int:
+        async with health.serve(f"127.0.0.1:{port}"):
+            return await asyncio.to_thread(ask)
+
+    return asyncio.run(serve())
+
+
+def test_an_operator_that_waits_for_the_lease_is_healthy() -> None:
+    clock = Clock()
+    health = Health(OperatorMetrics(), clock)
+    clock.now += 10 * MAX_SILENCE
+    assert probe(health) == 200
+
+
+def test_an_operator_without_progress_is_unhealthy_from_the_moment_it_has_the_lease() -> None:
+    clock = Clock()
+    health = Health(OperatorMetrics(), clock)
+    health.record_progress()
+    clock.now += MAX_SILENCE
+    assert probe(health) == 200
+    clock.now += 1
+    assert probe(health) == 503
+    health.record_progress()
+    assert probe(health) == 200
+
+
+@pytest.fixture
+def progress(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """What the operators of the test record as progress."""
+    monkeypatch.setattr(control_loop, "PAUSE", 0.01)
+    monkeypatch.setattr(control_loop, "INTERVAL", 0.01)
+    recorded: list[None] = []
+    original = control_loop.ControlLoop.__init__
+
+    def init(self: control_loop.ControlLoop, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options, on_progress=lambda: recorded.append(None))
+
+    monkeypatch.setattr(control_loop.ControlLoop, "__init__", init)
+    return recorded
+
+
+def test_a_first_cycle_that_is_stuck_is_no_progress(
+    progress: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    may_answer = threading.Event()
+    read_jobs = world.service.read_jobs
+
+    def hang() -> Any:
+        assert may_answer.wait(30)
+        return read_jobs()
+
+    monkeypatch.setattr(world.service, "read_jobs", hang)
+    threading.Timer(0.3, may_answer.set).start()
+    seen: set[int] = set()
+
+    def is_over() -> bool:
+        if not may_answer.is_set():
+            seen.add(len(progress))
+        return bool(progress)
+
+    world.run_until(is_over)
+    assert seen == {0}
+
+
+def test_a_decision_that_hangs_is_no_progress(progress: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_loop, "DECISION_WAIT", 0.01)
+    monkeypatch.setattr(control_loop, "DECISION_DEADLINE", 0.0)
+    may_end = threading.Event()
+    begun = threading.Event()
+    decide = DecisionProblem.decide
+
+    def hang(problem: DecisionProblem, now: float) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        return decide(problem, now)
+
+    monkeypatch.setattr(DecisionProblem, "decide", hang)
+    world = World()
+    world.submit()
+    cycles = "adascale_operator_cycle_duration_seconds_count"
+    counts: list[tuple[float, int]] = []
+
+    def hung_for_cycles() -> bool:
+        if begun.is_set():
+            text = world.metrics.text().decode()
+            found = next(line for line in text.splitlines() if line.startswith(cycles))
+            counts.append((float(found.split()[1]), len(progress)))
+        if not counts or counts[-1][0] < counts[0][0] + 4:
+            return False
+        may_end.set()
+        return True
+
+    world.run_until(hung_for_cycles)
+    later = [recorded for cycle, recorded in counts if cycle > counts[0][0] + 1]
+    assert len(set(later)) == 1, "cycles go on, but they are not counted as progress"
+
+
+def test_a_long_observation_is_progress(progress: list[None]) -> None:
+    world = World()
+    for number in range(2 * control_loop.SLICE):
+        world.submit(f"job-{number}", suspend=True)
+    world.deliver()
+    at_first_write: list[int] = []
+    world.meanwhile = lambda: at_first_write.append(len(progress))
+    world.run_until(lambda: bool(at_first_write))
+    assert at_first_write[0] >= 2
