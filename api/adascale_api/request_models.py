@@ -56,6 +56,7 @@ class GainReportBody(RequestBody):
             scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
             time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
             lr_factor=3.2, sync_time=0.0008, metrics={"accuracy": 0.91},
+            accelerator="NVIDIA-H200",
         )
     )  # fmt: skip
 
@@ -102,6 +103,12 @@ class GainReportBody(RequestBody):
     metrics: Metrics = Field(
         default_factory=dict,
         description="The means, since the last report, of other values that the program has logged, by name.",
+    )
+    accelerator: str = Field(
+        default="",
+        max_length=MAX_DEVICE_LENGTH,
+        pattern=r"^[^\x00-\x1f]*$",
+        description="The type of accelerator of the replicas; empty if unknown.",
     )
 
     def to_report(self) -> GainReport:

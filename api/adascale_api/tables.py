@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 """Raised with every change of a table, so that a service refuses a database of another version."""
 
 SCHEMA = "adascale_schema"
@@ -59,20 +59,22 @@ TABLES: dict[str, str] = {
         lr_factor {double},
         sync_time {double},
         metrics TEXT NOT NULL,
+        accelerator TEXT NOT NULL,
         PRIMARY KEY (job_key, generation, step)
     """,
-    # The latest step times of a batch plan on a number of nodes, and their latest sync times, as doubles.
-    # They outlive the reports.
+    # The latest step times of a batch plan on a number of nodes and a type of accelerator, and their latest
+    # sync times, as doubles. They outlive the reports.
     "step_times": """
         job_key BIGINT NOT NULL,
         replicas INTEGER NOT NULL,
         local_bsz INTEGER NOT NULL,
         accumulation INTEGER NOT NULL,
         nodes INTEGER NOT NULL,
+        accelerator TEXT NOT NULL,
         seconds {bytes} NOT NULL,
         sync_seconds {bytes} NOT NULL,
         received BIGINT NOT NULL,
-        PRIMARY KEY (job_key, replicas, local_bsz, accumulation, nodes)
+        PRIMARY KEY (job_key, replicas, local_bsz, accumulation, nodes, accelerator)
     """,
     # Counts the heartbeats that any service has received, where several share the database.
     "heartbeats": """

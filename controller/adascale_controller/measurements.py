@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -54,15 +54,23 @@ class MeasuredTemplate:
     """Steps of a job after which its estimate of the gradients is no longer that of a few steps."""
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int, int, int], dict[str, StepTime]] = {}
+        self._times: dict[_MeasuredPlan, dict[str, StepTime]] = {}
         self._used = 0
-        self.step_times: Sequence[StepTime] = ()
-        """The median over jobs of each plan and number of nodes."""
+        self._step_times: dict[str, Sequence[StepTime]] = {}
+        """Type of accelerator -> the median over jobs of each plan and number of nodes."""
+        self._accelerator = ""
+        """The type of accelerator that was measured last."""
         self.first_estimate: GradientEstimate | None = None
         """An estimate from the beginning of a job of this template, after `SETTLED_STEPS` if there is one."""
         self._is_settled = False
-        self.largest = 0
-        """The largest count on which a job of this template was measured."""
+
+    def step_times(self, accelerator: str | None) -> Sequence[StepTime]:
+        """Return the median over jobs of each plan and number of nodes.
+
+        Args:
+            accelerator: the type of accelerator. None for the type that was measured last.
+        """
+        return self._step_times.get(self._accelerator if accelerator is None else accelerator, ())
 
     def add_estimate(self, estimate: GradientEstimate, step: int) -> None:
         """Add what a job estimates of its gradients after a number of steps."""
@@ -70,10 +78,17 @@ class MeasuredTemplate:
             self.first_estimate = estimate
             self._is_settled = step >= self.SETTLED_STEPS
 
-    def add(self, job: str, measured: Sequence[StepTime]) -> None:
-        """Add the step times of a job."""
+    def add(self, job: str, measured: Sequence[StepTime], accelerator: str = "") -> None:
+        """Add the step times of a job.
+
+        Args:
+            job: the job id.
+            measured: its step times, on any types of accelerators.
+            accelerator: the type on which it was measured last.
+        """
+        self._accelerator = accelerator
         for each in measured:
-            plan = _plan_on_nodes(each)
+            plan = _measured_plan(each)
             times = self._times.setdefault(plan, {})
             times[job] = each
             if len(times) > self.MAX_JOBS:
@@ -81,15 +96,25 @@ class MeasuredTemplate:
         if len(self._times) < self.GROWTH * self._used:
             return
         self._used = len(self._times)
-        self.step_times = tuple(
-            _median_of_jobs(list(times.values())) for _, times in sorted(self._times.items())
-        )
-        self.largest = max((each.replicas for each in self.step_times), default=0)
+        medians = [_median_of_jobs(list(times.values())) for _, times in sorted(self._times.items())]
+        types = {each.accelerator for each in medians}
+        self._step_times = {
+            name: tuple(each for each in medians if each.accelerator == name) for name in types
+        }
 
 
-def _plan_on_nodes(measured: StepTime) -> tuple[int, int, int, int]:
+_MeasuredPlan = tuple[str, int, int, int, int]
+
+
+def _measured_plan(measured: StepTime) -> _MeasuredPlan:
     """Return what is equal for measurements of the same."""
-    return (measured.replicas, measured.nodes, measured.local_bsz, measured.accumulation)
+    return (
+        measured.accelerator,
+        measured.replicas,
+        measured.nodes,
+        measured.local_bsz,
+        measured.accumulation,
+    )
 
 
 def _median_of_jobs(measured: Sequence[StepTime]) -> StepTime:
@@ -122,7 +147,7 @@ class JobMeasurements:
         self._default_downtime = downtime
         self._default_preparation = preparation
         self._reported_plans = 0
-        self._step_times: dict[tuple[int, int, int, int], StepTime] = {}
+        self._step_times: dict[_MeasuredPlan, StepTime] = {}
         self._first_generation = 0
         self._last_report: GainReport | None = None
         self._downtimes: list[float] = []
@@ -167,13 +192,17 @@ class JobMeasurements:
                 self._preparations.append(max(now - self._desired[1] - self.last_downtime, 0.0))
         return report
 
-    def job_state(self, job: Job, view: JobView, total: float | None) -> JobState:
+    def job_state(
+        self, job: Job, view: JobView, total: float | None, accelerator: str | None = None
+    ) -> JobState:
         """Return the decision's input.
 
         Args:
             job: the job as it is specified now.
             view: the newest view of it.
             total: the progress at which it ends; None if unbounded.
+            accelerator: the type of accelerator that the operator has chosen. None for the type on which it
+                was measured last. Measurements on other types are not used.
         """
         spec, report = job.spec, view.latest
         estimate = GradientEstimate(report.grad_sqr, report.grad_var) if report else None
@@ -181,7 +210,11 @@ class JobMeasurements:
             self.template.add_estimate(estimate, report.step)
             if len(view.step_times) > self._reported_plans:
                 self._reported_plans = len(view.step_times)
-                self.template.add(job.id, view.step_times)
+                self.template.add(job.id, view.step_times, report.accelerator)
+        if accelerator is None and report is not None:
+            accelerator = report.accelerator
+        step_times = self._settled(each for each in view.step_times if each.accelerator == accelerator)
+        template_step_times = self.template.step_times(accelerator)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]
@@ -193,21 +226,21 @@ class JobMeasurements:
             max_replicas=spec.max_replicas,
             replicas=view.desired.replicas if view.desired else 0,
             stable_since=stable_since,
-            largest=max([self.template.largest, *(each.replicas for each in view.step_times)]),
+            largest=max((each.replicas for each in (*step_times, *template_step_times)), default=0),
             estimate=estimate or self.template.first_estimate,
-            step_times=self._settled(view.step_times),
-            template_step_times=self.template.step_times,
+            step_times=step_times,
+            template_step_times=template_step_times,
             efficiency_target=spec.efficiency_target,
             remaining=None if total is None else max(total - (report.progress if report else 0.0), 0.0),
             restart_seconds=fmean(self._downtimes) if self._downtimes else self._default_downtime,
             prepare_seconds=(fmean(self._preparations) if self._preparations else self._default_preparation),
         )
 
-    def _settled(self, measured: Sequence[StepTime]) -> tuple[StepTime, ...]:
+    def _settled(self, measured: Iterable[StepTime]) -> tuple[StepTime, ...]:
         """Return step times, those from before where they are about the same."""
         before, self._step_times = self._step_times, {}
         for each in measured:
-            plan = _plan_on_nodes(each)
+            plan = _measured_plan(each)
             used = before.get(plan)
             self._step_times[plan] = used if used is not None and _is_same(used, each) else each
         return tuple(self._step_times.values())

@@ -54,6 +54,8 @@ class GainReport(Message):
             measured since the last report.
         metrics: other values that the program has logged, by name: the mean of each since the last report, or
             its last mean before.
+        accelerator: the type of accelerator of the replicas: what the operator has chosen, else the kind of
+            rank 0's device; empty if unknown.
     """
 
     generation: int
@@ -75,6 +77,7 @@ class GainReport(Message):
     lr_factor: float | None = None
     sync_time: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    accelerator: str = ""
 
     @property
     def efficiency(self) -> float:
@@ -98,6 +101,7 @@ class StepTime(Message):
         nodes: the number of nodes on which the replicas ran.
         sync_time: of `step_time`, seconds of gradient exchange that computation does not hide; None if not
             measured.
+        accelerator: the type of accelerator of the replicas, as in `GainReport`.
     """
 
     replicas: int
@@ -107,6 +111,7 @@ class StepTime(Message):
     reports: int = 1
     nodes: int = 1
     sync_time: float | None = None
+    accelerator: str = ""
 
     @property
     def plan(self) -> BatchPlan:

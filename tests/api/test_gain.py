@@ -96,6 +96,7 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
     measured = [StepTime(2, 8, 1, 0.02, 3), StepTime(2, 16, 1, 0.04, 1)]
     model = StepTimeModel.fit(measured)
     assert model is not None
+    client.post_gain(job, a_report(3, generation=1, local_bsz=16, step_time=9.0, accelerator="another type"))
     expected = predict(SPEC.bounds, valid_replicas(SPEC.bounds, 6), GradientEstimate(0.25, 3.0), model, 0.5)
     assert expected
     assert client.get(f"/jobs/{job}/gain")["predictions"] == [

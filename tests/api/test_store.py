@@ -87,7 +87,13 @@ shared_store = settings(deadline=None, suppress_health_check=[HealthCheck.functi
 # -- reports --------------------------------------------------------------------------------------------
 
 keys = st.tuples(st.integers(1, 3), st.integers(0, 30))
-plans = st.tuples(st.integers(1, 3), st.sampled_from([1, 8, 2**20]), st.integers(1, 2), st.integers(1, 2))
+plans = st.tuples(
+    st.integers(1, 3),
+    st.sampled_from([1, 8, 2**20]),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from(["", "NVIDIA-H200"]),
+)
 times = st.one_of(st.just(0.0), st.just(1e-300), st.floats(1e-9, 1e6))
 gain_reports = st.builds(
     lambda key, plan, time, sync: a_report(
@@ -97,6 +103,7 @@ gain_reports = st.builds(
         local_bsz=plan[1],
         accumulation=plan[2],
         nodes=plan[3],
+        accelerator=plan[4],
         step_time=time,
         sync_time=sync,
     ),
@@ -162,16 +169,20 @@ def test_a_step_time_is_the_median_over_the_latest_reports_of_its_plan(
     job_id = new_job_id()
     for request in posted:
         store.post(job_id, request)
-    measured: dict[tuple[int, int, int, int], list[GainReport]] = {}
+    measured: dict[tuple[int, int, int, int, str], list[GainReport]] = {}
     for report in without_repetitions(posted):
         if report.step_time >= 1e-9:
-            plan = (report.replicas, report.local_bsz, report.accumulation, report.nodes)
+            plan = (
+                *(report.replicas, report.local_bsz, report.accumulation, report.nodes),
+                report.accelerator,
+            )
             measured.setdefault(plan, []).append(report)
     expected = []
     for plan, reports in sorted(measured.items()):
         sync = [report.sync_time for report in reports if report.sync_time is not None]
         seconds = median(report.step_time for report in reports)
-        expected.append(StepTime(*plan[:3], seconds, len(reports), plan[3], median(sync) if sync else None))
+        sync_time = median(sync) if sync else None
+        expected.append(StepTime(*plan[:3], seconds, len(reports), plan[3], sync_time, plan[4]))
     assert store.read(report_store.step_times, job=store.job(job_id)) == expected
 
 

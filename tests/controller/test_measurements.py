@@ -99,6 +99,28 @@ def test_reports_of_previous_runs_are_ignored() -> None:
     assert measurements.last_downtime is None
 
 
+def test_only_measurements_on_the_present_type_of_accelerator_are_used() -> None:
+    slow = [StepTime(1, 4, 1, 0.1, accelerator="NVIDIA-T4"), StepTime(8, 4, 1, 0.2, accelerator="NVIDIA-T4")]
+    fast = [StepTime(2, 4, 1, 0.01, accelerator="NVIDIA-H200")]
+    reported = replace(view(1, replace(REPORT, accelerator="NVIDIA-T4")), step_times=(*slow, *fast))
+    measurements = JobMeasurements()
+
+    def used(job: JobMeasurements, seen: JobView, accelerator: str | None) -> tuple[list[StepTime], ...]:
+        state = job.job_state(JOB, seen, 1000, accelerator)
+        assert state.largest == max(
+            (each.replicas for each in (*state.step_times, *state.template_step_times)), default=0
+        )
+        return list(state.step_times), list(state.template_step_times)
+
+    assert used(measurements, reported, "NVIDIA-T4") == (slow, slow)
+    assert used(measurements, reported, "NVIDIA-H200") == (fast, fast), "it was moved, and has no report yet"
+    assert used(measurements, reported, "NVIDIA-L4") == ([], [])
+    assert used(measurements, reported, None) == (slow, slow), "the type of the last report"
+    following, unknown = JobMeasurements(measurements.template), JobView.empty(JOB.id)
+    assert used(following, unknown, "NVIDIA-H200") == ([], fast)
+    assert used(following, unknown, None) == ([], slow), "the type on which the template was measured last"
+
+
 def test_step_times_that_hardly_change_stay_those_from_before() -> None:
     measurements = JobMeasurements()
 

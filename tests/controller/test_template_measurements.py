@@ -84,4 +84,4 @@ def test_the_templates_and_jobs_that_are_remembered_are_bounded() -> None:
     assert templates.of("0") is first
     for i in range(2 * first.MAX_JOBS):
         first.add(f"job-{i}", [StepTime(1, 4, 1, float(i))])
-    assert len(first._times[1, 1, 4, 1]) == first.MAX_JOBS
+    assert len(first._times["", 1, 1, 4, 1]) == first.MAX_JOBS

@@ -236,7 +236,8 @@ class FixedEstimates:
 def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
-    telemetry = Telemetry(BatchBounds(8), group, lambda: reporter)  # type: ignore[arg-type, return-value]
+    make_reporter = lambda: reporter  # noqa: E731
+    telemetry = Telemetry(BatchBounds(8), group, make_reporter, "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
 
     def loss_of_report(*losses: torch.Tensor | float, **others: float) -> float | None:
@@ -250,6 +251,7 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     assert loss_of_report(*shapes) == 3.0
     assert reporter.reports[-1].lr_factor == 1.25
     assert reporter.reports[-1].metrics == {}
+    assert reporter.reports[-1].accelerator == "NVIDIA-H200"
     assert loss_of_report(accuracy=0.5) == 3.0, "its last mean"
     assert loss_of_report(torch.tensor(float("nan")), recall=0.25) is None
     assert reporter.reports[-1].metrics == {"accuracy": 0.5, "recall": 0.25}

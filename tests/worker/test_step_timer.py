@@ -50,6 +50,15 @@ def test_measurements_survive_reentry() -> None:
     assert restored.step_times() == timer.step_times()
 
 
+def test_measurements_on_another_type_of_accelerator_are_not_restored() -> None:
+    timer = StepTimer("NVIDIA-H200")
+    run(timer, 0.0, 1.0, 2.0, 3.0)
+    for accelerator, restored in (("NVIDIA-H200", 1), ("NVIDIA-L4", 0)):
+        other = StepTimer(accelerator)
+        other.load_state_dict(timer.state_dict())
+        assert len(other.step_times()) == restored
+
+
 def test_a_plan_is_measured_on_each_number_of_nodes() -> None:
     timer = StepTimer()
     run(timer, 0.0, 1.0, 2.0)

@@ -191,6 +191,11 @@ def read_incarnation(environ: Mapping[str, str]) -> int:
     return _read(environ, names.ENV_INCARNATION, _non_negative_integer, 0)
 
 
+def read_accelerator(environ: Mapping[str, str]) -> str | None:
+    """Return the type of accelerator that the operator has chosen for the job. None if it has not chosen."""
+    return environ.get(names.ENV_ACCELERATOR) or None
+
+
 def read_step_timeout(environ: Mapping[str, str]) -> float | None:
     """Return the time without a step after which a trainer that is behind ends, in seconds. None: never."""
     return _read(environ, names.ENV_STEP_TIMEOUT, _seconds, 0.0) or None

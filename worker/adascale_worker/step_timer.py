@@ -21,9 +21,13 @@ class StepTimer:
 
     It leaves out the first step of a process, which includes warm-up, and the first step after a pause,
     which would include the pause (an evaluation, a checkpoint).
+
+    Args:
+        accelerator: the type of accelerator of the replicas.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: str = "") -> None:
+        self._accelerator = accelerator
         self._times: dict[Key, deque[float]] = {}
         self._sync_times: dict[Key, deque[float]] = {}
         self._last_step_at: float | None = None
@@ -93,18 +97,21 @@ class StepTimer:
                     len(times),
                     nodes,
                     median(sync) if sync else None,
+                    self._accelerator,
                 )
             )
         return found
 
-    def state_dict(self) -> list[list[float | None]]:
+    def state_dict(self) -> list[list[float | str | None]]:
         """Return a row per plan and number of nodes: the members of `StepTime`."""
         return [list(vars(measured).values()) for measured in self.step_times()]
 
-    def load_state_dict(self, rows: list[list[float | None]]) -> None:
-        """Restore saved measurements; each step of a plan gets the plan's median."""
+    def load_state_dict(self, rows: list[list[float | str | None]]) -> None:
+        """Restore saved measurements of this type of accelerator; each step of a plan gets the plan's median."""
         for row in rows:
             measured = StepTime(*row)  # type: ignore[arg-type]
+            if measured.accelerator != self._accelerator:
+                continue
             key = measured.plan, measured.nodes
             self._times[key] = deque([measured.step_time] * measured.reports, maxlen=MAX_STEPS_PER_PLAN)
             if measured.sync_time is not None:

@@ -26,10 +26,15 @@ class Telemetry:
         bounds: the job's batch size and bounds.
         group: the replicas; rank 0 reports.
         make_reporter: returns what posts the reports; None if there is no metrics service.
+        accelerator: the type of accelerator of the replicas.
     """
 
     def __init__(
-        self, bounds: BatchBounds, group: ReplicaGroup, make_reporter: Callable[[], Reporter | None]
+        self,
+        bounds: BatchBounds,
+        group: ReplicaGroup,
+        make_reporter: Callable[[], Reporter | None],
+        accelerator: str = "",
     ) -> None:
         self._bounds = bounds
         self._group = group
@@ -38,7 +43,8 @@ class Telemetry:
         self._metrics = LoggedMetrics()
         self._reported_at = float("-inf")
         self._reported_step = 0
-        self.step_timer = StepTimer()
+        self._accelerator = accelerator
+        self.step_timer = StepTimer(accelerator)
         self.measure_sync: Callable[[], float | None] = lambda: None
         """Returns the seconds in which a recent step has waited for the exchange of gradients; None if there
         is no new measurement."""
@@ -107,6 +113,7 @@ class Telemetry:
                 lr_factor=optimizer.lr_factor,
                 sync_time=sync_time,
                 metrics=metrics,
+                accelerator=self._accelerator,
             )
         )
 

@@ -671,7 +671,12 @@ def _components(
         planner=planner,
         progress=TrainingProgress(),
         feed=DataFeed(settings.bounds, group, seed),
-        telemetry=Telemetry(settings.bounds, group, _make_reporter),
+        telemetry=Telemetry(
+            settings.bounds,
+            group,
+            _make_reporter,
+            environment.read_accelerator(os.environ) or kind_of(device),
+        ),
         checkpointing=Checkpointing(settings.checkpoint_dir, settings.checkpoint_interval, group),
     )
 

@@ -113,7 +113,7 @@ def _gain_view(transaction: Transaction, job_id: str) -> GainView:
 def _predictions(
     spec: JobSpec, report: GainReport, step_times: list[StepTime]
 ) -> list[PredictionView] | None:
-    model = StepTimeModel.fit(step_times)
+    model = StepTimeModel.fit([each for each in step_times if each.accelerator == report.accelerator])
     if model is None:
         return None
     counts = [count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas]

@@ -382,7 +382,7 @@ _ANY_DELETED = Sql("SELECT key FROM jobs WHERE id IS NULL LIMIT 1")
 _REMOVE_JOB = Sql("DELETE FROM jobs WHERE key = :key")
 _PRIMARY_KEYS = {
     "reports": "generation, step",
-    "step_times": "replicas, local_bsz, accumulation, nodes",
+    "step_times": "replicas, local_bsz, accumulation, nodes, accelerator",
     "generations": "generation",
     "logs": "replica",
     "heartbeats": "replica",

@@ -134,7 +134,10 @@ def history(transaction: Transaction, job: Job, points: int) -> History:
 
 
 def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
-    """Return the step time of each batch plan on each number of nodes: the median over its latest reports."""
+    """Return the step time of each batch plan, number of nodes and type of accelerator.
+
+    It is the median over the latest reports.
+    """
     return parse_step_times(job.id, transaction.all(_STEP_TIMES, key=job.key))
 
 
@@ -169,8 +172,8 @@ def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
 
 def _parse_report(job_id: str, row: Row) -> GainReport:
     try:
-        metrics = json.loads(row[-1]) if row[-1] else {}
-        numbers = [number for number in row[:-1] if number is not None]
+        metrics = json.loads(row[-2]) if row[-2] else {}
+        numbers = [number for number in row[:-2] if number is not None]
         if not all(map(isfinite, [*numbers, *metrics.values()])):
             raise ValueError("a report has a number that is not finite")
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -183,7 +186,13 @@ def _to_text(metrics: Mapping[str, float]) -> str:
 
 
 def _step_time(
-    replicas: int, local_bsz: int, accumulation: int, nodes: int, packed: bytes, packed_sync: bytes
+    replicas: int,
+    local_bsz: int,
+    accumulation: int,
+    nodes: int,
+    accelerator: str,
+    packed: bytes,
+    packed_sync: bytes,
 ) -> StepTime:
     seconds, sync = array("d", packed), array("d", packed_sync)
     if not all(map(isfinite, [*seconds, *sync])):
@@ -196,23 +205,24 @@ def _step_time(
         len(seconds),
         nodes,
         median(sync) if sync else None,
+        accelerator,
     )
 
 
 def _add_step_times(
     transaction: Transaction, key: int, rows: Sequence[Mapping[str, Any]], received: int
 ) -> None:
-    measured: dict[tuple[int, int, int, int], tuple[list[float], list[float]]] = {}
+    measured: dict[tuple[Any, ...], tuple[list[float], list[float]]] = {}
     for row in rows:
         if row["step_time"] >= MIN_STEP_TIME:
-            plan = (row["replicas"], row["local_bsz"], row["accumulation"], row["nodes"])
+            plan = tuple(row[name] for name in _PLAN)
             seconds, sync = measured.setdefault(plan, ([], []))
             seconds.append(row["step_time"])
             if row["sync_time"] is not None:
                 sync.append(row["sync_time"])
     is_new = False
     for plan, (seconds, sync) in measured.items():
-        names = dict(zip(("replicas", "local_bsz", "accumulation", "nodes"), plan, strict=True))
+        names = dict(zip(_PLAN, plan, strict=True))
         before = transaction.first(_STEP_TIMES_OF_PLAN, key=key, **names)
         is_new = is_new or before is None
         kept, kept_sync = before or (b"", b"")
@@ -256,6 +266,9 @@ def _thin(
 
 
 _REPORT = tuple(GainReport.__dataclass_fields__)
+_PLAN = ("replicas", "local_bsz", "accumulation", "nodes", "accelerator")
+"""What is equal for step times of the same."""
+_PLAN_COLUMNS = ", ".join(_PLAN)
 _COLUMNS = ", ".join(_REPORT)
 _OF_REPORT = ", ".join(f"reports.{name}" for name in _REPORT)
 _INSERT = Sql(
@@ -307,39 +320,38 @@ _SPREAD = Sql(
     """
 )
 _STEP_TIMES = Sql(
-    """
-    SELECT replicas, local_bsz, accumulation, nodes, seconds, sync_seconds FROM step_times
-    WHERE job_key = :key ORDER BY replicas, local_bsz, accumulation, nodes
+    f"""
+    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds FROM step_times
+    WHERE job_key = :key ORDER BY {_PLAN_COLUMNS}
     """
 )
 _PAGE_STEP_TIMES = Sql(
-    """
-    SELECT jobs.id, replicas, local_bsz, accumulation, nodes, seconds, sync_seconds
+    f"""
+    SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds
     FROM jobs JOIN step_times ON step_times.job_key = jobs.key
     WHERE jobs.id > :after AND jobs.id <= :last
-    ORDER BY jobs.id, replicas, local_bsz, accumulation, nodes
+    ORDER BY jobs.id, {_PLAN_COLUMNS}
     """
 )
 _STEP_TIMES_OF_PLAN = Sql(
-    """
+    f"""
     SELECT seconds, sync_seconds FROM step_times WHERE job_key = :key
-    AND replicas = :replicas AND local_bsz = :local_bsz AND accumulation = :accumulation AND nodes = :nodes
+    AND {" AND ".join(f"{name} = :{name}" for name in _PLAN)}
     """
 )
 _UPSERT_STEP_TIMES = Sql(
-    """
-    INSERT INTO step_times
-        (job_key, replicas, local_bsz, accumulation, nodes, seconds, sync_seconds, received)
-    VALUES (:key, :replicas, :local_bsz, :accumulation, :nodes, :seconds, :sync_seconds, :received)
-    ON CONFLICT (job_key, replicas, local_bsz, accumulation, nodes) DO UPDATE SET
+    f"""
+    INSERT INTO step_times (job_key, {_PLAN_COLUMNS}, seconds, sync_seconds, received)
+    VALUES (:key, {", ".join(f":{name}" for name in _PLAN)}, :seconds, :sync_seconds, :received)
+    ON CONFLICT (job_key, {_PLAN_COLUMNS}) DO UPDATE SET
         seconds = excluded.seconds, sync_seconds = excluded.sync_seconds, received = excluded.received
     """
 )
 _REMOVE_OLD_PLANS = Sql(
-    """
-    DELETE FROM step_times WHERE job_key = :key AND (replicas, local_bsz, accumulation, nodes) IN (
-        SELECT replicas, local_bsz, accumulation, nodes FROM step_times WHERE job_key = :key
-        ORDER BY received DESC, replicas, local_bsz, accumulation, nodes LIMIT 1000000 OFFSET :limit
+    f"""
+    DELETE FROM step_times WHERE job_key = :key AND ({_PLAN_COLUMNS}) IN (
+        SELECT {_PLAN_COLUMNS} FROM step_times WHERE job_key = :key
+        ORDER BY received DESC, {_PLAN_COLUMNS} LIMIT 1000000 OFFSET :limit
     )
     """
 )
