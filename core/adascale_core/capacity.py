@@ -33,6 +33,9 @@ class Capacity(Protocol):
     def node_size(self, job: str) -> int | None:
         """Return how many replicas of `job` fit on the largest node; None if nodes are not known."""
 
+    def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
+        """Return `jobs` in groups, each in the same order, such that no two groups share capacity."""
+
 
 @dataclass(frozen=True)
 class ReplicaCapacity:
@@ -62,6 +65,10 @@ class ReplicaCapacity:
         """Return None: nodes are not known."""
         del job
         return None
+
+    def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
+        """Return all `jobs` in one group."""
+        return [jobs] if jobs else []
 
 
 class NodeCapacity:
@@ -140,6 +147,26 @@ class NodeCapacity:
         """Return how many replicas of `job` fit on the largest node that it may use, when it is empty."""
         return max(self._problem.slots[self._problem.demands[job].kind].values(), default=0)
 
+    def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
+        """Return `jobs` in groups, each in the same order, such that no two groups use the same node."""
+        demands = [self._problem.demands[job] for job in jobs]
+        if len({demand.kind for demand in demands}) < 2:
+            return [jobs] if jobs else []
+        groups = _Groups()
+        for kind in sorted({demand.kind for demand in demands}):
+            groups.join([("kind", kind), *(("node", node) for node in self._problem.slots[kind])])
+        for demand in demands:
+            # A replica may be placed on a node that its job may no longer use.
+            groups.join([("kind", demand.kind), *(("node", node) for node in set(demand.placed.values()))])
+        found: dict[object, list[str]] = {}
+        for demand in demands:
+            found.setdefault(groups.of(("kind", demand.kind)), []).append(demand.job)
+        return list(found.values())
+
+    def empty_slots(self, job: str) -> int:
+        """Return how many replicas of `job` the nodes hold when they are empty."""
+        return sum(self._problem.slots[self._problem.demands[job].kind].values())
+
     def dominant_share(self, job: str) -> float:
         """Return the largest share of a resource of all nodes that one replica of `job` requests, 0 to 1."""
         return self._problem.demands[job].dominant_share
@@ -159,3 +186,25 @@ class NodeCapacity:
     def empty_packing(self) -> Packing:
         """Return a packing without replicas, to be resized job by job."""
         return Packing(self._problem)
+
+
+class _Groups:
+    """Groups of elements, of which some are joined to one."""
+
+    def __init__(self) -> None:
+        self._parents: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def of(self, element: tuple[str, int]) -> tuple[str, int]:
+        """Return an element that is the same for all elements of a group."""
+        parent = self._parents.setdefault(element, element)
+        while parent != element:
+            above = self._parents[parent]
+            self._parents[element] = above
+            element, parent = parent, above
+        return element
+
+    def join(self, elements: Sequence[tuple[str, int]]) -> None:
+        """Join the groups of some elements."""
+        first = self.of(elements[0])
+        for element in elements[1:]:
+            self._parents[self.of(element)] = first

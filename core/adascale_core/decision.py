@@ -6,8 +6,9 @@ One pure function, `decide`, that the Kubernetes operator and the local runner c
    admitted jobs before it.
 2. Of all valid counts of the admitted jobs, those of the highest total utility are chosen (`job_utility`).
 
-Replicas fit into a number, or onto the nodes of a cluster (`capacity`). If replicas are interchangeable, the
-best counts are found exactly (`exact_allocation`), otherwise by search (`hill_climbing`).
+Replicas fit into a number, or onto the nodes of a cluster (`capacity`). Jobs that share no node are decided
+separately. If replicas are interchangeable, the best counts are found exactly (`exact_allocation`), otherwise
+by search (`hill_climbing`).
 
 A job changes only for lack of capacity while its last change is in progress or recent, while it is not
 measured, and shortly before its end. The same input gives the same decision. Every change raises the total
@@ -49,7 +50,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class DecisionProblem:
-    """What a decision is about: the jobs with their predictions, and what their replicas have to fit into.
+    """What a decision is about: jobs that share capacity, with their predictions, and that capacity.
 
     Args:
         queue: the jobs, in the order of their arrival.
@@ -90,6 +91,17 @@ class DecisionProblem:
         )
         return cls(queue, bound, valid, slots)
 
+    @classmethod
+    def independent(cls, jobs: Iterable[JobState], capacity: int | Capacity) -> list[Self]:
+        """Return the problems that can be solved one by one, because their jobs share no node.
+
+        On a cluster with several types of accelerators, these are the jobs of each type. Arguments as for
+        `decide`.
+        """
+        bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
+        by_id = {job.id: job for job in jobs}
+        return [cls.of([by_id[name] for name in group], bound) for group in bound.independent(list(by_id))]
+
     def solve(self, now: float) -> list[int]:
         """Return the count of each job of the queue."""
         if self.slots is not None:
@@ -125,4 +137,7 @@ def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> di
     Returns:
         job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
     """
-    return DecisionProblem.of(jobs, capacity).decide(now)
+    decisions: dict[str, Decision] = {}
+    for problem in DecisionProblem.independent(jobs, capacity):
+        decisions |= problem.decide(now)
+    return decisions
