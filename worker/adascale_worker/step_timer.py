@@ -107,7 +107,7 @@ class StepTimer:
         return [list(vars(measured).values()) for measured in self.step_times()]
 
     def load_state_dict(self, rows: list[list[float | str | None]]) -> None:
-        """Restore what was measured on this type of accelerator; each step of a plan gets the plan's median."""
+        """Restore what was measured on this type of accelerator; each step gets the median of its plan."""
         for row in rows:
             measured = StepTime(*row)  # type: ignore[arg-type]
             if measured.accelerator != self._accelerator:
