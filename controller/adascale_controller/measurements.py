@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -71,6 +71,11 @@ class MeasuredTemplate:
             accelerator: the type of accelerator. None for the type that was measured last.
         """
         return self._step_times.get(self._accelerator if accelerator is None else accelerator, ())
+
+    @property
+    def reported(self) -> tuple[object, ...]:
+        """What the jobs have reported, to be compared with what they had reported before."""
+        return self._step_times, self._accelerator, self.first_estimate
 
     def add_estimate(self, estimate: GradientEstimate, step: int) -> None:
         """Add what a job estimates of its gradients after a number of steps."""
@@ -213,7 +218,8 @@ class JobMeasurements:
                 self.template.add(job.id, view.step_times, report.accelerator)
         if accelerator is None and report is not None:
             accelerator = report.accelerator
-        step_times = self._settled(each for each in view.step_times if each.accelerator == accelerator)
+        settled = self._settled(view.step_times)
+        step_times = tuple(each for each in settled if each.accelerator == accelerator)
         template_step_times = self.template.step_times(accelerator)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
@@ -236,7 +242,7 @@ class JobMeasurements:
             prepare_seconds=(fmean(self._preparations) if self._preparations else self._default_preparation),
         )
 
-    def _settled(self, measured: Iterable[StepTime]) -> tuple[StepTime, ...]:
+    def _settled(self, measured: Sequence[StepTime]) -> tuple[StepTime, ...]:
         """Return step times, those from before where they are about the same."""
         before, self._step_times = self._step_times, {}
         for each in measured:

@@ -14,6 +14,19 @@ from adascale_core.packing import Demand, Node
 
 
 @dataclass(frozen=True)
+class Accelerator:
+    """The type of accelerator that a job runs on.
+
+    Args:
+        type: the type. None if the job is not tied to a type.
+        required: whether its replicas have to be kept from other types.
+    """
+
+    type: str | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
 class TypeOptions:
     """The types of accelerators that a job may run on.
 
@@ -46,7 +59,7 @@ def choose_types(jobs: Sequence[TypeOptions], nodes: Iterable[Node]) -> dict[str
     capacity = NodeCapacity(
         nodes, {_key(job.job, name): demand for job in jobs for name, demand in job.demands.items()}
     )
-    chosen: dict[str, str] = {}
+    chosen = {job.job: next(iter(job.demands)) for job in jobs if len(job.demands) == 1}
     for job in jobs:
         present = job.present
         if present is None or present not in job.demands:
@@ -55,6 +68,8 @@ def choose_types(jobs: Sequence[TypeOptions], nodes: Iterable[Node]) -> dict[str
             _can_hold(capacity, job, name) for name in job.demands
         ):
             chosen[job.job] = present
+    if len(chosen) == sum(bool(job.demands) for job in jobs):
+        return chosen
     number = Counter(chosen.values())
     packing = capacity.empty_packing()
     # A count that did not fit does not fit beside even more jobs.
@@ -91,4 +106,9 @@ def _key(job: str, name: str) -> str:
 
 def _can_hold(capacity: NodeCapacity, job: TypeOptions, name: str) -> bool:
     """Whether the nodes of a type hold the smallest count of a job if no other job runs."""
+    demand = job.demands[name]
+    if len(demand.placed) >= job.smallest:
+        return True
+    if not demand.one_node and not demand.placed:
+        return capacity.empty_slots(_key(job.job, name)) >= job.smallest
     return capacity.fits({_key(job.job, name): job.smallest})

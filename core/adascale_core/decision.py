@@ -18,11 +18,13 @@ to change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from types import MappingProxyType
 from typing import Self
 
+from adascale_core.accelerators import Accelerator
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.exact_allocation import allocate_replicas
 from adascale_core.goodput_table import candidate_counts
@@ -41,11 +43,13 @@ class Decision:
         replicas: the count; 0 if the job does not run.
         reason: why, for events and conditions.
         waiting: whether the job does not run because of insufficient capacity.
+        accelerator: the type of accelerator that it runs on; None if types are not known.
     """
 
     replicas: int
     reason: str
     waiting: bool = False
+    accelerator: Accelerator | None = None
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,17 @@ class DecisionProblem:
     slots: SlotCapacity | None
 
     @classmethod
-    def of(cls, jobs: Iterable[JobState], capacity: int | Capacity, before: Self | None = None) -> Self:
-        """Return the problem; arguments as for `decide`.
+    def of(
+        cls,
+        jobs: Iterable[JobState],
+        capacity: int | Capacity,
+        before: Mapping[str, JobUtility] = MappingProxyType({}),
+    ) -> Self:
+        """Return the problem.
 
-        Predictions are taken from the problem `before`, of about the same jobs, where they are the same.
+        Args:
+            jobs, capacity: as for `decide`.
+            before: job id -> predictions for an earlier state, which are used again where they are the same.
         """
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
@@ -77,14 +88,13 @@ class DecisionProblem:
         ]
         slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
         fills_nodes = slots is not None and slots.is_uniform
-        known = {utility.job.id: utility for utility in before.queue} if before is not None else {}
         queue = weighted(
             [
                 JobUtility.of(
                     job,
                     slots.node_size if slots else bound.node_size(job.id),
                     fills_nodes=fills_nodes,
-                    before=known.get(job.id),
+                    before=before.get(job.id),
                 )
                 for job in ordered
             ]
@@ -92,15 +102,21 @@ class DecisionProblem:
         return cls(queue, bound, valid, slots)
 
     @classmethod
-    def independent(cls, jobs: Iterable[JobState], capacity: int | Capacity) -> list[Self]:
+    def independent(
+        cls,
+        jobs: Iterable[JobState],
+        capacity: int | Capacity,
+        before: Mapping[str, JobUtility] = MappingProxyType({}),
+    ) -> list[Self]:
         """Return the problems that can be solved one by one, because their jobs share no node.
 
         On a cluster with several types of accelerators, these are the jobs of each type. Arguments as for
-        `decide`.
+        `of`.
         """
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         by_id = {job.id: job for job in jobs}
-        return [cls.of([by_id[name] for name in group], bound) for group in bound.independent(list(by_id))]
+        groups = bound.independent(list(by_id))
+        return [cls.of([by_id[name] for name in group], bound, before) for group in groups]
 
     def solve(self, now: float) -> list[int]:
         """Return the count of each job of the queue."""

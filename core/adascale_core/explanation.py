@@ -37,11 +37,12 @@ def explain(
     Args:
         problem: what was decided.
         now: the time of the decision, on the clock of `JobState.stable_since`.
-        decisions: what `problem.decide(now)` returned. The caller may have replaced the reasons.
+        decisions: what `problem.decide(now)` returned. The caller may have replaced the reasons, and added
+            decisions about other jobs.
         time: of the decision, in seconds since 1970.
         only: the jobs to explain; None for all.
     """
-    explainer = _Explainer(problem, decisions, now)
+    explainer = _Explainer(problem, {each.job.id: decisions[each.job.id] for each in problem.queue}, now)
     return {
         utility.job.id: explainer.explain(utility, time)
         for utility in explainer.problem.queue
@@ -206,6 +207,8 @@ class _Explainer:
         if total is not None:
             free = total - sum(self._counts.values())
             yield LimitView(LimitKind.CAPACITY, f"{max(free, 0)} of {total} replicas are free")
+        if job.accelerator is not None:
+            yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
         slots = self.problem.slots
         if slots is not None and slots.is_uniform:
             yield LimitView(

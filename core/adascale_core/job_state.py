@@ -33,6 +33,7 @@ class JobState:
         remaining: remaining steps at `batch_size`; None if unknown.
         restart_seconds: how long a change of the count interrupts training.
         prepare_seconds: how long a change is prepared while training continues.
+        accelerator: the type of accelerator to which it is tied; None if it is not tied.
     """
 
     id: str
@@ -51,3 +52,4 @@ class JobState:
     prepare_seconds: float = 0.0
     limit: int | None = None
     template_step_times: Sequence[StepTime] = ()
+    accelerator: str | None = None

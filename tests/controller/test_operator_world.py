@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from adascale_controller.operator.runtime import error_isolation
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import Resource
+from adascale_core import names
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import ReplicaState
 from support.world import World
@@ -36,11 +37,13 @@ class OperatorMachine(RuleBasedStateMachine):
     """
 
     decided = 0
+    types: Sequence[str] = ()
+    """The types of accelerators of the cluster; none if the operator may not read nodes."""
 
     def __init__(self) -> None:
         super().__init__()
         OperatorMachine.decided = 1
-        self.world = World()
+        self.world = World(types=self.types)
         self.random = random.Random(0)
 
     @initialize(count=COUNTS, seed=SEEDS)
@@ -72,8 +75,7 @@ class OperatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.job is not None)
     @rule(tag=st.integers(1, 3))
     def edit_template(self, tag: int) -> None:
-        worker = {"name": "worker", "image": f"trainer:{tag}"}
-        self.world.edit(template={"spec": {"containers": [worker]}})
+        self.world.edit(template={"spec": {"containers": [self.world.worker(tag)]}})
 
     @rule()
     def delete_or_submit(self) -> None:
@@ -189,6 +191,8 @@ class OperatorMachine(RuleBasedStateMachine):
         world = self.world
         world.meanwhile = lambda: None
         world.node_slots = 100
+        for name in self.types:
+            world.add_node(name)
         world.run_cycles()
         world.now += MAX_PAUSE
         world.run_cycles()
@@ -215,12 +219,40 @@ class OperatorMachine(RuleBasedStateMachine):
             assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
 
 
+class OperatorMachineWithTypes(OperatorMachine):
+    """As `OperatorMachine`, in a cluster with two types of accelerators whose nodes come and go."""
+
+    types = ("h200", "l4")
+
+    @rule(name=st.sampled_from(types))
+    def add_a_node(self, name: str) -> None:
+        self.world.add_node(name)
+
+    @rule(name=st.sampled_from(types))
+    def remove_a_node(self, name: str) -> None:
+        self.world.remove_node(name)
+
+    @invariant()
+    def all_pods_of_a_job_are_on_one_type(self) -> None:
+        assert all(len(nodes) == 1 for nodes in self.world.nodes_of_jobs().values())
+
+    def teardown(self) -> None:
+        super().teardown()
+        world = self.world
+        if world.job is not None:
+            on = [raw["spec"]["nodeName"] for raw in world.live_pods]
+            assert world.job["status"].get("accelerator") == (on[0] if on else None)
+
+
 def _raise(*_: object) -> None:
     """Raise the error that the operator isolates."""
     raise
 
 
-def test_the_job_reaches_the_requested_state_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("machine", [OperatorMachine, OperatorMachineWithTypes])
+def test_the_job_reaches_the_requested_state_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch, machine: type[OperatorMachine]
+) -> None:
     def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
         decided = OperatorMachine.decided
         states = [utility.job for utility in problem.queue]
@@ -229,7 +261,7 @@ def test_the_job_reaches_the_requested_state_whatever_happens(monkeypatch: pytes
 
     monkeypatch.setattr(DecisionProblem, "decide", decide)
     monkeypatch.setattr(error_isolation.logger, "exception", _raise)
-    run_state_machine_as_test(OperatorMachine, settings=settings(max_examples=50, stateful_step_count=25))
+    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=25))
 
 
 def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,3 +309,39 @@ def test_a_lost_pod_is_a_disruption_and_is_replaced(lose: Callable[[World, str],
     status = world.job["status"]
     assert (status["state"], status["failures"], status["disruptions"]) == ("Running", 0, 1)
     assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
+
+
+def test_a_job_moves_to_another_type_of_accelerator_when_the_nodes_of_its_own_are_gone() -> None:
+    world = World(types=("h200", "l4"))
+    world.submit(minReplicas=2)
+    world.run_cycles(15)
+    assert world.job is not None
+    assert (world.job["status"]["accelerator"], world.job["status"]["replicas"]) == ("h200", 2)
+    world.remove_node("h200")
+    world.run_cycles(15)
+    assert (world.job["status"]["accelerator"], world.job["status"]["replicas"]) == ("l4", 2)
+    assert {raw["spec"]["nodeName"] for raw in world.live_pods} == {"l4"}
+    assert "AcceleratorChanged" in [event.reason for event in world.events]
+    world.add_node("h200")
+    world.edit(suspend=True)
+    world.run_cycles(15)
+    assert "accelerator" not in world.job["status"]
+    world.edit(suspend=False)
+    world.run_cycles(15)
+    assert world.job["status"]["accelerator"] == "h200", "without replicas it may get another type"
+
+
+def test_a_job_of_an_earlier_operator_whose_pods_are_on_two_types_is_moved_to_one() -> None:
+    world = World(types=("h200",), node_slots=2)
+    world.submit(minReplicas=4)
+    world.run_cycles(5)
+    assert world.indexed_job is not None
+    assert names.ANNOTATION_ACCELERATOR not in world.indexed_job["metadata"]["annotations"]
+    world.add_node("l4")
+    world.schedule_pods()
+    assert len(set.union(*world.nodes_of_jobs().values())) == 2
+    world.node_slots = 4
+    world.run_cycles(30)
+    assert world.job is not None
+    assert (world.job["status"]["replicas"], len(set.union(*world.nodes_of_jobs().values()))) == (4, 1)
+    assert names.ANNOTATION_ACCELERATOR in world.indexed_job["metadata"]["annotations"]

@@ -7,7 +7,7 @@ the operator, and whether the operator is killed there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from adascale_controller.operator.runtime.control_loop import ControlLoop
 from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
+from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Resource, timestamp
 from adascale_core import names
@@ -26,6 +27,7 @@ from support.fake_service import FakeAgent, FakeService
 
 RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS)
 GRACE_PERIOD = 30
+GPU = "nvidia.com/gpu"
 UNSCHEDULABLE = {
     "type": "PodScheduled",
     "status": "False",
@@ -40,7 +42,10 @@ class KilledError(BaseException):
 
 @dataclass
 class World:
-    """A cluster with one node. The operator's caches are updated only by `deliver`."""
+    """A cluster with one node, which the operator may not read, or with nodes of several types that it reads.
+
+    The operator's caches are updated only by `deliver`.
+    """
 
     objects: dict[Resource, dict[str, Object]] = field(
         default_factory=lambda: {resource: {} for resource in RESOURCES}
@@ -48,7 +53,9 @@ class World:
     agents: dict[str, FakeAgent] = field(default_factory=dict)
     """The agents by the name of their pod."""
     node_slots: int = 100
-    """How many pods fit on the node."""
+    """How many pods fit on a node."""
+    types: Sequence[str] = ()
+    """The types of accelerators; there is a node of each, which has its name."""
     now: float = 1_800_000_000.0
     version: int = 100
     writes: list[str] = field(default_factory=list)
@@ -68,6 +75,10 @@ class World:
         self.service = FakeService(self.before_write)
         self.metrics = OperatorMetrics()
         self._undelivered: list[tuple[str, Resource, Object]] = []
+        if self.types:
+            self.objects[Resource.NODES] = {}
+        for name in self.types:
+            self.add_node(name)
         self.start_operator()
 
     # -- the operator ---------------------------------------------------------------------------------------
@@ -80,7 +91,7 @@ class World:
             FakeCluster(self),
             self.service,
             OperatorSettings("http://api", namespace="team"),
-            RESOURCES,
+            tuple(self.objects),
             metrics=self.metrics,
             clock=lambda: self.now,
         )
@@ -189,7 +200,7 @@ class World:
 
     def submit(self, name: str = "digits", **spec: Any) -> None:
         """Create an AdaScaleJob."""
-        worker = {"name": "worker", "image": "trainer:1"}
+        worker = self.worker()
         defaults = {
             "batchSize": 4,
             "maxBatchSize": 256,
@@ -201,6 +212,11 @@ class World:
         self.program_failures = 0
         self.create(Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {**defaults, **spec}})
 
+    def worker(self, tag: int = 1) -> Object:
+        """Return the container of a template. Where nodes have accelerators, it requests one."""
+        requests = {"resources": {"limits": {GPU: "1"}}} if self.types else {}
+        return {"name": "worker", "image": f"trainer:{tag}", **requests}
+
     def edit(self, **spec: Any) -> None:
         """Edit the spec of the AdaScaleJob."""
         assert self.job is not None
@@ -208,6 +224,34 @@ class World:
         self.write(
             Resource.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}}
         )
+
+    # -- nodes ----------------------------------------------------------------------------------------------
+
+    def add_node(self, name: str) -> None:
+        """Add the node of a type of accelerator, if it does not exist."""
+        if name not in self.objects[Resource.NODES]:
+            meta = {"name": name, "labels": {names.DEFAULT_ACCELERATOR_LABEL: name}}
+            status = {
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "allocatable": {GPU: "100", "pods": "110"},
+            }
+            self.create(Resource.NODES, {"metadata": meta, "spec": {}, "status": status})
+
+    def remove_node(self, name: str) -> None:
+        """Remove the node of a type of accelerator, with its pods."""
+        if name in self.objects[Resource.NODES]:
+            self.delete(Resource.NODES, name)
+            for raw in list(self.objects[Resource.PODS].values()):
+                if raw["spec"].get("nodeName") == name:
+                    self.delete_pod(raw["metadata"]["name"])
+
+    def nodes_of_jobs(self) -> dict[str, set[str]]:
+        """Return the nodes of the live pods of each Indexed Job, by its uid."""
+        found: dict[str, set[str]] = {}
+        for raw in self.live_pods:
+            if "nodeName" in raw["spec"]:
+                found.setdefault(_owner(raw), set()).add(raw["spec"]["nodeName"])
+        return found
 
     # -- the controllers of Kubernetes ----------------------------------------------------------------------
 
@@ -246,12 +290,21 @@ class World:
                 self.delete(Resource.JOBS, "digits")
 
     def schedule_pods(self) -> None:
-        """Assign pending pods to the node while it has free slots, and start them."""
+        """Assign pending pods to a node while it has free slots, and start them.
+
+        Pods prefer the nodes where their Indexed Job has other pods, as its affinity says.
+        """
         for raw in self.live_pods:
             if "nodeName" in raw["spec"]:
                 continue
-            if self._used_slots() < self.node_slots:
-                self._start_pod(raw)
+            nodes = ["node1"]
+            if self.types:
+                own = self.nodes_of_jobs().get(_owner(raw), set())
+                accepting = eligible_nodes(raw["spec"], self.objects[Resource.NODES].values())
+                nodes = sorted(accepting, key=lambda name: (name not in own, name))
+            node = next((name for name in nodes if self._used_slots(name) < self.node_slots), None)
+            if node is not None:
+                self._start_pod(raw, node)
             elif not raw["status"].get("conditions"):
                 self.write(
                     Resource.PODS, {**raw, "status": {"phase": "Pending", "conditions": [UNSCHEDULABLE]}}
@@ -285,8 +338,8 @@ class World:
         active = raw is not None and "deletionTimestamp" not in raw["metadata"]
         return str(raw["metadata"]["uid"]) if raw is not None and active else None
 
-    def _used_slots(self) -> int:
-        return sum("nodeName" in raw["spec"] for raw in self.live_pods)
+    def _used_slots(self, node: str) -> int:
+        return sum(raw["spec"].get("nodeName") == node for raw in self.live_pods)
 
     def _create_pod(self, rank: int, job_uid: str) -> None:
         meta = {
@@ -295,13 +348,15 @@ class World:
             "annotations": {COMPLETION_INDEX: str(rank)},
             "ownerReferences": [{"kind": "Job", "uid": job_uid, "controller": True}],
         }
-        spec = {"containers": [{"name": "worker"}]}
+        indexed_job = self.indexed_job
+        assert indexed_job is not None
+        spec = indexed_job["spec"]["template"]["spec"]
         self.create(Resource.PODS, {"metadata": meta, "spec": spec, "status": {"phase": "Pending"}})
 
-    def _start_pod(self, raw: Object) -> None:
+    def _start_pod(self, raw: Object, node: str) -> None:
         running = {"name": "worker", "state": {"running": {}}}
         status = {"phase": "Running", "containerStatuses": [running]}
-        self.write(Resource.PODS, {**raw, "spec": {**raw["spec"], "nodeName": "node1"}, "status": status})
+        self.write(Resource.PODS, {**raw, "spec": {**raw["spec"], "nodeName": node}, "status": status})
         name = raw["metadata"]["name"]
         self.agents[name] = FakeAgent(_rank(raw), name)
 

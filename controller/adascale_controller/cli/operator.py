@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,17 @@ from typing import Annotated
 import typer
 
 from adascale_core import names
+
+_LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+
+
+def _require_label(label: str) -> str:
+    if label and not _LABEL.fullmatch(label):
+        raise typer.BadParameter(
+            f"{label!r} is not the key of a label: it must be like {names.DEFAULT_ACCELERATOR_LABEL}, with "
+            "letters, digits, '-', '_' and '.', or empty"
+        )
+    return label
 
 
 def operator(
@@ -73,6 +85,16 @@ def operator(
             show_default=False,
         ),
     ] = None,
+    accelerator_label: Annotated[
+        str,
+        typer.Option(
+            "--accelerator-label",
+            metavar="LABEL",
+            help="The label of nodes that names the type of their accelerators. A job runs on one type at a "
+            "time. Empty: types are not told apart.",
+            callback=_require_label,
+        ),
+    ] = names.DEFAULT_ACCELERATOR_LABEL,
 ) -> None:
     """Run the Kubernetes operator, on the cluster that it runs in or that KUBECONFIG names."""
     # Imported here because importing kopf and the Kubernetes client takes a second.
@@ -88,5 +110,6 @@ def operator(
             lease_namespace=lease_namespace,
             identity=identity,
             liveness=liveness,
+            accelerator_label=accelerator_label,
         )
     )

@@ -194,7 +194,11 @@ class Applier:
                 await self._cluster.create_claim(claim)
                 applied.claim_created = True
         manifest = indexed_job_manifest(
-            workload, parallelism, suspend=False, single_node=observed.single_node
+            workload,
+            parallelism,
+            suspend=False,
+            single_node=observed.single_node,
+            accelerator=actions.accelerator,
         )
         try:
             created = await self._cluster.create_indexed_job(manifest)

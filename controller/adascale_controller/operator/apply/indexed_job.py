@@ -21,7 +21,14 @@ replaces a pod. Without it the pause doubles with each lost pod of the whole Job
 delays growth too."""
 
 
-def indexed_job_manifest(workload: Workload, replicas: int, *, suspend: bool, single_node: bool) -> Manifest:
+def indexed_job_manifest(
+    workload: Workload,
+    replicas: int,
+    *,
+    suspend: bool,
+    single_node: bool,
+    accelerator: str | None = None,
+) -> Manifest:
     """Return the Indexed Job whose pods are the replicas.
 
     Args:
@@ -29,8 +36,9 @@ def indexed_job_manifest(workload: Workload, replicas: int, *, suspend: bool, si
         replicas: the number of pods. For 0, `suspend` must be true: a Job with 0 completions is complete.
         suspend: `spec.suspend`.
         single_node: whether all replicas must share a node, because only one node can mount the claim.
+        accelerator: the type of accelerator that the pods require. None if they require none.
     """
-    template = build_pod_template(workload, single_node=single_node)
+    template = build_pod_template(workload, single_node=single_node, accelerator=accelerator)
     parallelism = max(replicas, 1)
     spec: Manifest = {
         "completionMode": "Indexed",
@@ -65,6 +73,8 @@ def indexed_job_manifest(workload: Workload, replicas: int, *, suspend: bool, si
         spec["activeDeadlineSeconds"] = workload.job.active_deadline_seconds
     metadata = _metadata(workload, workload.name)
     metadata["annotations"] = {names.ANNOTATION_TEMPLATE: template_digest(workload, single_node=single_node)}
+    if accelerator is not None:
+        metadata["annotations"][names.ANNOTATION_ACCELERATOR] = accelerator
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 

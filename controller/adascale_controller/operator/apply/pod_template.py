@@ -31,13 +31,11 @@ _AGENT_GRACE_SECONDS: Final = 5
 _FS_GROUP: Final = 65532
 """The group that owns volumes, so that a program that is not root can write to them."""
 _PLACEMENT_FIELDS: Final = ("podAffinity", "podAntiAffinity")
-_TOPOLOGIES: Final = (
-    ("kubernetes.io/hostname", 100),
-    ("nvidia.com/gpu.product", 50),
-    ("topology.kubernetes.io/zone", 10),
-)
-"""Where replicas of a job prefer to be together, and how much, from 1 to 100: nodes without the label of a
-topology have no preference for it. Replicas wait for each other, so one on a slower GPU slows down all."""
+_NODE_WEIGHT: Final = 100
+_ACCELERATOR_WEIGHT: Final = 50
+_ZONE_WEIGHT: Final = 10
+"""How much replicas of a job prefer to be together on a node, on a type of accelerator and in a zone, from 1
+to 100. Replicas wait for each other, so a replica on a slower GPU slows down all."""
 _LOST_NODE_SECONDS: Final = 5
 """Seconds that a replica stays on a lost node. Its peers wait for it, so not Kubernetes' 300 seconds."""
 
@@ -57,12 +55,15 @@ class BuiltPodTemplate:
     warnings: tuple[str, ...]
 
 
-def build_pod_template(workload: Workload, *, single_node: bool) -> BuiltPodTemplate:
+def build_pod_template(
+    workload: Workload, *, single_node: bool, accelerator: str | None = None
+) -> BuiltPodTemplate:
     """Return the pod template of a job's Indexed Job.
 
     Args:
         workload: the job.
         single_node: whether all replicas must share a node, because only one node can mount the claim.
+        accelerator: the type of accelerator that the pods require. None if they require none.
     """
     template: Manifest = copy.deepcopy(dict(workload.template))
     warnings: list[str] = []
@@ -71,7 +72,9 @@ def build_pod_template(workload: Workload, *, single_node: bool) -> BuiltPodTemp
     _set_pod_policy(spec, warnings)
     worker = _worker(spec)
     _start_by_agent(worker)
-    _set_environment(worker, workload, spec, warnings)
+    _set_environment(worker, workload, spec, accelerator, warnings)
+    if accelerator is not None:
+        _require_accelerator(spec, workload.settings.accelerator_label, accelerator)
     _mount_volumes(worker, spec, workload, warnings)
     _add_credentials(worker, workload)
     _restrict(spec)
@@ -189,9 +192,30 @@ def _prefer_few_nodes(spec: Manifest, workload: Workload) -> None:
     affinity["podAffinity"] = {
         "preferredDuringSchedulingIgnoredDuringExecution": [
             {"weight": weight, "podAffinityTerm": _same_topology(workload, topology)}
-            for topology, weight in _TOPOLOGIES
+            for topology, weight in (
+                ("kubernetes.io/hostname", _NODE_WEIGHT),
+                (workload.settings.accelerator_label, _ACCELERATOR_WEIGHT),
+                ("topology.kubernetes.io/zone", _ZONE_WEIGHT),
+            )
+            if topology
         ]
     }
+
+
+def _require_accelerator(spec: Manifest, label: str, accelerator: str) -> None:
+    """Have pods require the nodes with one type of accelerator, besides what they require already."""
+    expression: Manifest = {"key": label, "operator": "In", "values": [accelerator]}
+    if accelerator == names.NO_ACCELERATOR_LABEL:
+        expression = {"key": label, "operator": "DoesNotExist"}
+    affinity = _section(_section(spec, "affinity"), "nodeAffinity")
+    terms = _items(_section(affinity, "requiredDuringSchedulingIgnoredDuringExecution"), "nodeSelectorTerms")
+    if not terms:
+        terms.append({"matchExpressions": [expression]})
+        return
+    # A node must match all expressions of one of the terms. A term without expressions matches no node.
+    for term in _objects(terms):
+        if term.get("matchExpressions") or term.get("matchFields"):
+            _items(term, "matchExpressions").append(dict(expression))
 
 
 def _same_topology(workload: Workload, topology: str) -> Manifest:
@@ -220,11 +244,16 @@ def _start_by_agent(worker: Manifest) -> None:
         worker["command"] = [AGENT, "--", *command, *(worker.pop("args", None) or [])]
 
 
-def _set_environment(worker: Manifest, workload: Workload, spec: Manifest, warnings: list[str]) -> None:
+def _set_environment(
+    worker: Manifest, workload: Workload, spec: Manifest, accelerator: str | None, warnings: list[str]
+) -> None:
     """Set our environment variables, before the user's own, so that these may refer to them."""
     log = worker.get("terminationMessagePath") or _TERMINATION_LOG
+    values = _environment(workload)
+    if accelerator is not None:
+        values[names.ENV_ACCELERATOR] = accelerator
     ours: list[Manifest] = [
-        *({"name": name, "value": _literal(value)} for name, value in _environment(workload).items()),
+        *({"name": name, "value": _literal(value)} for name, value in values.items()),
         {"name": names.ENV_TERMINATION_LOG, "value": log},
         {"name": names.ENV_TERMINATION_GRACE, "value": str(_trainer_grace(spec))},
         {

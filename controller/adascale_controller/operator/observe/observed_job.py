@@ -12,6 +12,7 @@ from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import Workload
 from adascale_core import names
+from adascale_core.accelerators import Accelerator
 from adascale_core.exit_codes import EXIT_REFUSED
 from adascale_core.messages import Allocation
 from adascale_core.rendezvous import DEPARTED_STATES, EXITED_STATES
@@ -32,6 +33,7 @@ class IndexedJob:
         complete: whether one of its pods has succeeded, so that its success policy is met.
         failed: reason and message, if the Job controller has failed it.
         active_deadline_seconds: `spec.activeDeadlineSeconds`.
+        accelerator: the type of accelerator that its pods require. None if they require none.
     """
 
     uid: str
@@ -43,6 +45,7 @@ class IndexedJob:
     complete: bool
     failed: tuple[str, str] | None
     active_deadline_seconds: int | None = None
+    accelerator: str | None = None
 
     @classmethod
     def read(cls, raw: ApiObject) -> Self:
@@ -66,7 +69,12 @@ class IndexedJob:
             complete="Complete" in conditions or "SuccessCriteriaMet" in conditions,
             failed=(failed.get("reason", "Failed"), failed.get("message", "")) if failed else None,
             active_deadline_seconds=spec.get("activeDeadlineSeconds"),
+            accelerator=(meta.get("annotations") or {}).get(names.ANNOTATION_ACCELERATOR),
         )
+
+    def suits(self, accelerator: Accelerator) -> bool:
+        """Whether its pods can run on this type of accelerator, and on no other if that is required."""
+        return self.accelerator == accelerator.type or (self.accelerator is None and not accelerator.required)
 
     @property
     def finished(self) -> bool:

@@ -76,7 +76,15 @@ def _rescheduled(
         yield Event("SpecChanged", "Applying the changed spec")
 
 
-_NORMAL = frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.FINISHED, Reason.TEMPLATE_CHANGED})
+_NORMAL = frozenset(
+    {
+        Reason.SUSPENDED,
+        Reason.SCALED_TO_ZERO,
+        Reason.FINISHED,
+        Reason.TEMPLATE_CHANGED,
+        Reason.ACCELERATOR_CHANGED,
+    }
+)
 """Reasons whose Events are not warnings."""
 _START_PROBLEMS = frozenset(
     {
@@ -96,6 +104,7 @@ _RECORDED = {
         Reason.STALLED,
         Reason.INSUFFICIENT_CAPACITY,
         Reason.TEMPLATE_CHANGED,
+        Reason.ACCELERATOR_CHANGED,
         Reason.METRICS_SERVICE_UNAVAILABLE,
         Reason.NAME_CONFLICT,
         Reason.VOLUME_NOT_FOUND,

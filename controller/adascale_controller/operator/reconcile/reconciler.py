@@ -41,7 +41,9 @@ def reconcile(
     """
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
+    assessment = _with_accelerator(observed, assessment, decision)
     allocation = _allocation(observed, assessment, decision)
+    accelerator = decision.accelerator if decision is not None else None
     scheduled = ScheduledJob(
         assessment,
         allocation,
@@ -49,13 +51,14 @@ def reconcile(
         changed=allocation != observed.resource.recorded_allocation,
         failed_placement=failed_placement,
         failing_count=failing_count,
+        accelerator=accelerator,
     )
     status = status_of(observed, scheduled)
     parallelism = _parallelism(observed, assessment, allocation)
     indexed_job, claim = observed.own_indexed_job, observed.claim
     runnable = assessment.phase is JobPhase.RUNNABLE
     creates = observed.indexed_job is None and runnable and bool(parallelism)
-    replaces_template = assessment.reason is Reason.TEMPLATE_CHANGED and parallelism == 0
+    replaces_template = assessment.reason in _REPLACING and parallelism == 0
     deadline = _active_deadline(observed)
     resizes = indexed_job is not None and not replaces_template and _differs(observed, parallelism, deadline)
     return Actions(
@@ -66,6 +69,7 @@ def reconcile(
         allocate=allocation if _is_new_to_service(observed, allocation) else None,
         create_claim=creates and claim is not None and claim.own and not claim.exists,
         create_indexed_job=parallelism if creates else None,
+        accelerator=accelerator.type if accelerator is not None and accelerator.required else None,
         resize=parallelism if resizes else None,
         active_deadline_seconds=deadline,
         delete_indexed_job=indexed_job is not None and replaces_template,
@@ -104,6 +108,25 @@ def _deregister_predecessor(observed: ObservedJob, assessment: Assessment) -> Ac
         telemetry_changed=own_fields(observed.resource.status) != status,
         deregister=all_ended,
     )
+
+
+_REPLACING = frozenset({Reason.TEMPLATE_CHANGED, Reason.ACCELERATOR_CHANGED})
+"""Reasons for which the Indexed Job is deleted once its replicas have left, and created again."""
+
+
+def _with_accelerator(observed: ObservedJob, assessment: Assessment, decision: Decision | None) -> Assessment:
+    """Return the phase of a job: it stops if its pods can't run on the type of accelerator that it gets."""
+    indexed_job, current = observed.own_indexed_job, observed.current_allocation
+    if assessment.phase is not JobPhase.RUNNABLE or decision is None or decision.accelerator is None:
+        return assessment
+    if indexed_job is None or indexed_job.finished or indexed_job.suits(decision.accelerator):
+        return assessment
+    if not decision.replicas and not (current is not None and current.replicas):
+        return assessment
+    message = f"Saving state, then continuing on accelerators of the type {decision.accelerator.type}"
+    if decision.accelerator.type is None:
+        message = "Saving state, then continuing on any nodes that can run the replicas"
+    return replace(assessment, phase=JobPhase.STOPPING, reason=Reason.ACCELERATOR_CHANGED, message=message)
 
 
 # -- the allocation ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from adascale_controller.operator.types.conditions import (
 )
 from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core import names
+from adascale_core.accelerators import Accelerator
 from adascale_core.messages import Allocation, GainReport
 
 TELEMETRY = frozenset(
@@ -48,6 +49,7 @@ STATUS_FIELDS = TELEMETRY | {
     "restarts",
     "attempts",
     "localBatchLimit",
+    "accelerator",
     "conditions",
     "allocation",
     "startTime",
@@ -67,6 +69,7 @@ class ScheduledJob:
         changed: whether the allocation differs from the recorded allocation.
         failed_placement: a larger count that could not be placed.
         failing_count: a larger count on which the program fails at once.
+        accelerator: the type of accelerator that it gets. None if it is not known now.
     """
 
     assessment: Assessment
@@ -75,6 +78,7 @@ class ScheduledJob:
     changed: bool = False
     failed_placement: FailedPlacement | None = None
     failing_count: FailingCount | None = None
+    accelerator: Accelerator | None = None
 
     @property
     def phase(self) -> JobPhase:
@@ -114,6 +118,11 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         limit = observed.service.local_bsz_limit
     if limit is not None:
         status["localBatchLimit"] = limit
+    accelerator = current.get("accelerator")
+    if scheduled.accelerator is not None:
+        accelerator = scheduled.accelerator.type
+    if accelerator is not None and status["desiredReplicas"]:
+        status["accelerator"] = accelerator
     if observed.claim is not None:
         status["claim"] = observed.claim.name
     return status

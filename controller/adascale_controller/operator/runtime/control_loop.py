@@ -113,9 +113,11 @@ class ControlLoop:
         self._metrics = metrics or OperatorMetrics()
         self._errors = ErrorIsolation(self._metrics.job_errors.inc)
         self._deregistration = Deregistration(service, settings.namespace)
-        self._observer = Observer(PodSettings(api_url=settings.pod_api_url or settings.api_url))
+        self._observer = Observer(
+            PodSettings(settings.pod_api_url or settings.api_url, settings.accelerator_label)
+        )
         self._fetcher = LookupFetcher(cluster, self._look_at)
-        self._scheduler = Scheduler()
+        self._scheduler = Scheduler(settings.accelerator_label)
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
             cluster, service, self._store_written, settings.identity, self._expect_allocated

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
+
 
 @dataclass(frozen=True)
 class OperatorSettings:
@@ -18,6 +20,8 @@ class OperatorSettings:
         lease_namespace: namespace of the lease that lets one operator run at a time. None for no lease.
         identity: the name of this operator in the lease and in Events.
         liveness: host and port of the liveness probe. None for no probe.
+        accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
+            not told apart.
     """
 
     api_url: str
@@ -27,3 +31,4 @@ class OperatorSettings:
     lease_namespace: str | None = None
     identity: str = "operator"
     liveness: str | None = None
+    accelerator_label: str = DEFAULT_ACCELERATOR_LABEL

@@ -14,7 +14,10 @@ _SELECTING_FIELDS = ("nodeName", "nodeSelector", "tolerations")
 
 
 class NodeSelection:
-    """Remembers the eligible nodes of each kind of template, until a node changes in what selects it."""
+    """Remembers the eligible nodes of each kind of template, until a node changes in what selects it.
+
+    What a node can hold counts too: it decides on which types of accelerators a job may run.
+    """
 
     def __init__(self) -> None:
         self._nodes: Sequence[ApiObject] = ()
@@ -61,5 +64,6 @@ def _attributes(node: ApiObject) -> str:
         spec.get("taints"),
         spec.get("unschedulable"),
         is_ready(node),
+        (node.get("status") or {}).get("allocatable"),
     ]
     return json.dumps(selecting, sort_keys=True, default=str)

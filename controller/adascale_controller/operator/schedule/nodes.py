@@ -108,10 +108,14 @@ def free_nodes(
         if is_ready(node):
             name = _name(node)
             used = taken.get(name, Counter())
-            allocatable = _amounts(_object(node.get("status")), "allocatable")
-            units = {resource: units - used[resource] for resource, units in allocatable.items()}
+            units = {resource: units - used[resource] for resource, units in allocatable(node).items()}
             free.append(Node(name, units))
     return free
+
+
+def allocatable(node: ApiObject) -> dict[str, int]:
+    """Return the resources of a node that pods may take, in the units of `amount`."""
+    return _amounts(_object(node.get("status")), "allocatable")
 
 
 def _has_ended(pod: ApiObject) -> bool:

@@ -17,18 +17,22 @@ from adascale_controller.measurements import JobMeasurements, TemplateMeasuremen
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.schedule.accelerator_types import AcceleratorTypes, TypedDemands
 from adascale_controller.operator.schedule.node_selection import NodeSelection
 from adascale_controller.operator.schedule.nodes import free_nodes, pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, is_answered
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core.accelerators import Accelerator, TypeOptions, choose_types
 from adascale_core.batch import valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.explanation import explain
+from adascale_core.goodput_table import candidate_counts
 from adascale_core.job_state import JobState
+from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.packing import Demand, Node
 from adascale_core.views import DecisionView, JobView
 
@@ -55,8 +59,10 @@ class _Candidate:
 
     Args:
         observed: the job.
-        demand: what it requests of the nodes.
-        state: its state.
+        demand: what it requests of the nodes, of any type of accelerator.
+        state: its state, on the type on which it was measured last.
+        types: the types of accelerators that it may run on.
+        states: type -> its state.
         template: what other jobs of its template had reported when the state was computed.
         limit_reason: why it has `state.limit`; None if the decision has a better reason.
     """
@@ -64,8 +70,25 @@ class _Candidate:
     observed: ObservedJob
     demand: Demand
     state: JobState
+    types: TypedDemands
+    states: Mapping[str, JobState]
     template: tuple[object, ...]
     limit_reason: str | None
+
+    def demand_on(self, accelerator: str | None) -> Demand:
+        """Return what it requests if it runs on a type of accelerator. None if it is not tied to a type."""
+        return self.demand if accelerator is None else self.types.by_type[accelerator].demand
+
+    def state_on(self, accelerator: str | None) -> JobState:
+        """Return its state on a type of accelerator. None if it is not tied to a type."""
+        return self.state if accelerator is None else self.states[accelerator]
+
+    def options(self) -> TypeOptions:
+        """Return the types from which to choose; none without a valid count."""
+        state = self.state
+        counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
+        demands = {name: each.demand for name, each in self.types.by_type.items()} if counts else {}
+        return TypeOptions(state.id, counts[0] if counts else 0, demands, self.types.present)
 
 
 class _Resources:
@@ -122,7 +145,7 @@ class Answer:
         question: the question.
         decisions: job id -> the replica count.
         decided_at: on the monotonic clock.
-        problem: the problem that was solved.
+        problems: the problems that were solved.
         next_change: when the same problem may have another solution, on the monotonic clock.
         cost: the seconds of processor time that it took.
     """
@@ -130,7 +153,7 @@ class Answer:
     question: Question
     decisions: Mapping[str, Decision]
     decided_at: float
-    problem: DecisionProblem
+    problems: Sequence[DecisionProblem]
     next_change: float
     cost: float
 
@@ -140,9 +163,15 @@ class Scheduler:
 
     It is told what has changed. A decision is due at once if a job or the nodes have changed in what the
     counts must respect; for new measurements decisions take at most `MAX_SHARE` of the time.
+
+    Args:
+        accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
+            not told apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator_label: str = DEFAULT_ACCELERATOR_LABEL) -> None:
+        self._accelerator_label = accelerator_label
+        self._accelerator_types = AcceleratorTypes(accelerator_label)
         self._memories: dict[str, _JobMemory] = {}
         self._templates = TemplateMeasurements()
         self._node_selection = NodeSelection()
@@ -177,6 +206,8 @@ class Scheduler:
         self._resources = _Resources(nodes, pods)
         self._resources_changed = True
         selects_others = self._node_selection.update(nodes or ())
+        if selects_others:
+            self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
         for candidate in list(self._candidates.values()):
             memory = self._memories[candidate.observed.resource.uid]
             if selects_others or memory.backoff.failed_placement(candidate.observed.now) is not None:
@@ -189,17 +220,18 @@ class Scheduler:
             # Another AdaScaleJob of this name.
             self.remove(job_id)
             before = None
-        demand = self._demand(job)
-        candidate = self._candidate(job, demand)
+        candidate = self._candidate(job, self._demand(job))
         self._candidates[job_id] = candidate
         if before is None:
             self._jobs_changed = True
             return
         decision = self._standing.get(job_id)
         kept = decision or Decision(before.state.replicas, "")
-        if not is_answered(candidate.state, before.state, kept) or not _same_demand(demand, before.demand):
+        if not is_answered(candidate.state, before.state, kept) or not _same_demand(candidate, before):
             self._jobs_changed = True
-        elif candidate.state != before.state or demand != before.demand:
+        elif (candidate.state, candidate.states) != (before.state, before.states) or (
+            candidate.demand != before.demand
+        ):
             self._measurements_changed = True
 
     def remove(self, job_id: str) -> None:
@@ -231,7 +263,7 @@ class Scheduler:
         """Return what is to be decided now."""
         for job_id, candidate in list(self._candidates.items()):
             memory = self._memories[candidate.observed.resource.uid]
-            if candidate.template != _reported(memory):
+            if candidate.template != memory.measurements.template.reported:
                 self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand)
                 self._measurements_changed = True
         same_jobs = not (self._jobs_changed or self._measurements_changed)
@@ -248,17 +280,34 @@ class Scheduler:
         if before is not None and same_jobs and before.question.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
             return replace(before, question=question, cost=cost)
-        demands = {job_id: each.demand for job_id, each in candidates.items()}
-        states = [each.state for each in candidates.values()]
+        ordered = sorted(candidates.values(), key=lambda each: (each.state.arrival, each.state.id))
+        types: dict[str, str] = {}
+        if resources.free is not None:
+            types = choose_types([each.options() for each in ordered], resources.free)
+        demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
+        states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
         capacity = resources.capacity(candidates, demands)
-        problem = DecisionProblem.of(states, capacity, before.problem if before is not None else None)
-        decisions = problem.decide(now)
+        predicted = {
+            utility.job.id: utility
+            for problem in (before.problems if before is not None else ())
+            for utility in problem.queue
+        }
+        problems = DecisionProblem.independent(states, capacity, predicted)
+        decisions: dict[str, Decision] = {}
+        for problem in problems:
+            decisions |= problem.decide(now)
         for job_id, candidate in candidates.items():
             decision = decisions[job_id]
+            if resources.free is not None:
+                accelerator = Accelerator()
+                if job_id in types:
+                    accelerator = candidate.types.by_type[types[job_id]].accelerator
+                decision = decisions[job_id] = replace(decision, accelerator=accelerator)
             if candidate.limit_reason is not None and decision.replicas < candidate.state.replicas:
                 decisions[job_id] = replace(decision, reason=candidate.limit_reason)
-        next_change, cost = problem.next_change(now), time.thread_time() - begun
-        return Answer(question, decisions, now, problem, next_change, cost)
+        next_change = min((problem.next_change(now) for problem in problems), default=inf)
+        cost = time.thread_time() - begun
+        return Answer(question, decisions, now, problems, next_change, cost)
 
     def adopt(self, answer: Answer, now: float) -> set[str]:
         """Use an answer from now on, except what it says about jobs that have changed since.
@@ -302,9 +351,11 @@ class Scheduler:
             self._measurements_changed = True
         if not due:
             return ()
-        found = explain(
-            answer.problem, answer.decided_at, decisions=answer.decisions, time=time.time(), only=due
-        )
+        found: dict[str, DecisionView] = {}
+        for problem in answer.problems:
+            found |= explain(
+                problem, answer.decided_at, decisions=answer.decisions, time=time.time(), only=due
+            )
         self._explain_cost = time.thread_time() - begun
         return list(found.values())
 
@@ -330,12 +381,14 @@ class Scheduler:
         asked, present = answer.question.resources, self._resources
         if asked is present or asked.free == present.free:
             return True
-        demands = {job_id: each.demand for job_id, each in self._candidates.items()}
-        counts = {
-            job_id: each.replicas
-            for job_id, each in answer.decisions.items()
-            if each.replicas and job_id in demands
-        }
+        demands, counts = {}, {}
+        for job_id, candidate in self._candidates.items():
+            decision = answer.decisions.get(job_id)
+            accelerator = decision.accelerator if decision is not None else None
+            name = accelerator.type if accelerator is not None else None
+            demands[job_id] = candidate.demand_on(name if name in candidate.types.by_type else None)
+            if decision is not None and decision.replicas:
+                counts[job_id] = decision.replicas
         return present.capacity(self._candidates, demands).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
@@ -375,13 +428,17 @@ class Scheduler:
         job, view = observed.resource.valid_job, observed.service or JobView.empty()
         memory = self._memories.setdefault(observed.resource.uid, _JobMemory())
         memory.measurements.update(view, time.monotonic())
+        types = TypedDemands()
+        if self._resources.nodes is not None:
+            types = self._accelerator_types.demands(observed, demand)
+        present = demand if types.present is None else types.by_type[types.present].demand
         state = memory.measurements.job_state(job, view, training_target(job, view))
         current = observed.current_allocation
         trains_current = view.desired == current and observed.training_replicas > 0
 
         def most() -> int:
             # Costly on many nodes, and rarely needed.
-            return self._resources.capacity(self._candidates, {job.id: demand}).max_replicas(job.id)
+            return self._resources.capacity(self._candidates, {job.id: present}).max_replicas(job.id)
 
         _update_backoff(memory.backoff, observed, most)
         _update_failing_counts(memory.failing_counts, observed, view)
@@ -400,18 +457,29 @@ class Scheduler:
             stable_since=state.stable_since if trains_current else None,
             limit=limit,
         )
-        return _Candidate(observed, demand, state, _reported(memory), limit_reason)
+        states = {}
+        for name, typed in types.by_type.items():
+            measured_on = name if typed.accelerator.required else None
+            on_type = memory.measurements.job_state(job, view, training_target(job, view), measured_on)
+            states[name] = replace(
+                state,
+                accelerator=name,
+                largest=on_type.largest,
+                step_times=on_type.step_times,
+                template_step_times=on_type.template_step_times,
+            )
+        reported = memory.measurements.template.reported
+        return _Candidate(observed, demand, state, types, states, reported, limit_reason)
 
 
-def _reported(memory: _JobMemory) -> tuple[object, ...]:
-    """Return what the jobs of a job's template have reported."""
-    template = memory.measurements.template
-    return template.step_times, template.first_estimate, template.largest
+def _same_demand(candidate: _Candidate, before: _Candidate) -> bool:
+    """Whether what a job requests differs in no more than the nodes of its replicas."""
 
+    def compared(each: _Candidate) -> object:
+        types = {name: (typed.accelerator, typed.demand.nodes) for name, typed in each.types.by_type.items()}
+        return replace(each.demand, placed={}), types, each.types.present
 
-def _same_demand(demand: Demand, before: Demand) -> bool:
-    """Whether two demands differ in no more than the nodes of replicas."""
-    return replace(demand, placed={}) == replace(before, placed={})
+    return compared(candidate) == compared(before)
 
 
 def _program(job: AdaScaleJob) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from adascale_core.decision import Decision
 from adascale_core.goodput_table import candidate_counts
@@ -81,7 +82,9 @@ class StandingDecisions:
         smaller = [count for count in allowed if count < decision.replicas]
         if decision.replicas in allowed or not smaller:
             return decision
-        return Decision(smaller[-1], f"at most {smaller[-1]} may be used now")
+        return replace(
+            decision, replicas=smaller[-1], reason=f"at most {smaller[-1]} may be used now", waiting=False
+        )
 
 
 def is_answered(state: JobState, asked: JobState, decision: Decision) -> bool:
@@ -96,4 +99,4 @@ def constraints(state: JobState) -> tuple[object, ...]:
 
 def _requested(decision: Decision) -> object:
     """Return what a job gets by a decision; the reason matters where it is shown."""
-    return decision.replicas or decision.reason
+    return decision.replicas or decision.reason, decision.accelerator

@@ -60,6 +60,7 @@ class Actions:
         allocate: the allocation to request at the metrics service.
         create_claim: whether to create the job's own PersistentVolumeClaim.
         create_indexed_job: the parallelism of the Indexed Job to create.
+        accelerator: the type of accelerator that its pods require. None if they require none.
         resize: the new parallelism of the Indexed Job; 0 suspends it.
         active_deadline_seconds: `activeDeadlineSeconds` of a resized Indexed Job. None for no deadline.
         delete_indexed_job: whether to delete the Indexed Job.
@@ -77,6 +78,7 @@ class Actions:
     allocate: Allocation | None = None
     create_claim: bool = False
     create_indexed_job: int | None = None
+    accelerator: str | None = None
     resize: int | None = None
     active_deadline_seconds: int | None = None
     delete_indexed_job: bool = False

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     SCALED_TO_ZERO = "ScaledToZero"
     RESUMED = "Resumed"
     TEMPLATE_CHANGED = "TemplateChanged"
+    ACCELERATOR_CHANGED = "AcceleratorChanged"
     METRICS_SERVICE_UNAVAILABLE = "MetricsServiceUnavailable"
     NAME_CONFLICT = "NameConflict"
     CLEANING_UP = "CleaningUp"

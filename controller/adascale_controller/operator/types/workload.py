@@ -21,9 +21,12 @@ class PodSettings:
 
     Args:
         api_url: base URL of the metrics service, as pods reach it.
+        accelerator_label: the label of nodes that names the type of their accelerators; empty if types are
+            not told apart.
     """
 
     api_url: str
+    accelerator_label: str = names.DEFAULT_ACCELERATOR_LABEL
 
 
 @dataclass(frozen=True)

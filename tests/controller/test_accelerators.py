@@ -1,0 +1,287 @@
+"""Types of accelerators on a cluster: capacity, placement and step times of each, and jobs that move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.reconcile.job_phase import assess
+from adascale_controller.operator.reconcile.reconciler import reconcile
+from adascale_controller.operator.schedule.nodes import eligible_nodes
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.actions import Actions
+from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.workload import PodSettings, Workload
+from adascale_core import names
+from adascale_core.accelerators import Accelerator
+from adascale_core.decision import Decision
+from adascale_core.messages import StepTime
+from adascale_core.views import JobView
+from support.observed_jobs import SPEC, condition, indexed_job, job, observed, pod, report, view
+
+GPU = "nvidia.com/gpu"
+H200, L4, NO_LABEL = "NVIDIA-H200", "NVIDIA-L4", names.NO_ACCELERATOR_LABEL
+WORKER = {"name": "worker", "image": "trainer:1"}
+ON_GPUS: dict[str, Any] = {"containers": [WORKER | {"resources": {"limits": {GPU: "1"}}}]}
+ON_CPUS: dict[str, Any] = {"containers": [WORKER | {"resources": {"requests": {"cpu": "1"}}}]}
+
+
+def nodes(**gpus: int) -> list[ApiObject]:
+    """Return the nodes `h200`, `l4` and `plain`, which has no label, with these numbers of accelerators."""
+    labels = {"h200": {names.DEFAULT_ACCELERATOR_LABEL: H200}, "l4": {names.DEFAULT_ACCELERATOR_LABEL: L4}}
+    return [
+        {
+            "metadata": {"name": name, "resourceVersion": str(count), "labels": labels.get(name, {})},
+            "spec": {},
+            "status": {
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "allocatable": {"cpu": "8", "pods": "110"} | ({GPU: str(count)} if count else {}),
+            },
+        }
+        for name, count in gpus.items()
+    ]
+
+
+def waiting(name: str = "digits", spec: ApiObject = ON_GPUS, *, at_least: int = 1) -> ObservedJob:
+    """Return a job that has not started."""
+    made = job(spec=replace(SPEC, min_replicas=at_least))
+    made = replace(made, name=name, uid=name, template={"spec": spec})
+    return observed(replace(made, job=replace(made.valid_job, id=made.id)), JobView.empty(made.id))
+
+
+def running(
+    on: Sequence[str],
+    *,
+    required: str | None = None,
+    recorded: str | None = None,
+    step_times: Sequence[StepTime] = (),
+    spec: ApiObject = ON_GPUS,
+) -> ObservedJob:
+    """Return a job that trains on one replica on each of these nodes."""
+    number = len(on)
+    made = job((1, number), status={"accelerator": recorded} if recorded else None)
+    pods: list[Pod] = [pod(rank, node=node) for rank, node in enumerate(on)]
+    accelerator = required or "a kind of device"
+    service = replace(
+        view((1, number), (1, number)),
+        latest=replace(report(1, number), accelerator=accelerator),
+        step_times=tuple(step_times),
+    )
+    return observed(
+        replace(made, template={"spec": spec}), service, indexed_job(number, accelerator=required), pods
+    )
+
+
+def decide(*jobs: ObservedJob, on: Sequence[ApiObject] | None, label: str | None = None) -> list[Decision]:
+    """Return the decisions about these jobs."""
+    scheduler = Scheduler() if label is None else Scheduler(label)
+    scheduler.set_resources(on, ())
+    for each in jobs:
+        scheduler.update(each)
+    answer = scheduler.solve(scheduler.question())
+    return [answer.decisions[each.resource.id] for each in jobs]
+
+
+def accelerators(
+    *jobs: ObservedJob, on: Sequence[ApiObject] | None, label: str | None = None
+) -> list[object]:
+    return [each.accelerator for each in decide(*jobs, on=on, label=label)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "cluster", "expected"),
+    [
+        # a cluster with one type: recorded, and pods are as without types
+        (ON_GPUS, nodes(h200=4), Accelerator(H200)),
+        (ON_GPUS, nodes(h200=4, plain=0), Accelerator(H200)),
+        # two types
+        (ON_GPUS, nodes(h200=4, l4=8), Accelerator(L4, required=True)),
+        (ON_GPUS, nodes(h200=8, l4=8), Accelerator(H200, required=True)),
+        # accelerators without a label are a type too
+        (ON_GPUS, nodes(h200=4, plain=8), Accelerator(NO_LABEL, required=True)),
+        # only where its pods may run
+        (ON_GPUS | {"nodeSelector": {names.DEFAULT_ACCELERATOR_LABEL: H200}}, nodes(h200=4, l4=8),
+         Accelerator(H200)),
+        # replicas without devices are not tied to a type, unless all nodes have one
+        (ON_CPUS, nodes(h200=4, l4=8, plain=0), Accelerator()),
+        (ON_CPUS, nodes(h200=4, l4=8), Accelerator(H200, required=True)),
+        # no node can hold a replica
+        (ON_GPUS, nodes(plain=0), Accelerator()),
+        (ON_GPUS, None, None),
+    ],
+)  # fmt: skip
+def test_the_type_on_which_a_job_starts(
+    spec: ApiObject, cluster: Sequence[ApiObject] | None, expected: Accelerator | None
+) -> None:
+    assert accelerators(waiting(spec=spec), on=cluster) == [expected]
+
+
+def test_types_are_not_told_apart_without_a_label() -> None:
+    assert accelerators(waiting(), on=nodes(h200=4, l4=8), label="") == [Accelerator()]
+
+
+@pytest.mark.parametrize(
+    ("present", "cluster", "expected"),
+    [
+        # stays on its type, whether its pods require it or not
+        (running(["h200"], required=H200), nodes(h200=4, l4=8), Accelerator(H200, required=True)),
+        (running(["h200"], required=H200), nodes(h200=4), Accelerator(H200, required=True)),
+        (running(["h200"], recorded=H200), nodes(h200=4, l4=8), Accelerator(H200)),
+        (running(["h200"]), nodes(h200=4, l4=8), Accelerator(H200)),
+        # pods that are on two types have to be kept on one
+        (running(["h200", "l4"], recorded=H200), nodes(h200=4, l4=8), Accelerator(H200, required=True)),
+        (running(["h200", "l4", "l4"]), nodes(h200=4, l4=8), Accelerator(L4, required=True)),
+        # moves if no node of its type is left, and another type can run it
+        (running([""], required=H200), nodes(l4=8), Accelerator(L4)),
+        (running([""], required=H200), nodes(l4=8, plain=4), Accelerator(L4, required=True)),
+        (running([""], required=H200), nodes(plain=0), Accelerator(H200, required=True)),
+        # its nodes are gone from the operator's sight only
+        (running(["h200"], required=H200), None, None),
+    ],
+)
+def test_a_job_with_replicas_keeps_its_type_while_a_node_of_it_can_run_it(
+    present: ObservedJob, cluster: Sequence[ApiObject] | None, expected: Accelerator | None
+) -> None:
+    assert accelerators(present, on=cluster) == [expected]
+
+
+def test_each_type_has_a_capacity_of_its_own() -> None:
+    jobs = [waiting("a", at_least=3), waiting("b", at_least=3), waiting("c", at_least=2)]
+    decisions = decide(*jobs, on=nodes(h200=4, l4=4))
+    assert [(each.replicas, each.waiting) for each in decisions] == [(3, False), (3, False), (0, True)]
+    assert {each.accelerator for each in decisions[:2]} == {Accelerator(H200, True), Accelerator(L4, True)}
+
+
+def test_a_job_grows_only_on_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_times = [
+        StepTime(replicas, size, 1, seconds, accelerator=H200)
+        for replicas in (1, 2)
+        for size, seconds in ((4, 1.0), (16, 1.1))
+    ]
+    present = running(["h200", "h200"], required=H200, step_times=step_times)
+    for free, replicas in ((4, 4), (3, 2), (2, 2)):
+        # Each reading of the clock is after the stabilization window of what was measured before.
+        monkeypatch.setattr("time.monotonic", count(0, 1000).__next__)
+        (decision,) = decide(present, on=nodes(h200=free, l4=8))
+        monkeypatch.undo()
+        assert (decision.replicas, decision.accelerator) == (replicas, Accelerator(H200, required=True))
+
+
+def test_the_step_times_of_another_type_are_not_used() -> None:
+    """It was measured on up to 4 replicas of another type, and so starts as a job that was never measured."""
+    step_times = [
+        StepTime(replicas, size, 1, seconds, accelerator=H200)
+        for replicas in (1, 4)
+        for size, seconds in ((4, 1.0), (16, 1.1))
+    ]
+    new = waiting()
+    service = replace(
+        JobView.empty(new.resource.id),
+        step_times=tuple(step_times),
+        latest=replace(report(), accelerator=H200),
+    )
+    for cluster, replicas in ((nodes(h200=8, l4=2), 8), (nodes(h200=2, l4=8), 1)):
+        (decision,) = decide(replace(new, service=service), on=cluster)
+        assert decision.replicas == replicas
+
+
+# -- what is done about it ------------------------------------------------------------------------------
+
+
+def actions(present: ObservedJob, accelerator: Accelerator | None, replicas: int = 1) -> Actions:
+    decision = Decision(replicas, "by the test", accelerator=accelerator)
+    return reconcile(present, assess(present), decision)
+
+
+@pytest.mark.parametrize(
+    ("required", "accelerator", "stays"),
+    [
+        (None, None, True),
+        (None, Accelerator(), True),
+        (None, Accelerator(H200), True),
+        (None, Accelerator(H200, required=True), False),
+        (H200, None, True),
+        (H200, Accelerator(H200), True),
+        (H200, Accelerator(H200, required=True), True),
+        (H200, Accelerator(L4), False),
+        (H200, Accelerator(L4, required=True), False),
+        (H200, Accelerator(), False),
+    ],
+)
+def test_a_job_stops_if_its_pods_can_not_run_on_its_type(
+    required: str | None, accelerator: Accelerator | None, stays: bool
+) -> None:
+    found = actions(running(["h200"], required=required), accelerator)
+    assert not found.delete_indexed_job
+    if stays:
+        assert found.allocate is None
+        return
+    assert found.allocate is not None
+    assert found.allocate.replicas == 0
+    rescaling = condition(found, ConditionType.RUNNING)
+    assert rescaling.status, "its state is not saved yet"
+    saved = observed(job((2, 0)), view((2, 0)), indexed_job(1, accelerator=required, suspended=True), ())
+    found = actions(saved, accelerator)
+    assert (found.delete_indexed_job, found.allocate) == (True, None)
+    assert condition(found, ConditionType.RUNNING).reason == Reason.ACCELERATOR_CHANGED
+    assert not actions(saved, accelerator, replicas=0).delete_indexed_job, "it waits for capacity"
+
+
+def test_the_type_is_recorded_while_the_job_has_replicas() -> None:
+    new = waiting()
+    found = actions(new, Accelerator(H200, required=True), 2)
+    assert (found.create_indexed_job, found.accelerator, found.status["accelerator"]) == (2, H200, H200)
+    found = actions(new, Accelerator(H200), 2)
+    assert (found.create_indexed_job, found.accelerator, found.status["accelerator"]) == (2, None, H200)
+    assert "accelerator" not in actions(new, Accelerator(H200, required=True), 0).status
+    assert "accelerator" not in actions(new, Accelerator(), 1).status
+    present = running(["h200"], recorded=H200)
+    assert actions(present, None).status["accelerator"] == H200, "it is not known at the moment"
+
+
+TERM = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+CLUSTER = nodes(h200=4, l4=4, plain=4)
+
+
+@pytest.mark.parametrize("accelerator", [None, H200, L4, NO_LABEL])
+@pytest.mark.parametrize(
+    ("terms", "zones"),
+    [(None, "abb"), ([TERM], "aab"), ([TERM, {"matchFields": []}, TERM], "baa"), ([{}], "aaa")],
+)
+def test_pods_require_their_type_besides_what_the_template_requires(
+    accelerator: str | None, terms: list[Mapping[str, Any]] | None, zones: str
+) -> None:
+    spec = dict(ON_GPUS)
+    if terms is not None:
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        spec["affinity"] = {"nodeAffinity": required}
+    cluster = []
+    for node, zone in zip(CLUSTER, zones, strict=True):
+        labels = node["metadata"]["labels"] | {"zone": zone}
+        cluster.append({**node, "metadata": node["metadata"] | {"labels": labels}})
+    made = waiting(spec=spec).resource
+    workload = Workload(
+        made.name, made.namespace, made.uid, made.valid_job, made.template, 0, PodSettings("http://api")
+    )
+
+    def pod_spec(kind: str | None) -> dict[str, Any]:
+        manifest = indexed_job_manifest(workload, 2, suspend=False, single_node=False, accelerator=kind)
+        assert manifest["metadata"]["annotations"].get(names.ANNOTATION_ACCELERATOR) == kind
+        found: dict[str, Any] = manifest["spec"]["template"]["spec"]
+        return found
+
+    found = pod_spec(accelerator)
+    types = {H200: {"h200"}, L4: {"l4"}, NO_LABEL: {"plain"}, None: {"h200", "l4", "plain"}}
+    assert eligible_nodes(found, cluster) == eligible_nodes(spec, cluster) & types[accelerator]
+    variables = {each["name"]: each.get("value") for each in found["containers"][0]["env"]}
+    assert variables.get(names.ENV_ACCELERATOR) == accelerator
+    if accelerator is None:
+        assert found["affinity"].get("nodeAffinity") == spec.get("affinity", {}).get("nodeAffinity")
