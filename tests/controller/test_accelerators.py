@@ -136,6 +136,9 @@ def test_types_are_not_told_apart_without_a_label() -> None:
         (running(["h200"], required=H200), nodes(h200=4), Accelerator(H200, required=True)),
         (running(["h200"], recorded=H200), nodes(h200=4, l4=8), Accelerator(H200)),
         (running(["h200"]), nodes(h200=4, l4=8), Accelerator(H200)),
+        # its pods have to be created again
+        (replace(running(["h200"], recorded=H200), indexed_job=None, pods=()), nodes(h200=4, l4=8),
+         Accelerator(H200, required=True)),
         # pods that are on two types have to be kept on one
         (running(["h200", "l4"], recorded=H200), nodes(h200=4, l4=8), Accelerator(H200, required=True)),
         (running(["h200", "l4", "l4"]), nodes(h200=4, l4=8), Accelerator(L4, required=True)),
@@ -146,7 +149,7 @@ def test_types_are_not_told_apart_without_a_label() -> None:
         # its nodes are gone from the operator's sight only
         (running(["h200"], required=H200), None, None),
     ],
-)
+)  # fmt: skip
 def test_a_job_with_replicas_keeps_its_type_while_a_node_of_it_can_run_it(
     present: ObservedJob, cluster: Sequence[ApiObject] | None, expected: Accelerator | None
 ) -> None:

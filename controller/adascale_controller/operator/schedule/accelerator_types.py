@@ -80,8 +80,9 @@ class AcceleratorTypes:
             for name, names in others.items()
         }
         if present is not None:
+            # Pods that don't require the type may stay where they are, but new ones have to.
             elsewhere = any(self._types.get(node, present) != present for node in demand.placed.values())
-            required = pinned or (len(others) > 1 and elsewhere)
+            required = pinned or (len(others) > 1 and (elsewhere or job.own_indexed_job is None))
             on_present = self._on(demand, present, nodes.get(present, frozenset()))
             found[present] = TypedDemand(Accelerator(present, required), on_present)
         return TypedDemands(found, present)
