@@ -15,6 +15,7 @@ import pytest
 from support.members import REPLACED_CODES, Members, Trainer
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
+DIES_WHILE_SENDING = PROGRAMS / "dies_while_sending.py"
 EVALUATES = PROGRAMS / "evaluates.py"
 LATE = PROGRAMS / "late.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
@@ -148,6 +149,24 @@ def test_members_that_are_stopped_together_lose_nobody(make_members: Callable[..
     held = [message for member in members for message in member.messages if message.get("lost")]
     assert not held
     job.finish()
+
+
+def test_a_state_that_has_arrived_in_part_replaces_nothing(make_members: Callable[..., Members]) -> None:
+    options = {"EPOCHS": 1, "WIDTH": 300_000}
+    calm = make_members("calm", **options)
+    calm.activate(calm.start(2)[1:])
+    expected = calm.finish()
+
+    job = make_members("killed", PROGRAM=DIES_WHILE_SENDING, STEP_SECONDS=0.3, **options)
+    holder, joiner = job.start(2)
+    job.activate([holder])
+    job.wait_step(1)
+    job.activate([holder, joiner], wait=False)
+    job.wait(lambda: holder.code == -signal.SIGKILL, "the member with the state is killed")
+    job.wait_holding([joiner])
+    # All that have the state are lost, and there is no checkpoint.
+    job.activate([joiner])
+    assert job.finish() == expected
 
 
 @pytest.mark.slow
