@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -210,6 +211,35 @@ def pack(problem: PackingProblem, counts: Mapping[str, int]) -> Packing | None:
     return packing if all(packing.place_new(demand, counts[demand.job]) for demand in demands) else None
 
 
+class _OpenNodes:
+    """The nodes that may have room for the replicas of a kind, by their position in its order."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        """The nodes from this position on were never closed."""
+        self._reopened: list[int] = []
+        """A heap of the others that are open; a node may be there more than once."""
+        self.seen = 0
+        """How many elements of `Packing._freed` it has taken into account."""
+
+    @property
+    def first(self) -> int:
+        """The position of the first open node."""
+        return self._reopened[0] if self._reopened else self._next
+
+    def close(self) -> None:
+        """Close the first node: it has no room."""
+        if self._reopened:
+            heappop(self._reopened)
+        else:
+            self._next += 1
+
+    def reopen(self, position: int) -> None:
+        """Open a node that may have room again."""
+        if position < self._next:
+            heappush(self._reopened, position)
+
+
 class Packing:
     """An assignment of replicas to nodes, changed job by job.
 
@@ -226,8 +256,10 @@ class Packing:
         self._budget = _REPACKING_BUDGET
         self._total = list(problem.totals)
         """The free units of each resource on all nodes; overcommitted nodes have none."""
-        self._first: dict[int, tuple[int, int]] = {}
-        """Kind -> position of the first node that may have room, and the length of `_freed` at that time."""
+        self._open: dict[int, _OpenNodes] = {}
+        """Kind -> the nodes that may have room for its replicas."""
+        self._closed: list[int] = []
+        """The positions of the nodes that the last attempt to place replicas has filled."""
         self._freed: list[int] = []
         """The nodes from which replicas were removed, in the order of time."""
         self._room: dict[int, tuple[int, int]] = {}
@@ -274,10 +306,10 @@ class Packing:
             self._remove(demand, list(before))
         room, seen = self._room.get(demand.kind, (0, -1))
         if seen != len(self._freed) or new <= room or demand.one_node:
-            first = self._first.get(demand.kind)
+            self._closed.clear()
             if self.keep_placed(demand, count) and self.place_new(demand, count):
                 return True
-            self._restore(demand, before, first)
+            self._restore(demand, before)
         work = (len(self._nodes) + 1) * len(self._free)
         if not always_repack and work > self._budget:
             return False
@@ -286,19 +318,16 @@ class Packing:
         if repacked is None:
             return False
         self._free, self._new, self._nodes = repacked._free, repacked._new, repacked._nodes
-        self._total, self._first, self._freed = repacked._total, repacked._first, repacked._freed
+        self._total, self._open, self._freed = repacked._total, repacked._open, repacked._freed
         self._room = repacked._room
         return True
 
-    def _restore(
-        self, demand: IndexedDemand, before: Mapping[int, int], first: tuple[int, int] | None
-    ) -> None:
+    def _restore(self, demand: IndexedDemand, before: Mapping[int, int]) -> None:
         """Undo a failed attempt to give a job more replicas.
 
         Args:
             demand: of the job.
             before: rank -> node, before the attempt.
-            first: what `_first` had for this kind before the attempt.
         """
         ranks = self._nodes[demand.job]
         changed = [rank for rank, node in ranks.items() if before.get(rank) != node]
@@ -311,10 +340,8 @@ class Packing:
                 self._add(demand, rank, node)
         # All nodes are as before, so no kind has to look at them again.
         del self._freed[freed:]
-        if first is None:
-            self._first.pop(demand.kind, None)
-        else:
-            self._first[demand.kind] = first
+        for position in self._closed:
+            self._open[demand.kind].reopen(position)
 
     def keep_placed(self, demand: IndexedDemand, count: int) -> bool:
         """Add the replicas below rank `count` that are placed on a node.
@@ -335,36 +362,48 @@ class Packing:
         """Add the other replicas below rank `count`, and return whether nodes are found for all of them."""
         assigned = self._nodes.setdefault(demand.job, {})
         ranks = [rank for rank in range(count) if rank not in assigned]
+        self._closed.clear()
         if not ranks:
             return True
-        order, position = demand.node_order, self._first_position(demand.kind)
-        if demand.shared_node is not None:
-            order, position = ((demand.shared_node,) if demand.shared_node in order else ()), 0
-        is_first, placed = demand.shared_node is None, 0
-        while position < len(order):
+        if demand.one_node:
+            return self._place_on_one_node(demand, ranks)
+        order, nodes, placed = demand.node_order, self._open_nodes(demand.kind), 0
+        while placed < len(ranks):
+            position = nodes.first
+            if position == len(order):
+                return False
             node = order[position]
             available = slots(self._free[node], demand.request)
-            if available and not (demand.one_node and available < len(ranks)):
-                for rank in ranks[placed : placed + available]:
+            for rank in ranks[placed : placed + available]:
+                self._add(demand, rank, node)
+            placed += available
+            if placed < len(ranks) or available == 0:
+                nodes.close()
+                if available:
+                    self._closed.append(position)
+        return True
+
+    def _place_on_one_node(self, demand: IndexedDemand, ranks: Sequence[int]) -> bool:
+        order: Sequence[int] = demand.node_order
+        if demand.shared_node is not None:
+            order = (demand.shared_node,) if demand.shared_node in order else ()
+        for node in order:
+            if slots(self._free[node], demand.request) >= len(ranks):
+                for rank in ranks:
                     self._add(demand, rank, node)
-                placed += available
-            if is_first and (available == 0 or placed < len(ranks)) and not demand.one_node:
-                self._first[demand.kind] = position + 1, len(self._freed)
-            if placed >= len(ranks):
                 return True
-            position += 1
         return False
 
-    def _first_position(self, kind: int) -> int:
-        """Return the position of the first node that may have room for a replica of a kind."""
-        first, seen = self._first.get(kind, (0, 0))
-        if len(self._freed) - seen > len(self._free):
-            first = 0
-        elif first:
-            position = self._problem.positions[kind]
-            first = min([first, *(position.get(node, first) for node in self._freed[seen:])])
-        self._first[kind] = first, len(self._freed)
-        return first
+    def _open_nodes(self, kind: int) -> _OpenNodes:
+        """Return the nodes that may have room for a replica of a kind."""
+        nodes = self._open.setdefault(kind, _OpenNodes())
+        positions = self._problem.positions[kind]
+        for node in self._freed[nodes.seen :]:
+            position = positions.get(node)
+            if position is not None:
+                nodes.reopen(position)
+        nodes.seen = len(self._freed)
+        return nodes
 
     def _add(self, demand: IndexedDemand, rank: int, node: int) -> None:
         self._nodes[demand.job][rank] = node
