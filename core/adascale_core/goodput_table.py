@@ -83,6 +83,10 @@ class PlanGrid:
         )
 
 
+# Many jobs have the same bounds and counts. A few grids are enough for them, and take 5 MB at most.
+_grid = lru_cache(maxsize=64)(PlanGrid.of)
+
+
 @dataclass(frozen=True, eq=False)
 class Goodputs:
     """The goodput of each of some replica counts, with the plan that reaches it.
@@ -121,7 +125,7 @@ def goodputs(
         model: the step times.
         grid: `PlanGrid.of(bounds, counts)`, if it is known.
     """
-    grid = grid or PlanGrid.of(bounds, counts)
+    grid = grid or _grid(bounds, counts)
     sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
     largest = max(sqr, var)
     if largest == 0.0:
