@@ -27,7 +27,7 @@ class TemplateMeasurements:
     Two jobs have the same template if they run the same program in the same containers.
     """
 
-    MAX_TEMPLATES = 1000
+    MAX_TEMPLATES = 10_000
     """Templates that are remembered, those that were asked for last."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ ALL_COUNTS_TO = 64
 COUNT_RATIO = 1.04
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def candidate_counts(bounds: BatchBounds, smallest: int, largest: int) -> tuple[int, ...]:
     """Return the replica counts that a decision considers, ascending: valid, and within the limits."""
     if largest <= ALL_COUNTS_TO or not bounds.elastic:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from at_scale import Agents, manifest
 pytestmark = pytest.mark.cluster
 
 JOBS = 50
-PATIENCE = 60.0
+REPLICAS = 2
+PATIENCE = 180.0
 
 
 class Jobs:
@@ -41,19 +43,29 @@ class Jobs:
         self._namespace = namespace
 
     def submit(self, number: int) -> None:
-        """Create a job of one replica, whose count no report changes."""
+        """Create a job that grows to `REPLICAS` replicas, for which all nodes have room."""
         body = manifest(f"job-{number:02d}", number % 5)
-        body["spec"]["maxReplicas"] = 1
+        body["spec"]["maxReplicas"] = REPLICAS
         self._objects.create_namespaced_custom_object(
             names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, body
         )
 
-    def states(self) -> list[str]:
-        """The states of all jobs."""
+    def all(self) -> list[dict[str, Any]]:
+        """All jobs, by name."""
         found = self._objects.list_namespaced_custom_object(
             names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL
         )
-        return [raw.get("status", {}).get("state", "") for raw in found["items"]]
+        return sorted(found["items"], key=lambda raw: str(raw["metadata"]["name"]))
+
+    def have_grown(self) -> bool:
+        """Whether all jobs train on as many replicas as they want."""
+        wanted = ("Running", REPLICAS, REPLICAS)
+        statuses = [raw.get("status", {}) for raw in self.all()]
+        return all((s.get("state"), s.get("replicas"), s.get("desiredReplicas")) == wanted for s in statuses)
+
+    def progress(self) -> list[int]:
+        """The progress of each job, as the operator has written it."""
+        return [raw["status"].get("progress", 0) for raw in self.all()]
 
     def edit(self, number: int, limit: int) -> None:
         """Change what has no effect on the pods of a job."""
@@ -73,15 +85,18 @@ class Jobs:
         """What must stay as it is: pods, Indexed Jobs with their sizes, and the generations."""
         pods = self._core.list_namespaced_pod(self._namespace, label_selector=names.LABEL_JOB).items
         indexed = self._batch.list_namespaced_job(self._namespace).items
-        jobs = self._objects.list_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL
-        )["items"]
         return {
             "pods": sorted(pod.metadata.uid for pod in pods),
             "indexed jobs": sorted(
                 (each.metadata.uid, each.spec.parallelism, each.spec.suspend) for each in indexed
             ),
-            "allocations": {raw["metadata"]["name"]: raw["status"].get("allocation") for raw in jobs},
+            "counts": [
+                [
+                    raw["status"].get(name)
+                    for name in ("allocation", "rescales", "restarts", "desiredReplicas")
+                ]
+                for raw in self.all()
+            ],
         }
 
 
@@ -107,24 +122,29 @@ def test_no_end_of_the_operator_changes_a_job(
         def start(name: str) -> OperatorProcess:
             folder = tmp_path / name
             folder.mkdir()
-            options = ("--namespace", namespace, "--lease-namespace", namespace)
+            # Of all namespaces, so that it watches nodes.
+            options = ("--lease-namespace", namespace)
             operators.append(OperatorProcess(kubeconfig, url, token, folder, *options))
             return operators[-1]
 
         def works(number: int) -> None:
+            """Wait until an operator has followed an edit, and has looked at the reports of all jobs."""
             jobs.edit(number, 4 + number)
             wait_until(lambda: jobs.is_observed(number), "an operator at work", patience=PATIENCE)
+            before = jobs.progress()
+            wait_until(
+                lambda: all(map(gt, jobs.progress(), before)), "the telemetry of all jobs", patience=PATIENCE
+            )
 
         try:
             with Agents(url, heartbeat=3.0, report=1.0, token=TOKEN).following(api_client, namespace):
                 first = start("first")
                 with ThreadPoolExecutor(4) as threads:
                     list(threads.map(jobs.submit, range(JOBS)))
-                wait_until(
-                    lambda: jobs.states() == ["Running"] * JOBS, "training of all jobs", patience=PATIENCE
-                )
+                wait_until(jobs.have_grown, "training of all jobs", patience=PATIENCE)
+                assert "Not allowed to list nodes" not in first.log
                 made = jobs.made()
-                assert len(made["pods"]) == JOBS
+                assert len(made["pods"]) == REPLICAS * JOBS
                 assert first.stop() == 0
                 second = start("second")
                 works(0)

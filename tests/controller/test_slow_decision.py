@@ -9,7 +9,7 @@ import pytest
 
 from adascale_controller.operator.runtime import control_loop
 from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.messages import Allocation
+from adascale_core.messages import Allocation, AllocationView
 from support.world import World
 
 
@@ -21,9 +21,16 @@ class SlowDecisions:
         self.may_end.set()
         self.begun = 0
         self.ended = 0
+        self.keeps = False
+        """Whether all jobs keep the replica count that the decision knows of."""
 
     def decide(self, problem: DecisionProblem, _now: float) -> dict[str, Decision]:
         self.begun += 1
+        if self.keeps:
+            present = {each.job.id: Decision(each.job.replicas, "unchanged") for each in problem.queue}
+            assert self.may_end.wait(60)
+            self.ended += 1
+            return present
         limits = {utility.job.id: utility.job.limit or 4 for utility in problem.queue}
         assert self.may_end.wait(60)
         self.ended += 1
@@ -104,6 +111,44 @@ def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None
     assert not [write for write in world.writes if write.startswith("allocate")]
     assert world.job is not None
     assert world.job["status"]["replicas"] == 2
+
+
+def test_a_decision_knows_of_replicas_that_are_being_requested(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that, a job alternates between two counts where requests take longer than decisions."""
+    monkeypatch.setattr(control_loop, "APPLY_WAIT", 0.01)
+    world = World()
+    may_answer, is_asked = threading.Event(), threading.Event()
+    allocate = world.service.allocate
+
+    def slow(job_id: str, allocation: Allocation) -> AllocationView:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return allocate(job_id, allocation)
+
+    monkeypatch.setattr(world.service, "allocate", slow)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.submit()
+        yield is_asked.is_set
+        decisions.keeps = True
+        ended = decisions.ended
+        world.submit("other")
+        yield lambda: decisions.ended > ended
+        decisions.may_end.clear()
+        begun = decisions.begun
+        world.submit("another")
+        yield lambda: decisions.begun > begun
+        may_answer.set()
+        yield lambda: world.indexed_job is not None
+        world.edit(backoffLimit=5)
+        yield lambda: world.job is not None and world.job["status"]["observedGeneration"] == 2
+        decisions.may_end.set()
+
+    run_steps(world, steps())
+    world.run_cycles(5)
+    assert world.service.state.desired == Allocation(1, 4)
 
 
 def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:

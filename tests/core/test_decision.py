@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adascale_core.batch import BatchBounds
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.decision import Decision, decide
+from adascale_core.decision import Decision, DecisionProblem, decide
 from adascale_core.exact_allocation import maximize_exactly, maximize_greedily
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import (
@@ -704,6 +704,35 @@ def test_on_nodes_a_later_job_never_stops_an_earlier_one(
         assert {name for name, count in counts(ordered[:i], capacity).items() if count} == running & {
             state.id for state in ordered[:i]
         }
+
+
+@given(several_jobs, jobs_on_nodes())
+def test_a_problem_with_predictions_from_the_problem_before_has_the_same_decision(
+    earlier: Sequence[JobState], case: tuple[Sequence[JobState], Sequence[Node], Demands]
+) -> None:
+    jobs, nodes, demands = case
+    capacity = NodeCapacity(nodes, demands)
+    # Some jobs are as before, some have changed, and some are new.
+    before = DecisionProblem.of([*earlier, *jobs[: len(jobs) // 2]], 8)
+    again = DecisionProblem.of(jobs, capacity, before)
+    fresh = DecisionProblem.of(jobs, capacity)
+    assert again.decide(NOW) == fresh.decide(NOW)
+    for reused, made in zip(again.queue, fresh.queue, strict=True):
+        assert (reused.counts, reused.model, reused.weight) == (made.counts, made.model, made.weight)
+        if made.counts:
+            assert reused.utilities(NOW) == made.utilities(NOW)
+
+
+@given(jobs_on_nodes())
+def test_until_the_next_change_time_alone_changes_no_decision(
+    case: tuple[Sequence[JobState], Sequence[Node], Demands],
+) -> None:
+    jobs, nodes, demands = case
+    problem = DecisionProblem.of(jobs, NodeCapacity(nodes, demands))
+    end = min(problem.next_change(NOW), NOW + 10_000)
+    assert end > NOW
+    for moment in (NOW + 0.5 * (end - NOW), NOW + 0.999 * (end - NOW)):
+        assert problem.decide(moment) == problem.decide(NOW)
 
 
 @pytest.mark.timeout(20)

@@ -9,7 +9,7 @@ from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_core.batch import BatchPlan, plan_batch
 from adascale_core.capacity import NodeCapacity
-from adascale_core.decision import decide
+from adascale_core.decision import DecisionProblem
 from adascale_core.gain import GradientEstimate
 from adascale_core.goodput_table import goodputs
 from adascale_core.job_state import JobState
@@ -37,6 +37,7 @@ class AdaScalePolicy:
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
         self._jobs: dict[str, Job] = {}
+        self._problem: DecisionProblem | None = None
         self._trainer_models: dict[str, tuple[int, StepTimeModel]] = {}
 
     def allocate(
@@ -53,7 +54,8 @@ class AdaScalePolicy:
             for name, units in zip(node_names, settings.nodes, strict=True)
         ]
         states = [self._state(job, settings, now) for job in jobs]
-        decisions = decide(states, NodeCapacity(nodes, demands), now)
+        self._problem = DecisionProblem.of(states, NodeCapacity(nodes, demands), self._problem)
+        decisions = self._problem.decide(now)
         counts = {name: decision.replicas for name, decision in decisions.items()}
         present = {job.name: job.nodes for job in jobs}
         return place(present, counts, settings.nodes, self._placement)

@@ -153,10 +153,10 @@ class ControlLoop:
         tasks = [*self._applying.values(), *([self._decision] if self._decision is not None else [])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         self._applying.clear()
         self._decision = None
         self._look_at_all()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         listed_at = time.monotonic()
@@ -451,6 +451,8 @@ class ControlLoop:
     def _start(self, planned: Iterable[tuple[ObservedJob, Actions]]) -> None:
         """Begin to carry out the actions for these jobs, `MAX_CONCURRENT` jobs at a time."""
         for job, actions in planned:
+            if actions.allocate is not None:
+                self._scheduler.note_request(job.resource.id, actions.allocate.replicas)
             self._applying[job.resource.key] = asyncio.create_task(self._apply(job, actions))
         self._metrics.pending.set(len(self._applying))
 

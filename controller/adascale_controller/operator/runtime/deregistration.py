@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
 from adascale_client import ServiceError, ServiceRefusedError
@@ -13,7 +12,7 @@ from adascale_core.views import JobView
 
 logger = logging.getLogger(__name__)
 
-MAX_DEREGISTERED = 1000
+MAX_DEREGISTERED = 100_000
 """How many deregistered jobs are remembered."""
 
 
@@ -28,7 +27,7 @@ class Deregistration:
     def __init__(self, service: AllocationService, namespace: str | None) -> None:
         self._service = service
         self._namespace = namespace
-        self._deregistered: deque[str] = deque(maxlen=MAX_DEREGISTERED)
+        self._deregistered: dict[str, None] = {}
 
     async def deregister_deleted(
         self,
@@ -51,7 +50,9 @@ class Deregistration:
                 continue
             try:
                 await asyncio.to_thread(self._service.delete_job, view.id)
-                self._deregistered.append(view.id)
+                self._deregistered[view.id] = None
+                if len(self._deregistered) > MAX_DEREGISTERED:
+                    del self._deregistered[next(iter(self._deregistered))]
                 logger.info("%s is deleted; removed it from the metrics service", view.id)
             except ServiceError as error:
                 if not (isinstance(error, ServiceRefusedError) and error.status == 404):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from adascale_controller.operator.observe.cached_fields import cached_fields
 from adascale_controller.operator.observe.pods import job_of_pod
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, object_key
 
@@ -26,7 +27,7 @@ class CacheChanges:
 
 
 class ObjectCache:
-    """The newest version of each watched object.
+    """The newest version of each watched object, with what the operator reads of it (`cached_fields`).
 
     Versions come from watches, from lists, and from answers to writes, and may come late. An object is only
     replaced by a newer version. (The API server numbers the versions of one resource in order: KEP-5504.)
@@ -86,6 +87,7 @@ class ObjectCache:
         newest = self._deleted[resource].get(key, -1) if cached is None else _version(cached)
         if newest >= _version(raw):
             return
+        raw = cached_fields(resource, raw)
         self._objects[resource][key] = raw
         if resource is Resource.PODS:
             self._index(key, cached, raw)

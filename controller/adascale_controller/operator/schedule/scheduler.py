@@ -234,6 +234,16 @@ class Scheduler:
         ):
             self._measurements_changed = True
 
+    def note_request(self, job_id: str, replicas: int) -> None:
+        """Use this replica count of a job, which is being requested, until the job is observed again.
+
+        Otherwise a decision that is made meanwhile would be about a count that the job no longer has.
+        """
+        candidate = self._candidates.get(job_id)
+        if candidate is not None:
+            state = replace(candidate.state, replicas=replicas, stable_since=None)
+            self._candidates[job_id] = replace(candidate, state=state)
+
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
         if self._candidates.pop(job_id, None) is not None:

@@ -1,0 +1,80 @@
+"""The parts of objects that the operator reads: only these are kept in memory.
+
+A whole pod takes ten times as much, a node lists the images that it has, and an Indexed Job repeats the
+template of the AdaScaleJob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Manifest, Resource
+from adascale_core import names
+
+_POD_CONTAINER: Final = ("name", "resources", "restartPolicy")
+_CONTAINER_STATUS: Final = ("name", "image", "state")
+_POD_METADATA: Final = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "finalizers",
+    "ownerReferences",
+)
+_POD_MARKS: Final = (names.LABEL_JOB, COMPLETION_INDEX)
+"""The labels and annotations that are read."""
+_POD_STATUS: Final = (
+    "phase",
+    "reason",
+    "message",
+    "conditions",
+    "containerStatuses",
+    "initContainerStatuses",
+)
+
+
+def cached_fields(resource: Resource, raw: ApiObject) -> ApiObject:
+    """Return an object without the parts that the operator does not read."""
+    metadata = {name: value for name, value in raw["metadata"].items() if name != "managedFields"}
+    return {**raw, "metadata": metadata, **_PARTS[resource](raw)}
+
+
+def _of_pod(raw: ApiObject) -> Manifest:
+    spec, status = raw.get("spec") or {}, raw.get("status") or {}
+    kept = _only(spec, ("nodeName", "overhead", "resources"))
+    for kind in ("containers", "initContainers"):
+        if kind in spec:
+            kept[kind] = [_only(each, _POD_CONTAINER) for each in spec[kind] or ()]
+    kept["volumes"] = [each for each in spec.get("volumes") or () if "persistentVolumeClaim" in each]
+    metadata = _only(raw["metadata"], _POD_METADATA)
+    for kind in ("labels", "annotations"):
+        metadata[kind] = _only(raw["metadata"].get(kind) or {}, _POD_MARKS)
+    found = _only(status, _POD_STATUS)
+    for kind in ("containerStatuses", "initContainerStatuses"):
+        if kind in found:
+            found[kind] = [_only(each, _CONTAINER_STATUS) for each in found[kind] or ()]
+    return {"metadata": metadata, "spec": kept, "status": found}
+
+
+def _of_job(raw: ApiObject) -> Manifest:
+    spec = raw.get("spec") or {}
+    return {"spec": {name: value for name, value in spec.items() if name != "template"}}
+
+
+def _of_node(raw: ApiObject) -> Manifest:
+    return {"status": _only(raw.get("status") or {}, ("allocatable", "conditions"))}
+
+
+def _only(members: Mapping[str, object], wanted: Collection[str]) -> Manifest:
+    return {name: members[name] for name in wanted if name in members}
+
+
+_PARTS: Final[Mapping[Resource, Callable[[ApiObject], Manifest]]] = {
+    Resource.ADASCALEJOBS: lambda _: {},
+    Resource.JOBS: _of_job,
+    Resource.PODS: _of_pod,
+    Resource.NODES: _of_node,
+}

@@ -1,0 +1,136 @@
+"""A scheduler that is told what has changed decides as one that is told everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_core.messages import StepTime
+from adascale_core.views import JobView
+from support.observed_jobs import NOW, indexed_job, job, observed, pod, report, view
+
+Nodes = Sequence[Mapping[str, Any]]
+CONTAINER = {"name": "worker", "resources": {"limits": {"gpu": 1}}}
+TIMES = (StepTime(1, 4, 1, 0.1), StepTime(2, 4, 1, 0.101))
+
+
+def waiting(number: int, most: int | None, zone: str | None) -> ObservedJob:
+    """Return a job that has not started."""
+    spec: dict[str, Any] = {"containers": [CONTAINER]}
+    if zone is not None:
+        spec["nodeSelector"] = {"zone": zone}
+    new = job(replicas=most)
+    name = f"job-{number}"
+    parsed = replace(new.valid_job, id=f"team.{name}")
+    resource = replace(
+        new,
+        name=name,
+        uid=name,
+        job=parsed,
+        template={"spec": spec},
+        generation=(most or 0) + 10 * len(zone or ""),
+    )
+    return observed(resource, JobView.empty(resource.id), None, ())
+
+
+def training(number: int, most: int | None, zone: str | None, count: int, *, measured: bool) -> ObservedJob:
+    """Return a job that trains."""
+    base = waiting(number, most, zone)
+    status = {"allocation": {"generation": 1, "replicas": count}}
+    service = replace(view((1, count), (1, count)), id=base.resource.id)
+    if measured:
+        service = replace(service, latest=report(1, count), step_times=TIMES)
+    pods = tuple(replace(pod(rank), node=f"node{number % 3}") for rank in range(count))
+    return replace(
+        base,
+        resource=replace(base.resource, status=status),
+        service=service,
+        indexed_job=indexed_job(count),
+        pods=pods,
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> ObservedJob:
+    number, most = draw(st.integers(0, 3)), draw(st.sampled_from([None, 1, 2]))
+    zone = draw(st.sampled_from([None, "a"]))
+    if draw(st.booleans()):
+        return waiting(number, most, zone)
+    return training(number, most, zone, draw(st.integers(1, 3)), measured=draw(st.booleans()))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Nodes:
+    version = draw(st.integers(1, 10**6))
+    return [
+        {
+            "metadata": {"name": f"node{number}", "resourceVersion": str(version), "labels": {"zone": zone}},
+            "status": {
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "allocatable": {"gpu": gpus, "pods": 9},
+            },
+        }
+        for number, (gpus, zone) in enumerate(
+            draw(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("ab")), max_size=3))
+        )
+    ]
+
+
+CHANGES = st.lists(st.one_of(jobs(), clusters(), st.integers(0, 3)), min_size=1, max_size=12)
+
+
+def answer(scheduler: Scheduler, now: float) -> None:
+    """Decide if that is due, as the control loop does."""
+    if scheduler.is_due(now):
+        scheduler.adopt(scheduler.solve(scheduler.question()), now)
+
+
+@settings(max_examples=60)
+@given(CHANGES)
+def test_after_any_changes_the_decisions_are_those_of_a_scheduler_that_is_told_everything(
+    changes: Sequence[Any],
+) -> None:
+    told = Scheduler()
+    nodes: Nodes = ()
+    present: dict[str, ObservedJob] = {}
+    told.set_resources(nodes, ())
+    for moment, change in enumerate(changes):
+        if isinstance(change, ObservedJob):
+            present[change.resource.id] = change
+            told.update(change)
+        elif isinstance(change, int):
+            present.pop(f"team.job-{change}", None)
+            told.remove(f"team.job-{change}")
+        else:
+            nodes = change
+            told.set_resources(nodes, ())
+        # Long enough for a decision about new measurements.
+        answer(told, NOW + 1000 * moment)
+    whole = Scheduler()
+    whole.set_resources(nodes, ())
+    for each in present.values():
+        whole.update(each)
+    answer(whole, NOW)
+    for job_id in present:
+        found, expected = told.decision(job_id), whole.decision(job_id)
+        assert found is not None
+        assert expected is not None
+        assert (found.replicas, found.waiting) == (expected.replicas, expected.waiting)
+
+
+def test_nothing_is_decided_again_if_nothing_has_changed() -> None:
+    scheduler = Scheduler()
+    scheduler.set_resources((), ())
+    first = training(0, None, None, 2, measured=True)
+    scheduler.update(first)
+    answer(scheduler, NOW)
+    scheduler.update(first)
+    assert not scheduler.is_due(NOW + 1000)
+    scheduler.update(replace(first, resource=waiting(0, 1, None).resource))
+    assert scheduler.is_due(NOW), "an edit"
