@@ -714,7 +714,7 @@ def test_a_problem_with_predictions_from_the_problem_before_has_the_same_decisio
     capacity = NodeCapacity(nodes, demands)
     # Some jobs are as before, some have changed, and some are new.
     before = DecisionProblem.of([*earlier, *jobs[: len(jobs) // 2]], 8)
-    again = DecisionProblem.of(jobs, capacity, before)
+    again = DecisionProblem.of(jobs, capacity, {utility.job.id: utility for utility in before.queue})
     fresh = DecisionProblem.of(jobs, capacity)
     assert again.decide(NOW) == fresh.decide(NOW)
     for reused, made in zip(again.queue, fresh.queue, strict=True):

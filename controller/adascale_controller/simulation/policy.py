@@ -13,6 +13,7 @@ from adascale_core.decision import DecisionProblem
 from adascale_core.gain import GradientEstimate
 from adascale_core.goodput_table import goodputs
 from adascale_core.job_state import JobState
+from adascale_core.job_utility import JobUtility
 from adascale_core.messages import ActiveAllocation, Allocation, JobSpec
 from adascale_core.packing import Demand, Node
 from adascale_core.simulation.application import Application
@@ -37,7 +38,7 @@ class AdaScalePolicy:
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
         self._jobs: dict[str, Job] = {}
-        self._problem: DecisionProblem | None = None
+        self._predicted: Mapping[str, JobUtility] = {}
         self._trainer_models: dict[str, tuple[int, StepTimeModel]] = {}
 
     def allocate(
@@ -54,8 +55,9 @@ class AdaScalePolicy:
             for name, units in zip(node_names, settings.nodes, strict=True)
         ]
         states = [self._state(job, settings, now) for job in jobs]
-        self._problem = DecisionProblem.of(states, NodeCapacity(nodes, demands), self._problem)
-        decisions = self._problem.decide(now)
+        problem = DecisionProblem.of(states, NodeCapacity(nodes, demands), self._predicted)
+        self._predicted = {utility.job.id: utility for utility in problem.queue}
+        decisions = problem.decide(now)
         counts = {name: decision.replicas for name, decision in decisions.items()}
         present = {job.name: job.nodes for job in jobs}
         return place(present, counts, settings.nodes, self._placement)

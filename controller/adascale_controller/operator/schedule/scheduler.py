@@ -177,6 +177,8 @@ class Scheduler:
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
         self._candidates: dict[str, _Candidate] = {}
+        self._requested: dict[str, int] = {}
+        """Job id -> the replica count that is being requested since the job was observed."""
         self._resources = _Resources(None, ())
         self._standing = StandingDecisions()
         self._answer: Answer | None = None
@@ -211,10 +213,14 @@ class Scheduler:
         for candidate in list(self._candidates.values()):
             memory = self._memories[candidate.observed.resource.uid]
             if selects_others or memory.backoff.failed_placement(candidate.observed.now) is not None:
-                self.update(candidate.observed)
+                self._use(candidate.observed)
 
     def update(self, job: ObservedJob) -> None:
         """Use this state of a job that may run from now on."""
+        self._requested.pop(job.resource.id, None)
+        self._use(job)
+
+    def _use(self, job: ObservedJob) -> None:
         job_id, before = job.resource.id, self._candidates.get(job.resource.id)
         if before is not None and before.observed.resource.uid != job.resource.uid:
             # Another AdaScaleJob of this name.
@@ -241,11 +247,12 @@ class Scheduler:
         """
         candidate = self._candidates.get(job_id)
         if candidate is not None:
-            state = replace(candidate.state, replicas=replicas, stable_since=None)
-            self._candidates[job_id] = replace(candidate, state=state)
+            self._requested[job_id] = replicas
+            self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand)
 
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
+        self._requested.pop(job_id, None)
         if self._candidates.pop(job_id, None) is not None:
             self._standing.discard(job_id)
             self._jobs_changed = True
@@ -460,11 +467,13 @@ class Scheduler:
             limit_reason = f"spec.replicas is {limit}"
         elif failing is not None and limit == failing.limit:
             limit_reason = str(failing)
+        replicas = self._requested.get(job.id, current.replicas if current is not None else 0)
+        is_stable = trains_current and job.id not in self._requested
         state = replace(
             state,
             arrival=float(observed.resource.created_at),
-            replicas=current.replicas if current is not None else 0,
-            stable_since=state.stable_since if trains_current else None,
+            replicas=replicas,
+            stable_since=state.stable_since if is_stable else None,
             limit=limit,
         )
         states = {}
