@@ -255,6 +255,67 @@ def test_training_continues_at_the_old_size_when_replicas_are_unschedulable(
     assert set(changes) == {"2 -> 3", "3 replicas could not be scheduled"}
 
 
+# -- types of accelerators --------------------------------------------------------------------------------
+
+
+@contextmanager
+def labelled(system: System, **types: str) -> Iterator[None]:
+    """The nodes have accelerators of these types."""
+    for node, name in types.items():
+        succeeded(system.kubectl("label", "node", node, f"{names.DEFAULT_ACCELERATOR_LABEL}={name}"))
+    try:
+        yield
+    finally:
+        for node in types:
+            succeeded(system.kubectl("label", "node", node, f"{names.DEFAULT_ACCELERATOR_LABEL}-"))
+
+
+def test_a_job_runs_on_one_type_of_accelerator_and_moves_when_its_nodes_are_gone(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    near, far = devices.nodes
+    if any(
+        names.DEFAULT_ACCELERATOR_LABEL in (node.metadata.labels or {})
+        for node in system.core.list_node().items
+    ):
+        pytest.skip("the nodes of this cluster have types already")
+
+    def nodes_of(job: JobUnderTest) -> set[str]:
+        return {pod.spec.node_name for pod in job.pods().values()}
+
+    with labelled(system, **{near: "test-a", far: "test-b"}):
+        # Of two types of the same size the first by name; the second job gets the type that is left.
+        first = workspace.submit(job_manifest("first", minReplicas=2, container=devices.container()))
+        first.wait_until_training(2)
+        assert (first.status()["accelerator"], nodes_of(first)) == ("test-a", {near})
+        (made,) = first.indexed_jobs()
+        assert made.metadata.annotations[names.ANNOTATION_ACCELERATOR] == "test-a"
+        second = workspace.submit(job_manifest("second", minReplicas=2, container=devices.container()))
+        second.wait_until_training(2)
+        assert (second.status()["accelerator"], nodes_of(second)) == ("test-b", {far})
+        third = workspace.submit(job_manifest("third", maxReplicas=1, container=devices.container()))
+        waits_for_room(third, "1 replica")
+        times = first.view()["step_times"]
+        assert {each["accelerator"] for each in times} <= {"test-a"}
+
+        # With the node of its type gone, the first job continues on the other type, from its last checkpoint.
+        finish(second)
+        finish(third)
+        wait_until(lambda: first.saved_step() > 0, "a checkpoint")
+        step = first.saved_step()
+        with cordoned(system, near):
+            for pod in first.pods().values():
+                system.core.delete_namespaced_pod(pod.metadata.name, workspace.namespace)
+            first.wait_for("the other type", lambda status: status.get("accelerator") == "test-b")
+            first.wait_until_training(2)
+            assert nodes_of(first) == {far}
+            assert "AcceleratorChanged" in [reason for reason, _ in first.events()]
+            wait_until(lambda: first.view()["latest"]["step"] > step, "steps beyond the checkpoint")
+        status = first.status()
+        assert status["failures"] == 0
+        finish(first)
+
+
 # -- without the right to list nodes -----------------------------------------------------------------------
 
 
