@@ -54,6 +54,15 @@ def test_the_bounds_name_what_fits_into_memory() -> None:
     assert f"memory holds local batches of at most {limit}" in view.limits[0].reason
 
 
+def test_the_limits_name_the_type_of_accelerator_of_a_job_that_is_tied_to_one() -> None:
+    for accelerator, named in (
+        (None, []),
+        ("NVIDIA-H200", ["it runs on accelerators of the type NVIDIA-H200"]),
+    ):
+        view = explained([replace(job("a", 4), accelerator=accelerator)], 8)["a"]
+        assert [limit.reason for limit in view.limits if limit.kind is LimitKind.NODES] == named
+
+
 # -- cases ----------------------------------------------------------------------------------------------
 
 
