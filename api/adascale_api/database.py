@@ -1,8 +1,9 @@
 """The database as the event loop uses it: reads in threads, and group commits.
 
-Writes run in one thread, which commits together all writes that arrived during the last commit: under load,
-more requests share one flush to disk. A request is answered after its commit. Reads run concurrently, those
-that may take long in threads of their own, so that they never delay registrations and allocations.
+Writes run in one thread, which commits together all writes that arrived during the last commit, and soon
+after it: under load, more requests share one flush to disk. A request is answered after its commit. Reads run
+concurrently, those that may take long in threads of their own, so that they never delay registrations and
+allocations.
 
 Every call ends within its deadline. While the disk is full, reports are refused, and the rest of the space is
 left to registrations, allocations and deletions.
@@ -43,6 +44,8 @@ SWEEP_INTERVAL = 0.25
 """Seconds between two searches for overdue writes."""
 MAX_WRITES_PER_COMMIT = 256
 """Writes in one commit."""
+MAX_GATHERING = 0.02
+"""Seconds, at most, for which a commit waits for further writes."""
 MAX_WAITING_WRITES = 20_000
 """Writes that may wait for a commit."""
 RETRY_INTERVAL = 0.2
@@ -123,6 +126,8 @@ class Database:
         self._write_connection: Any = None
         self._queue: deque[_Write] = deque()
         self._committing: asyncio.Task[None] | None = None
+        self._expected = 0
+        self._gathered = asyncio.Event()
         self._waiting: deque[_Write] = deque()
         self._sweep: asyncio.TimerHandle | None = None
         self._pending: set[asyncio.Timeout] = set()
@@ -215,6 +220,8 @@ class Database:
         write = _Write(operation, job_id, is_report, time.monotonic() + DEADLINE, done)
         self._queue.append(write)
         self._waiting.append(write)
+        if len(self._queue) >= self._expected:
+            self._gathered.set()
         if self._committing is None:
             self._committing = asyncio.create_task(self._commit_all())
         # Not a timer for each, which would take longer than the write.
@@ -240,7 +247,9 @@ class Database:
             batch = [write for write in batch if not write.done.done()]
             if not batch:
                 continue
+            started = loop.time()
             committed = await loop.run_in_executor(self._writer, self._commit, batch)
+            seconds = loop.time() - started
             self.on_commit(committed)
             for write in batch:
                 if write.done.done():  # the request was cancelled
@@ -249,7 +258,21 @@ class Database:
                     write.done.set_result(write.result)
                 else:
                     write.done.set_exception(write.error)
+            if self._queue:
+                await self._gather(len(batch), min(seconds / 2, MAX_GATHERING))
         self._committing = None
+
+    async def _gather(self, answered: int, seconds: float) -> None:
+        """Wait until the clients that were just answered may have sent their next writes.
+
+        They share the next commit with the writes that wait for it. Otherwise two groups of clients would
+        take turns, each waiting for the commits of both.
+        """
+        self._expected = min(len(self._queue) + answered, MAX_WRITES_PER_COMMIT)
+        self._gathered = asyncio.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._gathered.wait()
 
     def _commit(self, batch: list[_Write]) -> Committed:
         """Commit writes together, and set their results or errors."""
