@@ -195,10 +195,12 @@ class GenerationsView(Message):
     Args:
         job: the full job id.
         generations: the latest 1000 or more that are kept.
+        decided_at: the `time` of the last explained decision; None if none is stored.
     """
 
     job: str
     generations: Sequence[GenerationView]
+    decided_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 
 from adascale_core.messages import JobSpec, Registration, ReplicaState
+from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -58,6 +59,17 @@ def fill(client: Client) -> None:
         for step in range(50, 100)
     )
     client.post_gain("team.digits", *later)
+    counts = (
+        CountView(1, 10.0, 50.0, (), Verdict.NOT_WORTH, "slower"),
+        CountView(2, 15.0, 40.0, (), Verdict.CHOSEN, "chosen"),
+        CountView(4, 25.0, 30.0, (GivenReplicas("team.queued", 2),), Verdict.OTHER_JOBS, HOSTILE),
+    )
+    limits = (LimitView(LimitKind.CAPACITY, "0 of 2 replicas are free"),)
+    reason = "predicted goodput is 1.5 times that of 1"
+    decision = DecisionView("team.digits", 2, 1, False, reason, 1.76e9, counts, limits)
+    client.put("/jobs/team.digits/decision", decision.to_json())
+    waiting = DecisionView("team.queued", 0, 0, True, "needs 1, free are 0", 1.76e9, (), limits)
+    client.put("/jobs/team.queued/decision", waiting.to_json())
     client.put("/jobs/team.failed/allocation", {"generation": 1, "replicas": 1})
     client.register("team.failed", a_registration())
     failed = a_registration(replica_state=ReplicaState.FAILED, generation=1, log=HOSTILE, exit_code=1)
@@ -174,6 +186,45 @@ def test_a_link_shows_a_job_over_progress_with_its_generations(page: Page, shown
     expect(page.get_by_role("region", name="Predictions for other replica counts")).to_be_visible()
     page.get_by_role("radio", name="time").check()
     assert page.url.endswith("#/jobs/team.digits")
+
+
+def test_a_job_shows_the_stored_decision_and_follows_it(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown, "#/jobs/team.digits")
+    section = page.get_by_role("heading", name="Why it has this replica count").locator("+ div")
+    expect(section).to_contain_text("2 replicas, decided")
+    expect(section).to_contain_text("predicted goodput is 1.5 times that of 1")
+    expect(section.locator("ul")).to_have_text("0 of 2 replicas are free")
+    counts = page.get_by_role("region", name="Counts in the decision")
+    assert [row.locator("th, td").all_inner_texts() for row in counts.locator("tbody tr").all()] == [
+        ["1", "10", "1\u00d7", "50 s", "\u2013", "slower"],
+        ["2", "15", "1.5\u00d7", "40 s", "\u2013", "chosen"],
+        ["4", "25", "2.5\u00d7", "30 s", "2 of team.queued", HOSTILE],
+    ]
+    expect(counts.locator("tr.current th").first).to_have_text("2")
+    assert page.evaluate("window.hacked") is None
+
+    show(page, shown, "#/jobs/team.queued")
+    expect(section).to_contain_text("It waits for capacity")
+    expect(section).to_contain_text("needs 1, free are 0")
+    with Client(shown.port) as client:
+        decision = client.get("/jobs/team.queued/decision")
+        client.put("/jobs/team.queued/decision", {**decision, "time": 1.77e9, "reason": "still needs 1"})
+        expect(section).to_contain_text("still needs 1", timeout=30_000)
+        client.put("/jobs/team.queued/decision", decision)
+
+    show(page, shown, "#/jobs/team.failed")
+    expect(section).to_contain_text("No decision about this job is stored")
+
+
+def test_points_of_the_same_time_have_one_label(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        client.post_gain("team.instant", a_report(1, time=1.76e9), a_report(2, time=1.76e9))
+        show(page, shown, "#/jobs/team.instant")
+        chart = page.get_by_role("slider", name="Efficiency")
+        expect(chart).not_to_have_attribute("aria-valuetext", "no data")
+        labels = chart.locator("text.axis:not([text-anchor=end])")
+        expect(labels).to_have_count(1)
+        client.call("DELETE", "/jobs/team.instant")
 
 
 def test_logs_need_the_read_token_and_are_shown_as_text(page: Page, shown: ServiceProcess) -> None:

@@ -86,9 +86,10 @@ export class Chart {
       parts.push(svgElement("line", { class: "grid", x1: LEFT, x2: right, y1: y, y2: y }));
       parts.push(svgElement("text", { class: "axis", x: LEFT - 6, y: Number(y) + 4, "text-anchor": "end" }, this.formatY(tick)));
     }
-    const places = Math.max(2, Math.min(5, Math.floor((right - LEFT) / 90)));
+    // All points may have the same place, which has one label then.
+    const places = x0 === x1 ? 1 : Math.max(2, Math.min(5, Math.floor((right - LEFT) / 90)));
     for (let at = 0; at < places && xs.length; at++) {
-      const x = x0 + ((x1 - x0) * at) / (places - 1);
+      const x = at ? x0 + ((x1 - x0) * at) / (places - 1) : x0;
       const anchor = at === 0 ? "start" : at === places - 1 ? "end" : "middle";
       parts.push(svgElement("text", { class: "axis", x: this.toX(x).toFixed(1), y: HEIGHT - 6, "text-anchor": anchor }, this.formatX(x, x1 - x0)));
     }

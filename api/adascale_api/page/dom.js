@@ -30,9 +30,9 @@ function build(node, attributes, children) {
   return node;
 }
 
-// A table from columns [{title, isText, isMinor}] and rows of texts or nodes; the first cell names the row.
+// A table from columns [{title, isText, isLong, isMinor}] and rows of texts or nodes; the first cell names the row.
 export function table(caption, columns, rows, isCurrent = () => false) {
-  const kinds = columns.map((column) => [column.isText && "text", column.isMinor && "minor"].filter(Boolean).join(" ") || null);
+  const kinds = columns.map((column) => [column.isText && "text", column.isLong && "text long", column.isMinor && "minor"].filter(Boolean).join(" ") || null);
   return element(
     "div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     element(

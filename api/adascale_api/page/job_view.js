@@ -46,6 +46,8 @@ export class JobView {
     )));
     this.copy = element("button", { type: "button", onclick: () => this.copyLink() }, "Copy link");
     this.decision = element("div");
+    this.predictions = element("div");
+    this.decided = null;
     this.history = element("div");
     this.replicas = element("div");
     this.node = element(
@@ -59,7 +61,8 @@ export class JobView {
       element("div", { class: "controls" }, this.axis, this.copy),
       element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. The arrow keys move the cursor of a chart."),
       this.chartList,
-      element("h2", {}, "What other replica counts would give"), this.decision,
+      element("h2", {}, "Why it has this replica count"), this.decision,
+      element("h2", {}, "What other replica counts would give now"), this.predictions,
       element("h2", {}, "Generations"), this.history,
       element("h2", {}, "Replicas"), this.replicas,
     );
@@ -135,13 +138,14 @@ export class JobView {
   async readDetails() {
     const path = `jobs/${encodeURIComponent(this.id)}`;
     await this.attempt(async (signal) => {
-      const [job, { generations }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
+      const [job, { generations, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
       this.generations = generations;
+      if (decidedAt === null || decidedAt !== this.decided) this.showDecision(decidedAt === null ? null : await get(`${path}/decision`, signal));
       this.showGenerations();
       this.showReplicas(job);
       this.draw();
       const gain = job.latest ? await get(`${path}/gain`, signal) : null;
-      this.showDecision(gain, job);
+      this.showPredictions(gain, job);
     });
   }
 
@@ -194,9 +198,30 @@ export class JobView {
     return marks.filter(({ generation }) => first.has(generation)).map((mark) => ({ ...mark, x: first.get(mark.generation) }));
   }
 
-  showDecision(gain, job) {
+  // The last decision as the controller has stored it.
+  showDecision(decision) {
+    this.decided = decision?.time ?? null;
+    if (!decision) {
+      this.decision.replaceChildren(element("p", { class: "muted" }, "No decision about this job is stored: a controller stores one soon after the start."));
+      return;
+    }
+    const now = decision.counts.find((each) => each.replicas === decision.present);
+    const outcome = decision.waiting ? "It waits for capacity" : decision.replicas ? `${count(decision.replicas)} ${decision.replicas === 1 ? "replica" : "replicas"}` : "It does not run";
+    const columns = ["Replicas", "Goodput", "Relative", "Time left", "Others would give", "Reason"].map((title, at) => ({ title, isText: at === 4, isLong: at === 5, isMinor: at === 2 }));
+    const rows = decision.counts.map((each) => [
+      count(each.replicas), significant(each.goodput), now?.goodput && each.goodput !== null ? `${significant(each.goodput / now.goodput)}×` : NONE, duration(each.seconds_left),
+      each.given.length ? each.given.map(({ job, replicas }) => `${count(replicas)} of ${job}`).join(", ") : NONE,
+      each.reason,
+    ]);
+    const parts = [element("p", {}, element("strong", {}, outcome), `, decided ${clock(decision.time, { withDate: true })}: ${decision.reason}.`)];
+    if (decision.limits.length) parts.push(element("p", {}, "What limits the count:"), element("ul", { class: "limits" }, ...decision.limits.map(({ reason }) => element("li", {}, reason))));
+    if (rows.length) parts.push(table("Counts in the decision", columns, rows, (at) => decision.counts[at].verdict === "chosen"));
+    this.decision.replaceChildren(...parts);
+  }
+
+  showPredictions(gain, job) {
     if (!gain?.predictions) {
-      this.decision.replaceChildren(element("p", { class: "muted" }, "Predictions need the declaration of the job and a measured step time."));
+      this.predictions.replaceChildren(element("p", { class: "muted" }, "Predictions need the declaration of the job and a measured step time."));
       return;
     }
     const { predictions } = gain;
@@ -209,7 +234,7 @@ export class JobView {
     const columns = ["Replicas", "Local batch", "Scale", "Gain", "Efficiency", "Goodput", "Relative to now"].map((title, at) => ({ title, isMinor: at === 1 || at === 2 }));
     const most = predictions.find((each) => each.goodput === best);
     const text = `It trains on ${count(gain.replicas)}. ${count(most.replicas)} would give the highest goodput; the controller also counts the interruption by a change, and the other jobs. Allowed are ${count(job.spec.min_replicas)} to ${count(job.spec.max_replicas)}.`;
-    this.decision.replaceChildren(element("p", {}, text), table("Predictions for other replica counts", columns, rows, (at) => predictions[at].replicas === gain.replicas));
+    this.predictions.replaceChildren(element("p", {}, text), table("Predictions for other replica counts", columns, rows, (at) => predictions[at].replicas === gain.replicas));
   }
 
   showGenerations() {

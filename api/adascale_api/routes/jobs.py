@@ -11,7 +11,7 @@ from adascale_api.request_models import JobSpecBody
 from adascale_api.routes.common import CONTROLLER, READER, JobId, MayReadAll, ServiceOf, answer, errors
 from adascale_api.routes.job_views import find_view, list_views
 from adascale_api.sql import Transaction
-from adascale_api.store import generations, jobs
+from adascale_api.store import decisions, generations, jobs
 from adascale_core.batch import require_valid_replicas
 from adascale_core.views import GenerationsView, JobList, JobView
 
@@ -96,9 +96,13 @@ async def delete_job(service: ServiceOf, job: JobId) -> None:
     responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
-    """Returns when each generation was active, with how many replicas, and why it began."""
+    """Returns when each generation was active, with how many replicas, and why it began; and when the last
+    decision was made that `/jobs/{job}/decision` explains."""
 
     def query(transaction: Transaction) -> GenerationsView:
-        return GenerationsView(job, generations.generations(transaction, jobs.find_job(transaction, job)))
+        found = jobs.find_job(transaction, job)
+        decision = decisions.find(transaction, found)
+        decided_at = None if decision is None else decision.time
+        return GenerationsView(job, generations.generations(transaction, found), decided_at)
 
     return await service.database.read(query, is_long=True)

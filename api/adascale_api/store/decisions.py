@@ -2,7 +2,7 @@
 
 import json
 
-from adascale_api.job import Job
+from adascale_api.job import Job, UnreadableJobError
 from adascale_api.sql import Sql, Transaction
 from adascale_api.store import jobs
 from adascale_core.views import DecisionView
@@ -20,9 +20,18 @@ def store(transaction: Transaction, decision: DecisionView) -> None:
 
 
 def find(transaction: Transaction, job: Job) -> DecisionView | None:
-    """Return the last decision about a job; None if there is none."""
+    """Return the last decision about a job; None if there is none.
+
+    Raises:
+        UnreadableJobError: it has no valid value.
+    """
     row = transaction.first(_FIND, key=job.key)
-    return None if row is None else DecisionView.from_json(json.loads(row[0]))
+    if row is None:
+        return None
+    try:
+        return DecisionView.from_json(json.loads(row[0]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableJobError(job.id, error) from error
 
 
 _UPSERT = Sql(
