@@ -5,6 +5,7 @@ steps, so a job of a year takes a bounded size.
 """
 
 import json
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ MIN_STEP_TIME = 1e-9
 """Seconds; a shorter step time is not a measurement, and its inverse may overflow."""
 MAX_PLANS = 256
 """Batch plans of a job whose step times are kept, the latest."""
+
+
+_Plan = tuple[Any, ...]
+"""The values of the columns of `_PLAN`."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,14 @@ class Posted:
         return StoredReports(self.stored, self.repeated, self.job.view, post_interval)
 
 
+@dataclass(frozen=True)
+class _Times:
+    """The latest step times of a batch plan, and their latest sync times."""
+
+    seconds: "array[float]"
+    sync: "array[float]"
+
+
 def post(
     transaction: Transaction,
     job_id: str,
@@ -77,15 +92,21 @@ def post(
     now: float,
     retention: Retention = Retention(),
 ) -> Posted:
-    """Store reports, each (generation, step) once. Creates the job if it does not exist."""
+    """Store reports, each (generation, step) once. Creates the job if it does not exist.
+
+    Raises:
+        UnreadableJobError: a row of the job that this continues has no valid value.
+    """
     job = lock_or_create(transaction, job_id, now)
     rows = [{"job_key": job.key, **vars(report), "metrics": _to_text(report.metrics)} for report in new]
-    before = transaction.first(_MEASUREMENTS, key=job.key) or (-1, -1, 0, 0)
+    # Before any row is written: an unreadable one must leave the transaction without an effect.
+    before = _measurements(transaction, job) or (-1, -1, 0, 0)
+    measured = _kept_times(transaction, job, rows)
     inserted = transaction.insert_new(_INSERT, rows)
     if inserted:
         newest = max((before[0], before[1]), *((row["generation"], row["step"]) for row in inserted))
         received, kept = before[2] + len(inserted), before[3] + len(inserted)
-        _add_step_times(transaction, job.key, inserted, received)
+        _add_step_times(transaction, job.key, measured, inserted, received)
         if kept >= retention.limit:
             kept -= _thin(transaction, job.key, newest[0], newest[1], kept, retention)
         transaction.execute(
@@ -115,13 +136,22 @@ def latest_rows(transaction: Transaction, after: str, last: str) -> dict[str, Ro
 
 def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
     """Return (job id, gain, scale, progress, replicas, local batch size) of the latest report of each
-    job that is not complete."""
-    return transaction.all(_ALL_LATEST)
+    job that is not complete. Those that can't be read are logged, and are not among them."""
+    readable = []
+    for row in transaction.all(_ALL_LATEST):
+        try:
+            if not all(map(isfinite, row[1:])) or row[2] <= 0:
+                raise ValueError("a report has a number that is not valid")
+        except (ValueError, TypeError) as error:
+            logger.error("%s", UnreadableJobError(row[0], error))
+        else:
+            readable.append(row)
+    return readable
 
 
 def history(transaction: Transaction, job: Job, points: int) -> History:
     """Return at most `points` of a job's reports, evenly spread, the first and the last among them."""
-    measurements = transaction.first(_MEASUREMENTS, key=job.key)
+    measurements = _measurements(transaction, job)
     if measurements is None:
         return History([], 0)
     received, kept = measurements[2:]
@@ -194,9 +224,7 @@ def _step_time(
     packed: bytes,
     packed_sync: bytes,
 ) -> StepTime:
-    seconds, sync = array("d", packed), array("d", packed_sync)
-    if not all(map(isfinite, [*seconds, *sync])):
-        raise ValueError("a step time is not finite")
+    seconds, sync = _unpack(packed), _unpack(packed_sync)
     return StepTime(
         replicas,
         local_bsz,
@@ -209,40 +237,74 @@ def _step_time(
     )
 
 
+def _unpack(packed: bytes) -> "array[float]":
+    seconds = array("d", packed)
+    if not all(map(isfinite, seconds)):
+        raise ValueError("a step time is not finite")
+    return seconds
+
+
+def _measurements(transaction: Transaction, job: Job) -> tuple[int, int, int, int] | None:
+    """Return the generation and step of the newest report, and how many were received and are kept."""
+    row = transaction.first(_MEASUREMENTS, key=job.key)
+    if row is not None and not all(isinstance(number, int) for number in row):
+        raise UnreadableJobError(job.id, ValueError("a count of reports is no integer"))
+    return row
+
+
+def _plan(row: Mapping[str, Any]) -> _Plan | None:
+    """Return the batch plan of a report; None if its step time is not measured."""
+    if row["step_time"] < MIN_STEP_TIME:
+        return None
+    return tuple(row[name] for name in _PLAN)
+
+
+def _kept_times(
+    transaction: Transaction, job: Job, rows: Sequence[Mapping[str, Any]]
+) -> dict[_Plan, _Times | None]:
+    """Return the step times that are kept of the batch plans of reports; None for a plan without any."""
+    found: dict[_Plan, _Times | None] = {}
+    for plan in filter(None, map(_plan, rows)):
+        if plan in found:
+            continue
+        kept = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
+        try:
+            found[plan] = None if kept is None else _Times(_unpack(kept[0]), _unpack(kept[1]))
+        except (ValueError, TypeError) as error:
+            raise UnreadableJobError(job.id, error) from error
+    return found
+
+
 def _add_step_times(
-    transaction: Transaction, key: int, rows: Sequence[Mapping[str, Any]], received: int
+    transaction: Transaction,
+    key: int,
+    kept: Mapping[_Plan, _Times | None],
+    rows: Sequence[Mapping[str, Any]],
+    received: int,
 ) -> None:
-    measured: dict[tuple[Any, ...], tuple[list[float], list[float]]] = {}
+    measured: dict[_Plan, _Times] = {}
     for row in rows:
-        if row["step_time"] >= MIN_STEP_TIME:
-            plan = tuple(row[name] for name in _PLAN)
-            seconds, sync = measured.setdefault(plan, ([], []))
-            seconds.append(row["step_time"])
+        plan = _plan(row)
+        if plan is not None:
+            times = measured.setdefault(plan, kept[plan] or _Times(array("d"), array("d")))
+            times.seconds.append(row["step_time"])
             if row["sync_time"] is not None:
-                sync.append(row["sync_time"])
-    is_new = False
-    for plan, (seconds, sync) in measured.items():
-        names = dict(zip(_PLAN, plan, strict=True))
-        before = transaction.first(_STEP_TIMES_OF_PLAN, key=key, **names)
-        is_new = is_new or before is None
-        kept, kept_sync = before or (b"", b"")
+                times.sync.append(row["sync_time"])
+    for plan, times in measured.items():
         transaction.execute(
             _UPSERT_STEP_TIMES,
             key=key,
-            seconds=_append(kept, seconds),
-            sync_seconds=_append(kept_sync, sync),
+            seconds=times.seconds[-REPORTS_PER_STEP_TIME:].tobytes(),
+            sync_seconds=times.sync[-REPORTS_PER_STEP_TIME:].tobytes(),
             received=received,
-            **names,
+            **_named(plan),
         )
-    if is_new:
+    if any(kept[plan] is None for plan in measured):
         transaction.execute(_REMOVE_OLD_PLANS, key=key, limit=MAX_PLANS)
 
 
-def _append(packed: bytes, seconds: Sequence[float]) -> bytes:
-    """Return the latest of some packed times and of later ones."""
-    kept = array("d", packed)
-    kept.extend(seconds)
-    return kept[-REPORTS_PER_STEP_TIME:].tobytes()
+def _named(plan: _Plan) -> dict[str, Any]:
+    return dict(zip(_PLAN, plan, strict=True))
 
 
 def _thin(
