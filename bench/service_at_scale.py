@@ -4,9 +4,10 @@
     python bench/service_at_scale.py --jobs 2000 --replicas 4 --agents
 
 The first form stores the jobs, each with a declaration, four replicas and reports, and times reads. With
-`--agents`, simulated agents on the same machine hold a connection each: every replica sends heartbeats, and
-rank 0 of each job posts its reports in lists, at the intervals that the options set. The processor time of
-the service per second shows which part of a core it takes.
+`--agents`, the agents and trainers on the same machine are simulated: every agent sends heartbeats on one
+connection and waits for changes on another, and the trainer of rank 0 posts its reports in lists on a third,
+at the intervals that the service asks for with so many jobs. The processor time of the service per second
+shows which part of a core it takes; `--kinds` measures the requests of one kind alone.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -30,8 +32,14 @@ from reports_per_second import REPORT, processor_time, wait_for_port
 from adascale_api.database import Database
 from adascale_api.store import jobs, replicas, reports
 from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
-from adascale_core.names import ENV_TOKEN, HEARTBEAT_INTERVAL, REPORT_INTERVAL
-from adascale_core.pacing import REPORTS_PER_POST
+from adascale_core.names import ENV_TOKEN
+from adascale_core.pacing import REPORTS_PER_POST, change_wait, heartbeat_interval, post_interval
+from adascale_worker.agent.heartbeat import CHANGE_TIMEOUT
+
+KINDS = ("heartbeats", "reports", "waits")
+"""The requests of agents and trainers."""
+CONNECTING = 5.0
+"""Seconds over which the agents of the benchmark connect."""
 
 
 def main() -> None:
@@ -42,9 +50,16 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4, help="of each job (default: %(default)s)")
     parser.add_argument("--agents", action="store_true", help="simulate the agents")
     parser.add_argument("--seconds", type=float, default=20.0, help="with agents (default: %(default)s)")
-    parser.add_argument("--heartbeat", type=float, default=HEARTBEAT_INTERVAL, help="seconds between two")
-    parser.add_argument("--report", type=float, default=2.0, help="seconds between two lists of reports")
+    parser.add_argument("--heartbeat", type=float, help="seconds between two (default: as the service asks)")
+    parser.add_argument(
+        "--report", type=float, help="seconds between two lists of reports (default: as the service asks)"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="requests of the agents (default: all)"
+    )
     options = parser.parse_args()
+    options.heartbeat = options.heartbeat or heartbeat_interval(options.jobs * options.replicas)
+    options.report = options.report or post_interval(options.jobs)
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bench.db"
@@ -60,7 +75,7 @@ def main() -> None:
                 simulate(service.pid, port, token, options)
             else:
                 read(port, token)
-            print(f"memory of the service: {memory(service.pid):.0f} MiB")
+            print(f"memory of the service, at most: {memory(service.pid):.0f} MiB")
         finally:
             service.terminate()
             service.wait()
@@ -108,95 +123,145 @@ def read(port: int, token: str) -> None:
 
 
 def simulate(pid: int, port: int, token: str, options: argparse.Namespace) -> None:
-    counts = {"heartbeats": 0, "lists of reports": 0, "errors": 0}
-    latencies: list[float] = []
-    before, after = uvloop.run(run_agents(pid, port, token, options, counts, latencies))
-    seconds = options.seconds
-    share = (after - before) / seconds
-    for name, count in counts.items():
-        print(f"{name}: {count / seconds:.0f} per second")
-    ordered = sorted(latencies)
-    slow = ordered[int(len(ordered) * 0.99)]
-    print(f"answers: median {ordered[len(ordered) // 2] * 1e3:.1f} ms, 99% {slow * 1e3:.1f}")
-    print(f"processor time of the service: {share:.2f} cores; {share / options.jobs * 1e6:.0f} us/s per job")
+    load = Load(port, token, options.jobs, options.replicas, options.heartbeat, options.report, options.kinds)
+    print(f"memory of the service before the agents: {memory(pid):.0f} MiB")
+    used, cpu = uvloop.run(load.measure(pid, options.seconds))
+    requests = sum(load.counts.values())
+    for name, count in load.counts.items():
+        print(f"{name}: {count / used:.0f} per second")
+    print(f"open connections: {load.open}, requests that failed: {load.errors}")
+    if load.latencies:
+        ordered = sorted(load.latencies)
+        slow = ordered[int(len(ordered) * 0.99)]
+        print(f"answers: median {ordered[len(ordered) // 2] * 1e3:.1f} ms, 99% {slow * 1e3:.1f}")
+    each = cpu / max(requests, 1) * 1e3
+    print(f"processor time of the service: {cpu / used:.3f} cores, {each:.2f} ms per request")
 
 
-async def run_agents(
-    pid: int,
-    port: int,
-    token: str,
-    options: argparse.Namespace,
-    counts: dict[str, int],
-    latencies: list[float],
-) -> tuple[float, float]:
-    tasks = []
-    for number in range(options.jobs):
-        for registration in registrations(options.replicas):
-            agent = run_agent(port, token, number, registration, options, counts, latencies)
-            tasks.append(asyncio.create_task(agent))
-    # Past the start, when all agents have registered with the new service.
-    await asyncio.sleep(options.heartbeat * 2 + 5)
-    for name in counts:
-        counts[name] = 0
-    latencies.clear()
-    before = processor_time(pid)
-    await asyncio.sleep(options.seconds)
-    after = processor_time(pid)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    return before, after
+@dataclass
+class Load:
+    """The agents of all jobs."""
+
+    port: int
+    token: str
+    jobs: int
+    replicas: int
+    heartbeat: float
+    report: float
+    kinds: list[str]
+
+    def __post_init__(self) -> None:
+        self.counts = dict.fromkeys(self.kinds, 0)
+        self.errors = 0
+        self.connections = self.open = 0
+        self.latencies: list[float] = []
+
+    async def measure(self, pid: int, seconds: float) -> tuple[float, float]:
+        """Return how long it measured, and the processor time of the service meanwhile, in seconds."""
+        tasks = []
+        for number in range(self.jobs):
+            path = f"/jobs/bench.job-{number}"
+            for registration in registrations(self.replicas):
+                if "heartbeats" in self.kinds:
+                    tasks.append(asyncio.create_task(self.send_heartbeats(path, registration)))
+                if "waits" in self.kinds:
+                    tasks.append(asyncio.create_task(self.wait_for_changes(path)))
+            if "reports" in self.kinds:
+                tasks.append(asyncio.create_task(self.post_reports(path)))
+        # Past the start, when all agents have registered with the new service.
+        await asyncio.sleep(CONNECTING + max(self.heartbeat, self.report) + 2)
+        self.counts = dict.fromkeys(self.counts, 0)
+        self.errors = 0
+        self.latencies.clear()
+        started, before = time.monotonic(), processor_time(pid)
+        await asyncio.sleep(seconds)
+        used, cpu = time.monotonic() - started, processor_time(pid) - before
+        self.open = self.connections
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return used, cpu
+
+    async def send_heartbeats(self, path: str, registration: Registration) -> None:
+        body = registration.to_json()
+
+        async def send(connection: Connection) -> None:
+            await connection.send("PUT", f"{path}/replicas/{registration.replica}", body)
+
+        await self.repeat("heartbeats", self.heartbeat, send)
+
+    async def post_reports(self, path: str) -> None:
+        step = 100
+
+        async def send(connection: Connection) -> None:
+            nonlocal step
+            body = [replace(REPORT, step=step + number).to_json() for number in range(REPORTS_PER_POST)]
+            step += REPORTS_PER_POST
+            await connection.send("POST", f"{path}/gain", body)
+
+        await self.repeat("reports", self.report, send)
+
+    async def wait_for_changes(self, path: str) -> None:
+        version = 0
+        wait = change_wait(self.heartbeat, CHANGE_TIMEOUT)
+
+        async def send(connection: Connection) -> None:
+            nonlocal version
+            answer = await connection.send("GET", f"{path}/allocation?version={version}&wait={wait}", None)
+            version = json.loads(answer)["version"]
+
+        await self.repeat("waits", 0.0, send)
+
+    async def repeat(
+        self, kind: str, interval: float, send: Callable[["Connection"], Awaitable[None]]
+    ) -> None:
+        """Send on a connection, a request per `interval`, and connect again after an error."""
+        await asyncio.sleep(random.random() * CONNECTING)
+        while True:
+            try:
+                async with Connection(self) as connection:
+                    # Not all at the same time, as they all begin together here.
+                    await send(connection)
+                    await asyncio.sleep(random.random() * interval)
+                    while True:
+                        started = time.monotonic()
+                        await send(connection)
+                        self.counts[kind] += 1
+                        if interval:
+                            self.latencies.append(time.monotonic() - started)
+                        await asyncio.sleep(max(started + interval - time.monotonic(), 0))
+            except (OSError, asyncio.IncompleteReadError):
+                self.errors += 1
+                await asyncio.sleep(1)
 
 
-async def run_agent(
-    port: int,
-    token: str,
-    number: int,
-    registration: Registration,
-    options: argparse.Namespace,
-    counts: dict[str, int],
-    latencies: list[float],
-) -> None:
-    await asyncio.sleep(random.random() * max(options.heartbeat, options.report))
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    path = f"/jobs/bench.job-{number}"
+class Connection:
+    """A connection to the service, kept open. Writes HTTP by hand, to use little processor time."""
 
-    async def send(method: str, path: str, body: object) -> None:
-        text = json.dumps(body)
-        started = time.perf_counter()
-        writer.write(
-            f"{method} {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {token}\r\n"
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    async def __aenter__(self) -> "Connection":
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._load.port)
+        self._load.connections += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._load.connections -= 1
+        self._writer.close()
+
+    async def send(self, method: str, path: str, body: object) -> bytes:
+        text = "" if body is None else json.dumps(body)
+        self._writer.write(
+            f"{method} {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {self._load.token}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
         )
-        head = await reader.readuntil(b"\r\n\r\n")
+        head = await self._reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
-        await reader.readexactly(length)
-        latencies.append(time.perf_counter() - started)
+        answer = await self._reader.readexactly(length)
         if not head.startswith(b"HTTP/1.1 200"):
-            counts["errors"] += 1
-
-    index = next(iter(registration.to_json().values()))
-    step = 100
-    next_heartbeat = next_report = time.monotonic()
-    try:
-        while True:
-            if time.monotonic() >= next_heartbeat:
-                await send("PUT", f"{path}/replicas/{index}", registration.to_json())
-                counts["heartbeats"] += 1
-                next_heartbeat += options.heartbeat
-            if index == 0 and time.monotonic() >= next_report:
-                size = max(int(min(options.report / REPORT_INTERVAL, REPORTS_PER_POST)), 1)
-                body = [replace(REPORT, step=step + number).to_json() for number in range(size)]
-                step += size
-                await send("POST", f"{path}/gain", body)
-                counts["lists of reports"] += 1
-                next_report += options.report
-            deadline = min(next_heartbeat, next_report) if index == 0 else next_heartbeat
-            await asyncio.sleep(max(deadline - time.monotonic(), 0))
-    except (ConnectionError, asyncio.IncompleteReadError):
-        counts["errors"] += 1
-    finally:
-        writer.close()
+            self._load.errors += 1
+        return answer
 
 
 def memory(pid: int) -> float:

@@ -1,10 +1,61 @@
 """Long polling: requests that wait until a job changes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from adascale_core.messages import AllocationView
+from adascale_api.errors import UnavailableError
+
+
+class Versioned(Protocol):
+    """What has a version."""
+
+    @property
+    def version(self) -> int:
+        """Rises with every change."""
+        ...
+
+
+V = TypeVar("V", bound=Versioned)
+
+
+MAX_ANONYMOUS_WAITS = 256
+"""Requests without a token that may wait at the same time. Connections whose requests wait are not closed in
+favour of new ones, so those of agents must not be taken by anyone."""
+MAX_ANONYMOUS_FOLLOWERS = 16
+"""Requests without a token that may wait for a change of any job: each reads the jobs after a change."""
+
+
+class WaitLimit:
+    """The requests without a token that wait.
+
+    Args:
+        limit: how many may wait at the same time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count a request while it waits.
+
+        Raises:
+            UnavailableError: too many wait already.
+        """
+        if self._waiting >= self._limit:
+            raise UnavailableError(
+                f"{self._limit} requests without a token that may read the job wait already: send a token, "
+                "or try again without `wait`"
+            )
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
 
 class ChangeNotifier:
@@ -32,18 +83,18 @@ class ChangeNotifier:
         self.notify_all()
 
     async def wait_for_change(
-        self, job_id: str, version: int, seconds: float, read: Callable[[], Awaitable[AllocationView]]
-    ) -> AllocationView:
+        self, job_id: str, version: int, seconds: float, read: Callable[[], Awaitable[V]]
+    ) -> V:
         """Return the result of `read` once its version is not `version`, or after `seconds`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while True:
             # Subscribed before reading, so that no change in between is missed.
             change = self._subscribe(job_id)
-            view = await read()
+            found = await read()
             remaining = deadline - loop.time()
-            if view.version != version or remaining <= 0 or self._closed:
-                return view
+            if found.version != version or remaining <= 0 or self._closed:
+                return found
             await asyncio.wait([change], timeout=remaining)
 
     def _subscribe(self, job_id: str) -> asyncio.Future[None]:

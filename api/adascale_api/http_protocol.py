@@ -20,6 +20,8 @@ RESPONSE_TIMEOUT = 30.0
 """Seconds for which a client may leave a full answer unread."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers; a token may have 16 KiB."""
+MAX_HEADS = 32 * 1024 * 1024
+"""Bytes of the incomplete request lines and headers of all connections."""
 SWEEP_INTERVAL = 1.0
 """Seconds between two searches for overdue connections."""
 
@@ -48,6 +50,7 @@ class ConnectionLimits:
         self._incomplete: OrderedDict[LimitedProtocol, float] = OrderedDict()
         self._unread: OrderedDict[LimitedProtocol, float] = OrderedDict()
         self._idle: OrderedDict[LimitedProtocol, None] = OrderedDict()
+        self._heads = 0
         self.closed = 0
 
     def opened(self, connection: "LimitedProtocol") -> None:
@@ -78,6 +81,16 @@ class ConnectionLimits:
         if connection not in self._incomplete:
             self._idle[connection] = None
 
+    def head_grows(self, size: int) -> None:
+        """Count bytes of an incomplete head, and close the oldest incomplete requests if there are too many.
+
+        Args:
+            size: how many; negative if they are no longer kept.
+        """
+        self._heads += size
+        while size > 0 and self._heads > MAX_HEADS and self._incomplete:
+            self._abort(next(iter(self._incomplete)))
+
     def unread(self, connection: "LimitedProtocol") -> None:
         """Start the time in which the client must read."""
         self._unread[connection] = self._clock() + RESPONSE_TIMEOUT
@@ -100,6 +113,7 @@ class ConnectionLimits:
         for connections in (self._incomplete, self._unread, self._idle):
             connections.pop(connection, None)
         self.closed += 1
+        connection.forget_head()
         connection.transport.abort()
 
 
@@ -123,6 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         super().connection_lost(exc)
+        self.forget_head()
         if self._made:
             self.limits.lost(self)
 
@@ -130,6 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse data, unless the head of the request is too large."""
         if self._in_head:
             self._head_size += len(data)
+            self.limits.head_grows(len(data))
         super().data_received(data)
         if self._in_head and self._head_size > MAX_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
@@ -143,8 +159,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Count no further bytes as headers."""
         self._in_head = False
-        self._head_size = 0
+        self.forget_head()
         super().on_headers_complete()
+
+    def forget_head(self) -> None:
+        """Count the bytes of the head no longer."""
+        self.limits.head_grows(-self._head_size)
+        self._head_size = 0
 
     def on_message_complete(self) -> None:
         """End the time of the request."""

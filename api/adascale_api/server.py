@@ -26,7 +26,7 @@ KEEP_ALIVE = 75
 """Seconds that an idle connection stays open, longer than the interval of heartbeats."""
 
 
-MAX_CONNECTIONS = 16384
+MAX_CONNECTIONS = 32768
 """Open connections, by default."""
 OTHER_FILES = 128
 """Files that the process may open besides its connections."""

@@ -10,7 +10,12 @@ from functools import partial
 
 from adascale_api.authorization import Authorizer
 from adascale_api.change_log import ChangeLog
-from adascale_api.change_notifier import ChangeNotifier
+from adascale_api.change_notifier import (
+    MAX_ANONYMOUS_FOLLOWERS,
+    MAX_ANONYMOUS_WAITS,
+    ChangeNotifier,
+    WaitLimit,
+)
 from adascale_api.database import Committed, Database
 from adascale_api.errors import UnavailableError
 from adascale_api.generation_limit import require_reachable
@@ -79,6 +84,8 @@ class Service:
         self.connections = connections
         self.clock = clock
         self.changes = ChangeNotifier()
+        self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
+        self.anonymous_followers = WaitLimit(MAX_ANONYMOUS_FOLLOWERS)
         self.log = ChangeLog()
         self.feed = JobFeed(database)
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
@@ -137,6 +144,24 @@ class Service:
     async def view(self, job_id: str) -> AllocationView:
         """Return a job's generations; errors as for `find_job`."""
         return (await self.find_job(job_id)).view
+
+    async def wait_for_change(self, job_id: str, version: int, seconds: float, *, is_reader: bool) -> Job:
+        """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`.
+
+        Args:
+            is_reader: whether the client has a token that may read the job.
+
+        Raises:
+            UnavailableError: too many clients without such a token wait already.
+        """
+        if is_reader or seconds <= 0:
+            return await self.changes.wait_for_change(
+                job_id, version, seconds, partial(self.find_job, job_id)
+            )
+        with self.anonymous_waits.one():
+            return await self.changes.wait_for_change(
+                job_id, version, seconds, partial(self.find_job, job_id)
+            )
 
     async def register(self, job_id: str, registration: Registration) -> Job:
         """Store the registration of a replica, which is also its heartbeat, and return the job.

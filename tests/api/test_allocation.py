@@ -38,6 +38,25 @@ def test_a_stale_allocation_is_refused_with_the_current_generations(client: Clie
     assert answer.body["allocation"] == now
 
 
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_a_wait_as_agents_send_it_is_answered_as_any_other(
+    service: ServiceProcess, client: Client, job: str, token: str | None
+) -> None:
+    allocate(client, job, 1, 1)
+    version = client.register(job, a_registration())["version"]
+    path = f"/jobs/{job}/allocation"
+    with Client(service.port, token) as reader:
+        agents = [f"{path}?version={known}&wait={wait}" for known in (version, 0) for wait in ("0", "0.5")]
+        others = [path, f"{path}?version={version}", f"{path}?wait=0&version={version}"]
+        answers = [reader.get(each) for each in (*agents, *others)]
+        assert answers == [answers[0]] * len(answers)
+        assert answers[0]["active"]["members"][0]["address"] == ("127.0.0.1" if token else "")
+        for query in ("version=0&wait=61", "version=0&wait=nan", "version=-1&wait=1", "version=0&wait="):
+            assert reader.call("GET", f"{path}?{query}").status == 422, query
+        assert reader.call("GET", "/jobs/no..job/allocation?version=0&wait=0").status == 422
+        assert reader.call("GET", "/jobs/missing-job/allocation?version=0&wait=0").status == 404
+
+
 def test_the_same_allocation_may_be_written_again(client: Client, job: str) -> None:
     assert allocate(client, job, 1, 2) == allocate(client, job, 1, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import select
 import socket
 import threading
 import time
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from adascale_api.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
 from adascale_api.database import Database
+from adascale_api.http_protocol import MAX_HEAD, MAX_HEADS
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas
@@ -96,6 +99,23 @@ def test_a_head_that_is_too_large_is_refused(attacked: ServiceProcess) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
+def test_incomplete_heads_take_bounded_memory(attacked: ServiceProcess) -> None:
+    size = MAX_HEAD - 1000
+    with ExitStack() as stack, Client(attacked.port) as client:
+        before = peak_memory(attacked)
+        halves = []
+        for _ in range(2 * MAX_HEADS // size):
+            half = socket.create_connection(("127.0.0.1", attacked.port), timeout=30)
+            halves.append(stack.enter_context(half))
+            half.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size)
+        with suppress(ConnectionResetError):
+            assert halves[0].recv(1000) == b"", "the oldest is closed"
+        assert client.get("/healthz") == {"status": "ok"}
+        halves[-1].sendall(b"\r\n\r\n")
+        assert halves[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert peak_memory(attacked) - before < 100 * 1024
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -172,6 +192,43 @@ def test_without_a_token_logs_and_addresses_are_empty(tmp_path: Path) -> None:
         with Client(service.port, "wrong") as wrong:
             for path in paths:
                 assert wrong.call("GET", path).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "waits"),
+    [
+        ("/jobs/a/allocation?version={version}", MAX_ANONYMOUS_WAITS),
+        ("/changes?since={cursor}", MAX_ANONYMOUS_FOLLOWERS),
+    ],
+)
+def test_clients_without_a_token_can_not_wait_on_all_connections(
+    tmp_path: Path, path: str, waits: int
+) -> None:
+    further = 20
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+        view = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+        path = path.format(cursor=client.get("/jobs")["cursor"], **view) + "&wait=60"
+        connections = []
+        for _ in range(waits + further):
+            connection = socket.create_connection(("127.0.0.1", service.port), timeout=30)
+            connections.append(stack.enter_context(connection))
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        refused: list[socket.socket] = []
+        while len(refused) < further:
+            answered, _, _ = select.select([each for each in connections if each not in refused], [], [], 30)
+            assert answered, "the further requests are answered"
+            refused += answered
+        assert len(refused) == further
+        for each in refused:
+            assert each.recv(1000).startswith(b"HTTP/1.1 503 ")
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(client.get, path)
+            changed = client.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})
+            answer = waiting.result(30)
+            assert answer == changed or answer["jobs"][0]["version"] == changed["version"]
+        for each in connections:
+            if each not in refused:
+                assert each.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_generation_that_no_job_can_have_reached_is_refused(attacked: ServiceProcess) -> None:

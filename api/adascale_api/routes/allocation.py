@@ -1,5 +1,6 @@
 """Allocations, which the controller sets, and replicas, which agents register."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -9,9 +10,11 @@ from pydantic import TypeAdapter
 
 from adascale_api.error_handlers import error_response
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
+from adascale_api.job import Job
+from adascale_api.redaction import redact
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import AllocationBody, RegistrationBody
-from adascale_api.routes.common import CONTROLLER, WORKER, JobId, MayReadAll, ServiceOf, answer, errors
+from adascale_api.routes.common import CONTROLLER, WORKER, JobId, MayReadAll, ServiceOf, errors
 from adascale_api.store import jobs
 from adascale_core.messages import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
@@ -78,10 +81,17 @@ async def get_allocation(
     """Answers at once if the job's version is not `version`; otherwise when it changes, or after `wait`
     seconds. Addresses are empty without a token that may read the job."""
     if version is None:
-        view = await service.view(job)
+        found = await service.find_job(job)
     else:
-        view = await service.changes.wait_for_change(job, version, wait, partial(service.view, job))
-    return answer(_view, view, shows_all=shows_all)
+        found = await service.wait_for_change(job, version, wait, is_reader=shows_all)
+    return Response(allocation_json(found, shows_all=shows_all), media_type="application/json")
+
+
+def allocation_json(job: Job, *, shows_all: bool) -> bytes:
+    """Return a job's generations as JSON, without addresses unless `shows_all`."""
+    if shows_all:
+        return job.view_json
+    return json.dumps(redact(_view.dump_python(job.view, mode="json")), separators=(",", ":")).encode()
 
 
 @router.put(

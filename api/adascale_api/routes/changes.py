@@ -41,7 +41,11 @@ async def get_changes(
     """Returns the jobs that have changed since the cursor, as they are now, and the ids of those that no
     longer exist. Reports alone do not change a job. If there are more than `limit`, the next request returns
     them. Logs and addresses are empty without a token that may read all jobs."""
-    await service.log.wait(since, wait)
+    if shows_all or wait <= 0:
+        await service.log.wait(since, wait)
+    else:
+        with service.anonymous_followers.one():
+            await service.log.wait(since, wait)
     found = service.log.since(since, limit)
 
     def query(transaction: Transaction) -> JobChanges:

@@ -79,8 +79,11 @@ async def _require_for(
 ) -> None:
     """Refuse a request without a role for a job; None for all jobs."""
     token = None if credentials is None else credentials.credentials
-    client = request.client.host if request.client is not None else ""
-    await authorize(service, role, token, job_id, client)
+    await authorize(service, role, token, job_id, _address(request))
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
 
 
 async def may_read_all(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
@@ -90,12 +93,19 @@ async def may_read_all(request: Request, service: ServiceOf, credentials: Creden
         RequestError: the token is not valid or can't be checked now; or the service protects reads, and the
             token is missing or for another job.
     """
+    job = request.path_params.get("job")
+    token = None if credentials is None else credentials.credentials
+    return await may_read(service, token, parse_job_id(job) if job else None, _address(request))
+
+
+async def may_read(service: Service, token: str | None, job_id: str | None, client: str) -> bool:
+    """Whether a token has the role reader for a job; None for all jobs. Errors as for `may_read_all`."""
     if service.authorizer is None:
         return True
-    if credentials is None and not service.settings.protect_reads:
+    if token is None and not service.settings.protect_reads:
         return False
     try:
-        await _require(Role.READER, request, service, credentials)
+        await authorize(service, Role.READER, token, job_id, client)
     except ForbiddenError:
         if service.settings.protect_reads:
             raise
