@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from adascale_api.databases.base import UnusableDatabaseError
 from adascale_api.databases.postgresql import PostgresqlConnector
 from adascale_core.messages import ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
-from support.postgresql import PostgresqlServer
+from support.cutting_proxy import cutting_proxy
+from support.postgresql import PostgresqlServer, postgresql_server
 from support.small_disk import fill
 
 
@@ -155,56 +156,141 @@ def test_a_heartbeat_to_any_service_keeps_a_replica(
     wait_until(is_lost, "the expiry of replica 1")
 
 
-@pytest.mark.slow
-def test_what_was_answered_is_stored_once_whatever_fails(
-    postgresql: PostgresqlServer, services: list[ServiceProcess]
-) -> None:
-    workers = 8
-    stop = threading.Event()
-    answered: dict[int, list[int]] = {number: [] for number in range(workers)}
+class Traffic:
+    """Clients that post reports, each of its own job, to the services in turn.
 
-    def post(number: int) -> None:
-        port = services[number % 2].port
+    Args:
+        ports: of the services.
+        workers: the number of clients.
+    """
+
+    def __init__(self, ports: list[int], workers: int = 8) -> None:
+        self._ports = ports
+        self._stop = threading.Event()
+        self.answered: dict[int, list[int]] = {number: [] for number in range(workers)}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ThreadPoolExecutor(len(self.answered)) as threads:
+            posting = [threads.submit(self._post, number) for number in self.answered]
+            try:
+                yield
+            finally:
+                self._stop.set()
+            for worker in posting:
+                worker.result(60)
+
+    def wait_for_progress(self) -> None:
+        """Wait until each client has got another answer."""
+        before = {number: len(steps) for number, steps in self.answered.items()}
+        wait_until(
+            lambda: all(len(steps) > before[number] for number, steps in self.answered.items()), "progress"
+        )
+
+    def require_stored_once(self, client: Client) -> None:
+        """Fail if a report that was answered with 200 is not stored, or one is counted twice."""
+        for number, steps in self.answered.items():
+            history = client.get(f"/jobs/job-{number}/gain/history?points=5000")
+            assert [point["step"] for point in history["points"]][: len(steps)] == steps
+            assert history["total"] == len(history["points"])
+
+    def _post(self, number: int) -> None:
         step = 0
-        with Client(port) as client:
-            while not stop.is_set():
+        with Client(self._ports[number % len(self._ports)]) as client:
+            while not self._stop.is_set():
                 try:
                     answer = client.call("POST", f"/jobs/job-{number}/gain", a_report(step).to_json())
                 except urllib3.exceptions.HTTPError:
                     continue
                 if answer.status == 200:
-                    answered[number].append(step)
+                    self.answered[number].append(step)
                     step += 1
                 else:
                     assert answer.status == 503, answer
 
-    def wait_for_progress() -> None:
-        before = [len(steps) for steps in answered.values()]
-        wait_until(
-            lambda: all(len(steps) > count for steps, count in zip(answered.values(), before, strict=True)),
-            "progress",
-        )
 
-    with ThreadPoolExecutor(workers) as threads:
-        posting = [threads.submit(post, number) for number in range(workers)]
-        try:
-            for _ in range(5):
-                wait_for_progress()
-                postgresql.cut_connections()
-            wait_for_progress()
-            postgresql.stop()
-            postgresql.start()
-            wait_for_progress()
-        finally:
-            stop.set()
-        for worker in posting:
-            worker.result(60)
+@pytest.mark.slow
+def test_what_was_answered_is_stored_once_whatever_fails(
+    postgresql: PostgresqlServer, services: list[ServiceProcess]
+) -> None:
+    traffic = Traffic([service.port for service in services])
+    with traffic.running():
+        for _ in range(5):
+            traffic.wait_for_progress()
+            postgresql.cut_connections()
+        traffic.wait_for_progress()
+        postgresql.stop()
+        postgresql.start()
+        traffic.wait_for_progress()
     with Client(services[1].port) as client:
-        for number, steps in answered.items():
-            history = client.get(f"/jobs/job-{number}/gain/history?points=5000")
-            assert [point["step"] for point in history["points"]][: len(steps)] == steps
-            assert history["total"] == len(history["points"])
-            assert client.get("/readyz") == {"status": "ok"}
+        traffic.require_stored_once(client)
+        assert client.get("/readyz") == {"status": "ok"}
+
+
+@pytest.mark.slow
+def test_what_was_answered_survives_the_promotion_of_a_standby(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        primary = stack.enter_context(postgresql_server())
+        name = primary.new_database().rpartition("/")[2]
+        standby = stack.enter_context(primary.standby())
+        hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
+        url = f"postgresql://tests@{hosts}/{name}?target_session_attrs=read-write"
+        services = []
+        for number in range(2):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            services.append(stack.enter_context(ServiceProcess(folder, url=url)))
+        traffic = Traffic([service.port for service in services])
+        with traffic.running():
+            traffic.wait_for_progress()
+            primary.stop()
+            standby.execute("SELECT pg_promote()")
+            traffic.wait_for_progress()
+        for service in services:
+            with Client(service.port) as client:
+                traffic.require_stored_once(client)
+                version = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})["version"]
+                assert client.get("/jobs/a/allocation")["version"] == version
+            assert "Traceback" not in service.log()
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_cut_in_a_commit_loses_and_repeats_nothing(
+    postgresql: PostgresqlServer, tmp_path: Path
+) -> None:
+    url = postgresql.new_database()
+    with (
+        cutting_proxy(postgresql.port, period=5) as proxy,
+        ServiceProcess(tmp_path, url=url.replace(f":{postgresql.port}/", f":{proxy.port}/")) as service,
+        Client(service.port) as client,
+    ):
+        traffic = Traffic([service.port])
+        activated: dict[int, Any] = {}
+
+        def call(method: str, path: str, body: object) -> Any:
+            """Return the answer, after further attempts as clients make them."""
+            while (answer := client.call(method, path, body)).status == 503:
+                pass
+            assert answer.status in (200, 409), answer
+            return answer.body
+
+        with traffic.running():
+            generation = 0
+            while min(proxy.cuts.values()) < 10:
+                generation += 1
+                call("PUT", "/jobs/a/allocation", {"generation": generation, "replicas": 2})
+                for rank in (0, 1):
+                    waiting = a_registration(rank, instance=f"agent-{rank}.{generation}")
+                    view = call("PUT", f"/jobs/a/replicas/{rank}", waiting.to_json())
+                    if view["active"] is not None:
+                        number = view["active"]["generation"]
+                        assert activated.setdefault(number, view["active"]) == view["active"]
+                assert generation in activated, "both replicas are ready"
+            traffic.wait_for_progress()
+        traffic.require_stored_once(client)
+        recorded = [each["generation"] for each in client.get("/jobs/a/generations")["generations"]]
+        assert recorded == list(range(1, generation + 1))
+        assert "Traceback" not in service.log()
 
 
 @pytest.mark.slow

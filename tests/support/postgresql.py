@@ -30,21 +30,31 @@ class PostgresqlServer:
         binaries: the folder of `initdb` and `postgres`.
         folder: gets the data.
         user: the user that runs it, since it refuses to run as root; None for this one.
+        primary: the server that it follows as a standby; None for a new one.
     """
 
-    def __init__(self, binaries: Path, folder: Path, user: str | None) -> None:
+    def __init__(
+        self, binaries: Path, folder: Path, user: str | None, primary: PostgresqlServer | None = None
+    ) -> None:
         self._binaries = binaries
         self._folder = folder
         self._user = user
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        subprocess.run(
-            [binaries / "initdb", "-D", folder / "data", "-U", "tests", "-A", "trust", "--no-sync"],
-            user=user,
-            cwd=folder,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        command: list[str | Path] = [
+            binaries / "initdb",
+            "-D",
+            folder / "data",
+            "-U",
+            "tests",
+            "-A",
+            "trust",
+            "--no-sync",
+        ]
+        if primary is not None:
+            place: list[str | Path] = ["-D", folder / "data", "-d", primary.url(), "--no-password"]
+            command = [binaries / "pg_basebackup", *place, "-R", "-c", "fast", "--no-sync"]
+        subprocess.run(command, user=user, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
@@ -73,6 +83,22 @@ class PostgresqlServer:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(30)
             self._process = None
+
+    @contextmanager
+    def standby(self) -> Iterator[PostgresqlServer]:
+        """Run a server that follows this one; from then on this one answers a COMMIT once both have it."""
+        folder = self._folder / "standby"
+        folder.mkdir()
+        if self._user is not None:
+            shutil.chown(folder, self._user)
+        server = PostgresqlServer(self._binaries, folder, self._user, primary=self)
+        server.start()
+        try:
+            self.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            self.execute("SELECT pg_reload_conf()")
+            yield server
+        finally:
+            server.stop()
 
     def url(self, database: str = "postgres") -> str:
         """Return the URL of a database."""
