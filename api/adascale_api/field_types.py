@@ -1,4 +1,4 @@
-"""Types of the numbers in requests.
+"""Types of the fields of requests.
 
 Numbers are strict: no strings, no booleans, no infinities. The limits exceed every sensible value, and
 prevent overflows in later calculations.
@@ -30,5 +30,7 @@ Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), INTEGER]
 Port = Annotated[int, Field(ge=0, le=65535), INTEGER]
 ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), INTEGER]
 Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
+NO_NUL = r"^[^\x00]*$"
+"""PostgreSQL stores no text with this character."""
 MetricName = Annotated[str, Field(pattern=f"^{METRIC_NAME}$")]
 Metrics = Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]

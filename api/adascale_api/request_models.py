@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_api.field_types import (
+    NO_NUL,
     Count,
     Estimate,
     ExitCode,
@@ -185,6 +186,7 @@ class RegistrationBody(RequestBody):
     instance: str = Field(
         min_length=1,
         max_length=128,
+        pattern=NO_NUL,
         description="Identifies the trainer process: a random identifier of the agent, a dot, a number.",
     )
     state: ReplicaState = Field(description="The state of the replica.")
@@ -240,7 +242,9 @@ class RegistrationBody(RequestBody):
 
     def to_registration(self) -> Registration:
         """Return the registration as a message of the core."""
-        return Registration(**self.__dict__)
+        # A program may print this character, and its log shall be shown nevertheless.
+        log = None if self.log is None else self.log.replace("\0", "\ufffd")
+        return Registration(**{**self.__dict__, "log": log})
 
 
 Explanation = Annotated[str, Field(max_length=500)]

@@ -132,7 +132,8 @@ class WorkerEndpoints:
 
 def _sender(scope: Scope) -> tuple[dict[bytes, bytes], str | None, str]:
     """Return the headers of a request, its token, and the address that sent it."""
-    headers = dict(scope["headers"])
+    # The first of several headers counts, as in FastAPI's routes.
+    headers = dict(reversed(scope["headers"]))
     token = bearer_token(headers.get(b"authorization", b"").decode("latin-1"))
     return headers, token, (scope.get("client") or ("",))[0]
 

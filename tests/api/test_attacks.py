@@ -231,6 +231,17 @@ def test_clients_without_a_token_can_not_wait_on_all_connections(
                 assert each.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("path", ["/jobs/a/gain", "/jobs/a/decision"])
+def test_of_several_tokens_the_first_counts(attacked: ServiceProcess, path: str) -> None:
+    tokens = ("wrong", TOKEN)
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=10) as connection:
+        head = "".join(f"Authorization: Bearer {token}\r\n" for token in tokens)
+        method = "POST" if path.endswith("gain") else "PUT"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{head}Content-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
+
+
 def test_a_generation_that_no_job_can_have_reached_is_refused(attacked: ServiceProcess) -> None:
     with Client(attacked.port) as client:
         body = a_registration(0, ReplicaState.RUNNING, generation=2**31 - 1).to_json()

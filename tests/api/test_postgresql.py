@@ -79,6 +79,21 @@ def test_each_service_tells_the_changes_that_others_commit(clients: list[Client]
     wait_until(is_deleted, "the deletion")
 
 
+def test_a_character_that_the_database_can_not_store_harms_no_other_job(
+    clients: list[Client], services: list[ServiceProcess]
+) -> None:
+    for client in clients:
+        bad = client.call("PUT", "/jobs/a/replicas/0", a_registration(0, instance="a\0b").to_json())
+        assert (bad.status, "instance: got" in bad.body["error"]) == (422, True)
+        assert client.call("GET", "/jobs?after=%00").status == 422
+    clients[0].put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+    clients[0].register("a", a_registration())
+    failed = a_registration(replica_state=ReplicaState.FAILED, generation=1, exit_code=1, log="a\0b")
+    clients[0].register("a", failed)
+    assert clients[1].get("/jobs/a")["replicas"][0]["log"] == "a\ufffdb"
+    assert all("unavailable" not in service.log() for service in services)
+
+
 def test_replicas_that_register_with_different_services_activate_each_generation_once(
     clients: list[Client], services: list[ServiceProcess]
 ) -> None:

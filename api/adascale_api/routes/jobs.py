@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import TypeAdapter
 
+from adascale_api.field_types import NO_NUL
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import JobSpecBody
 from adascale_api.routes.common import CONTROLLER, READER, JobId, MayReadAll, ServiceOf, answer, errors
@@ -25,7 +26,9 @@ async def get_jobs(
     service: ServiceOf,
     shows_all: MayReadAll,
     limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
-    after: Annotated[str, Query(max_length=127, description="The `next` of the previous page.")] = "",
+    after: Annotated[
+        str, Query(max_length=127, pattern=NO_NUL, description="The `next` of the previous page.")
+    ] = "",
 ) -> Response:
     """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page. `cursor`
     is the `since` of `/changes`: that of the first page. Logs and addresses are empty without a token that
