@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,7 +130,7 @@ def simulate(pid: int, port: int, token: str, options: argparse.Namespace) -> No
     requests = sum(load.counts.values())
     for name, count in load.counts.items():
         print(f"{name}: {count / used:.0f} per second")
-    print(f"open connections: {load.open}, requests that failed: {load.errors}")
+    print(f"open connections: {load.open}, requests that failed: {dict(load.errors) or 0}")
     if load.latencies:
         ordered = sorted(load.latencies)
         slow = ordered[int(len(ordered) * 0.99)]
@@ -152,7 +153,7 @@ class Load:
 
     def __post_init__(self) -> None:
         self.counts = dict.fromkeys(self.kinds, 0)
-        self.errors = 0
+        self.errors: Counter[str] = Counter()
         self.connections = self.open = 0
         self.latencies: list[float] = []
 
@@ -171,7 +172,7 @@ class Load:
         # Past the start, when all agents have registered with the new service.
         await asyncio.sleep(CONNECTING + max(self.heartbeat, self.report) + 2)
         self.counts = dict.fromkeys(self.counts, 0)
-        self.errors = 0
+        self.errors.clear()
         self.latencies.clear()
         started, before = time.monotonic(), processor_time(pid)
         await asyncio.sleep(seconds)
@@ -230,8 +231,8 @@ class Load:
                         if interval:
                             self.latencies.append(time.monotonic() - started)
                         await asyncio.sleep(max(started + interval - time.monotonic(), 0))
-            except (OSError, asyncio.IncompleteReadError):
-                self.errors += 1
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self.errors[f"{kind}: {type(error).__name__}"] += 1
                 await asyncio.sleep(1)
 
 
@@ -260,7 +261,7 @@ class Connection:
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
         answer = await self._reader.readexactly(length)
         if not head.startswith(b"HTTP/1.1 200"):
-            self._load.errors += 1
+            self._load.errors[f"{method} {head[9:12].decode()}: {answer[:80].decode()}"] += 1
         return answer
 
 
