@@ -261,7 +261,8 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
 
     monkeypatch.setattr(DecisionProblem, "decide", decide)
     monkeypatch.setattr(error_isolation.logger, "exception", _raise)
-    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=25))
+    examples = 25 if machine.types else 50
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
 
 
 def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node(monkeypatch: pytest.MonkeyPatch) -> None:
