@@ -39,7 +39,7 @@ from adascale_worker.agent.heartbeat import CHANGE_TIMEOUT
 
 KINDS = ("heartbeats", "reports", "waits")
 """The requests of agents and trainers."""
-CONNECTING = 5.0
+CONNECTING = 15.0
 """Seconds over which the agents of the benchmark connect."""
 
 

@@ -18,8 +18,9 @@ from adascale_api.service import Settings
 from adascale_api.worker_endpoints import WorkerEndpoints
 from adascale_core.errors import AdaScaleError
 
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+BACKLOG = 16384
+"""Connections that may wait to be accepted, if `net.core.somaxconn` allows as many: after a restart, all
+agents connect at the same time."""
 SHUTDOWN_GRACE = 2
 """Seconds that open requests may take to finish after the service begins to stop."""
 KEEP_ALIVE = 75
@@ -86,6 +87,7 @@ def serve(
         config = uvicorn.Config(
             WorkerEndpoints(app, app.state.service, app.state.bodies),
             loop="uvloop",
+            backlog=BACKLOG,
             proxy_headers=False,
             http=limited_protocol(limits),
             lifespan="on",

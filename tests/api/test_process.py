@@ -7,6 +7,7 @@ import signal
 import socket
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from threading import Barrier
@@ -192,6 +193,24 @@ def open_connections(service: ServiceProcess) -> int:
     if not folder.exists():
         pytest.skip("needs /proc")
     return sum(str(entry.readlink()).startswith("socket:") for entry in folder.iterdir()) - 1
+
+
+def test_thousands_of_agents_may_connect_while_the_service_is_busy(tmp_path: Path) -> None:
+    clients = 3000
+    limit = Path("/proc/sys/net/core/somaxconn")
+    if not limit.exists() or int(limit.read_text()) < clients:
+        pytest.skip(f"the kernel lets fewer than {clients} connections wait")
+    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
+        service.process.send_signal(signal.SIGSTOP)
+        stack.callback(service.process.send_signal, signal.SIGCONT)
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=10))
+            for _ in range(clients)
+        ]
+        service.process.send_signal(signal.SIGCONT)
+        for connection in connections[:: clients // 10]:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_port_file_is_replaced_when_the_service_listens(tmp_path: Path) -> None:
