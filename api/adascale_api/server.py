@@ -27,8 +27,9 @@ KEEP_ALIVE = 75
 """Seconds that an idle connection stays open, longer than the interval of heartbeats."""
 
 
-MAX_CONNECTIONS = 32768
-"""Open connections, by default."""
+MAX_CONNECTIONS = 20480
+"""Open connections, by default: as many as may wait for changes in 512 MiB, and more than 2,000 jobs of 4
+replicas have."""
 OTHER_FILES = 128
 """Files that the process may open besides its connections."""
 
