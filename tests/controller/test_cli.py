@@ -52,6 +52,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 # -- help ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("label", ["a b", "/gpu", "gpu/", "-gpu", "a/b/c", "x" * 64])
+def test_the_operator_refuses_a_label_that_no_node_can_have(label: str) -> None:
+    refused = adascale("operator", "--accelerator-label", label)
+    assert refused.returncode == 2
+    assert "is not the key of a label" in " ".join(refused.stderr.split())
+
+
 def test_no_command_lists_the_commands() -> None:
     shown = adascale()
     assert shown.returncode == 2
