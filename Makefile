@@ -50,6 +50,10 @@ test: $(READY) ## run the fast tests
 test-slow: $(READY) ## run the slower tests
 	$(BIN)/python -m pytest -m "slow and not cluster" $(PARALLEL)
 
+.PHONY: test-gpu
+test-gpu: $(READY) ## run the tests that need a GPU with CUDA
+	$(BIN)/python -m pytest -m gpu
+
 # Some slow tests wait for what must happen within seconds, and may fail beside others on a small machine.
 .PHONY: test-failed
 test-failed: $(READY) ## run the tests that failed last once more, one by one

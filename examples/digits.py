@@ -58,10 +58,12 @@ for epoch in itertools.count(state.epoch):
     if trainer.finished:
         break
 
+model.eval()
+with torch.no_grad():
+    evaluation = trainer.evaluation(TensorDataset(test_x, test_y), batch_size=128)
+    for x, y in evaluation:
+        evaluation.add(correct=(model(x.to(trainer.device)).argmax(1).cpu() == y).sum())
 if trainer.is_main:
-    model.eval()
-    with torch.no_grad():
-        correct = (model(test_x.to(trainer.device)).argmax(1).cpu() == test_y).sum().item()
-    accuracy = correct / len(test_y)
+    accuracy = evaluation.means["correct"]
     trainer.report_result(accuracy=accuracy)
     print(f"test accuracy {accuracy:.1%} after {trainer.progress:.0f} steps at batch size 4", flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import sklearn.datasets
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from adascale_worker import ElasticTrainer
 
@@ -118,11 +118,15 @@ for epoch in itertools.count(state.epoch):
     if trainer.finished:
         break
 
+model.eval()
+held_out = Sequences(blocks[is_test])
+windows = Subset(held_out, range(0, len(held_out), 31))
+with torch.no_grad():
+    evaluation = trainer.evaluation(windows, batch_size=64)
+    for x, y in evaluation:
+        evaluation.add(bits=len(x) * loss_of(model, x, y) / math.log(2))
 if trainer.is_main:
-    model.eval()
-    windows = Sequences(blocks[is_test]).windows[::31]
-    with torch.no_grad():
-        bits = loss_of(model, windows[:, :-1], windows[:, 1:]).item() / math.log(2)
+    bits = evaluation.means["bits"]
     trainer.report_result(bits=bits)
     print(
         f"test loss {bits:.2f} bits per character after {trainer.progress:.0f} steps at batch size 4",

@@ -1,7 +1,9 @@
 """What all tests need."""
 
+import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 # A shell without job control has what it starts in the background ignore Ctrl-C, and so would each process
@@ -13,3 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # CI, in which it would draw the same examples each time.
 settings.register_profile("without-deadline", settings.get_profile("default"), deadline=None)
 settings.load_profile("without-deadline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all tests but those of `make test-gpu` run on the CPU, also on a machine with a GPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -96,8 +96,8 @@ class Gan:
             real, fake = self.discriminator(x), self.generator(noise)
             loss_d = BCE(real, torch.ones_like(real))
             loss_d.backward()
-            loss_fake = BCE(self.discriminator(fake.detach()), torch.zeros(len(fake), 1))
-            loss_fake.backward()
+            found = self.discriminator(fake.detach())
+            BCE(found, torch.zeros_like(found)).backward()
             torch.nn.utils.clip_grad_norm_(self.discriminator.parameters(), 0.5)
             d.step()
             between()
@@ -142,7 +142,7 @@ class Gan:
 
     def discriminator_loss(self, real: Tensor, fake: Tensor) -> Tensor:
         scores = torch.cat([self.discriminator(real), self.discriminator(fake)])
-        return BCE(scores, torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)]))
+        return BCE(scores, torch.cat([scores.new_ones(len(real), 1), scores.new_zeros(len(fake), 1)]))
 
     def generator_loss(self, fake: Tensor) -> Tensor:
         scores = self.discriminator(fake)

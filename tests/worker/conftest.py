@@ -9,12 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adascale_worker import ElasticTrainer, shutdown
 from adascale_worker.checkpoint_writer import CheckpointWriter
 from support.members import Members, TrainerStarter
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU with CUDA, see `make test-gpu`"))
 
 
 @pytest.fixture

@@ -183,6 +183,13 @@ def test_different_weights_are_found_at_the_end_of_a_short_training() -> None:
     require_refused(run("changes weights on one rank, once", replicas=2), message)
 
 
+@pytest.mark.slow
+def test_a_sync_batchnorm_on_the_cpu_is_refused_on_two_replicas_and_warned_of_on_one() -> None:
+    message = r"the model has the SyncBatchNorm 'parts\.norm', which torch supports on GPUs only"
+    require_refused(run("SyncBatchNorm", replicas=2), f"adascale: {message}")
+    assert len(re.findall(f"RuntimeWarning: {message}", require_trained(run("SyncBatchNorm")))) == 1
+
+
 # -- steps and epochs -----------------------------------------------------------------------------------
 
 

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from support.members import REPLACED_CODES, Members, Trainer
+from support.training import samples
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
+AVERAGES = PROGRAMS / "averages.py"
 DIES_WHILE_SENDING = PROGRAMS / "dies_while_sending.py"
 EVALUATES = PROGRAMS / "evaluates.py"
 LATE = PROGRAMS / "late.py"
@@ -34,6 +38,36 @@ def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     first = {record["file"] for record in job.records() if record["replicas"] == 1}
     assert len(first) == 1
     assert {record["replicas"] for record in job.records()} == {1, 2, 4}
+
+
+def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_of_size(
+    make_members: Callable[..., Members],
+) -> None:
+    job = make_members(PROGRAM=AVERAGES, BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
+    trainers = job.start(4)
+    for count in (1, 2, 4, 2):
+        job.activate(trainers[:count])
+        job.wait_step(job.last_step() + 5)
+    job.finish()
+    steps = {record["step"]: record for record in job.records() if record["rank"] == 0}
+    assert sorted(steps) == list(range(1, job.require_complete_stream() + 1))
+    norm = nn.BatchNorm1d(6)
+    average: list[torch.Tensor] = []
+    for step in sorted(steps):
+        for batch in steps[step]["batches"]:
+            norm(samples()[torch.tensor(batch)][1])
+        weights = [torch.tensor(weight) for weight in steps[step]["weights"]]
+        average = (
+            [0.9 * old + 0.1 * new for old, new in zip(average, weights, strict=True)] if average else weights
+        )
+    results = [json.loads(path.read_text()) for path in (job.folder / "journal").glob("result-*")]
+    assert sorted(result["rank"] for result in results) == [0, 1]
+    for result in results:
+        for found, weight in zip(result["average"], average, strict=True):
+            torch.testing.assert_close(torch.tensor(found), weight, rtol=0, atol=1e-5)
+        if result["rank"] == 0:
+            for found, buffer in zip(result["buffers"], norm.buffers(), strict=True):
+                torch.testing.assert_close(torch.tensor(found), buffer, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -186,6 +186,57 @@ def test_a_grad_scaler_scales_the_losses_of_both_and_skips_each_by_itself(make_t
     assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
+class Memory(nn.Module):
+    """Memory for 4 samples in the loss of the generator."""
+
+    def __init__(self, *, is_short: bool) -> None:
+        super().__init__()
+        self.is_short = is_short
+        self.is_second = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_short and self.is_second and len(x) > 4:
+            torch.empty(1 << 60)
+        return x
+
+
+def test_a_batch_that_does_not_fit_after_the_first_step_is_repeated_in_smaller_batches(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*, is_short: bool, **bounds: Any) -> tuple[list[int], Gan]:
+        gan, memory = Gan(norm=True), Memory(is_short=is_short)
+        gan.discriminator.layers.append(memory)
+        average = torch.optim.swa_utils.AveragedModel(gan.discriminator)
+        trainer = make_trainer(batch_size=12, **bounds)
+        gan.enter(trainer, register={"average": average})
+        sizes = []
+
+        def between() -> None:
+            memory.is_second = True
+            if trainer.made_step:
+                # Between the two steps, so that a discarded step has already changed it.
+                average.update_parameters(gan.discriminator)
+
+        for epoch in range(2):
+            for index, x, _ in trainer.dataloader(samples()):
+                memory.is_second = False
+                gan.learn(x, noise_of(index), between=between)
+                gan.step_schedulers()
+                sizes.append(len(index))
+            trainer.step(epoch)
+        assert trainer.steps == average.n_averaged == 8
+        trainer.close()
+        return sizes, gan
+
+    sizes, gan = run(is_short=True)
+    assert sizes == [12, 6, *[3] * 32]
+    assert "a local batch of 12 samples does not fit into the memory of cpu" in capsys.readouterr().err
+    expected_sizes, expected = run(is_short=False, local_bsz_bounds=(1, 3))
+    assert sizes[2:] == expected_sizes
+    assert equal(gan.parameters(), expected.parameters())
+    assert all(map(torch.equal, gan.generator.buffers(), expected.generator.buffers())), "BatchNorm's too"
+
+
 # -- the gain -------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
 from support.gan import Gan, noise_of
-from support.members import Members
+from support.members import REPLACED_CODES, Members
 from support.training import samples
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "gan.py"
@@ -69,12 +70,30 @@ def test_a_member_killed_between_two_optimizer_steps_costs_no_step_and_no_bit(
 def test_survivors_continue_at_changing_sizes(make_members: Callable[..., Members]) -> None:
     job = make_members(PROGRAM=PROGRAM, BOUNDS=ELASTIC, EPOCHS=20, STEP_SECONDS=0.01)
     trainers = job.start(4)
-    for count in (1, 2, 4, 1):
+    for count in (1, 2, 4, 2):
         job.activate(trainers[:count])
         job.wait_step(job.last_step() + 4)
-    assert len(job.finish()) == 1
+    assert len(job.finish()) == 1, "weights and their averages are equal on both"
     job.require_complete_stream()
     assert {record["replicas"] for record in job.records()} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_error_between_the_two_parts_of_a_step_leaves_the_state_from_before_it(
+    make_members: Callable[..., Members], tmp_path: Path, others: int
+) -> None:
+    """Rank 0 saves the state before it ends, because the batch may have been too large for all."""
+    bounds = {"batch_size": 12, "local_bsz_bounds": [2, 12]}
+    saves = {**bounds, "checkpoint_dir": str(tmp_path / "state"), "checkpoint_interval": 1000}
+    job = make_members(PROGRAM=PROGRAM, BOUNDS=json.dumps(saves), EPOCHS=4, FAILS_AT=6)
+    trainers = job.start(1 + others)
+    job.activate(trainers)
+    job.wait(lambda: all(t.code is not None for t in trainers), "the processes end")
+    assert {t.code for t in trainers} <= {EXIT_OUT_OF_MEMORY, *REPLACED_CODES}
+    replacements = job.start(1 + others)
+    job.activate(replacements, env={"ADASCALE_LOCAL_BSZ_LIMIT": "3"})
+    assert len(job.finish()) == 1
+    assert job.require_complete_stream() == 16
 
 
 @pytest.mark.parametrize("replica", [0, 1])

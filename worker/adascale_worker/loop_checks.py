@@ -392,3 +392,31 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
     OneTimeWarnings().warn(
         "parameters", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
     )
+
+
+def check_synchronized_norms(model: torch.nn.Module, device: torch.device, replicas: int) -> None:
+    """Check that the device supports the model's layers of type `SyncBatchNorm`, if it has any.
+
+    On one replica the program is warned, because it works there.
+
+    Raises:
+        ReplicationError: it does not, on several replicas.
+    """
+    if device.type != "cpu":
+        return
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.SyncBatchNorm)]
+    if not names:
+        return
+    found = (
+        f"the model has the SyncBatchNorm {names[0]!r}, which torch supports on GPUs only, but this replica "
+        "is on the CPU"
+    )
+    remedy = (
+        "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) only if trainer.device.type is 'cuda'; "
+        "BatchNorm works everywhere, with the statistics of each replica's own batch"
+    )
+    if replicas > 1:
+        raise ReplicationError(f"{found}. {remedy}")
+    OneTimeWarnings().warn(
+        "SyncBatchNorm", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
+    )

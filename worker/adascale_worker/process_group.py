@@ -352,9 +352,14 @@ class ReplicaGroup:
         """Replace `tensors` by those of rank 0. Each has the same type and shape on all ranks."""
         if self.replicas == 1:
             return
-        with self._guarded():
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            with self._guarded():
+                dist.broadcast(flat, src=0)
+            if self.rank > 0:
+                for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     def announce(self, event: str, value: str = "") -> None:
         """Let the other replicas know that this one has reached `event`. Not a collective call.

@@ -47,7 +47,7 @@ from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, describe
 from adascale_worker.logged_metrics import require_metrics
-from adascale_worker.loop_checks import check_optimizer_parameters
+from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.make_loop import LoopOptions, make_loop
 from adascale_worker.membership import Membership
@@ -359,6 +359,7 @@ class ElasticTrainer:
         require_choice(hyperparameters)
         parts = program_parts(model, optimizer, lr_scheduler, register or {})
         check_optimizer_parameters(parts.model, parts, group.replicas)
+        check_synchronized_norms(parts.model, self.device, group.replicas)
         scaler = scaler_of((register or {}).values())
         made = make_loop(
             parts,

@@ -32,7 +32,12 @@ from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import CheckpointError, ReplicationError, WorkerError
 from adascale_worker.evaluation import Exchange
-from adascale_worker.loop_checks import BatchChecks, LoopChecks, check_optimizer_parameters
+from adascale_worker.loop_checks import (
+    BatchChecks,
+    LoopChecks,
+    check_optimizer_parameters,
+    check_synchronized_norms,
+)
 from adascale_worker.loop_departures import LoopDepartures
 from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.membership import LeaveError, Membership
@@ -248,6 +253,7 @@ class TrainingLoop:
         self._adopt_settings(assignment.environ)
         if group.replicas > 1:
             check_optimizer_parameters(self._program.model, self.adascale.optimizer, group.replicas)
+            check_synchronized_norms(self._program.model, self._model.device, group.replicas)
         self._model.connect()
         self.adascale.change_model(self._model.ddp)
         if formation.sources:
@@ -743,6 +749,7 @@ class TrainingLoop:
         end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
         batches: Iterator[Any] | None = None
         place = (trainer.generation, planner.plan)
+        self._end_batch()
         self._leave_loop(early=True)
         self._departures.wait()
         self._announce_training()
@@ -807,7 +814,6 @@ class TrainingLoop:
                     )
         except GeneratorExit:
             if self._current_epoch is this_epoch:
-                self._end_batch()
                 self._left_loop = True
                 self._leave_loop(early=True)
             raise
@@ -824,7 +830,10 @@ class TrainingLoop:
         """Prepare for a batch, which the program gets next."""
 
     def _end_batch(self) -> None:
-        """Complete what the program has done for a batch."""
+        """Complete what the program has done for its last batch.
+
+        Not when the loop is left, which may be because of an error.
+        """
 
     def end_epoch(self, epoch: int) -> None:
         """End the current epoch: replan if the replicas have agreed to, or save the end of training.
@@ -838,6 +847,7 @@ class TrainingLoop:
             CheckpointError: the state at the end of training cannot be saved.
         """
         trainer = self._trainer
+        self._end_batch()
         self._left_loop = False
         self._leave_loop(early=True)
         self._departures.wait()

@@ -4,7 +4,8 @@ Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of th
 STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its files; LOOP, see `Gan.learn`; NORM, for
 a generator with BatchNorm; PLAIN_NOISE, for noise that depends on the samples alone; STOP_REPLICA, which
 stops between its two optimizer steps at step STOP_AT until it is killed; SHORT_REPLICA, on which more than
-FITS samples do not fit into the generator's loss from step SHORT_AT.
+FITS samples do not fit into the generator's loss from step SHORT_AT; FAILS_AT, the step between whose two
+parts the program itself lacks memory for more than 4 samples.
 """
 
 import hashlib
@@ -49,6 +50,8 @@ def between() -> None:
     """Called between the steps of the two optimizers."""
     global is_second
     is_second = True
+    if trainer.steps == int(os.environ.get("FAILS_AT", "-1")) and trainer.get_local_bsz() > 4:
+        raise torch.OutOfMemoryError("the loss does not fit")
     if replica == os.environ.get("STOP_REPLICA") and trainer.steps == int(os.environ["STOP_AT"]):
         (folder / "stopped").touch()
         while True:
@@ -77,6 +80,7 @@ with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journ
                     "indices": taken,
                     "rank": trainer.rank,
                     "replicas": trainer.replicas,
+                    "generation": trainer.generation,
                     "losses": [loss.item() for loss in losses],
                     "progress": trainer.progress,
                 }

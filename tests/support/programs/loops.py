@@ -28,7 +28,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.parts["head"](x)
-        return out
+        return self.parts["norm"](out) if "norm" in self.parts else out
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.parts["head"](x), y)
@@ -68,6 +68,9 @@ if loop == "a part is not optimized":
     model.parts["other"] = nn.Linear(6, 2)
 if loop == "unfreezes":
     model.parts["head"].bias.requires_grad_(False)
+if loop == "SyncBatchNorm":
+    model.parts["norm"] = nn.SyncBatchNorm(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if loop == "unknown scheduler":
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
 if loop == "data-parallel already":

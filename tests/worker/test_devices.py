@@ -1,0 +1,217 @@
+"""What must hold on each kind of device: on the CPU, and with `make test-gpu` on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adascale_worker import AdaScale, ElasticTrainer
+from adascale_worker.snapshot import Snapshot
+from support.gan import Gan, noise_of
+from support.training import ACCUMULATING, FIXED, MakeTrainer, network, samples
+
+ROOT = Path(__file__).parents[2]
+DEVICES = [
+    pytest.param(torch.device("cpu"), id="cpu"),
+    pytest.param(torch.device("cuda", 0), id="cuda", marks=pytest.mark.gpu),
+]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW, foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "AdamW, a tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+    "AdamW, capturable": (torch.optim.AdamW, {"lr": 0.01, "capturable": True}),
+}
+# torch supports capturable on GPUs only.
+with_each_optimizer = pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        pytest.param(*device.values, kind, id=f"{device.id}, {kind}", marks=device.marks)
+        for device in DEVICES
+        for kind in OPTIMIZERS
+        if kind != "AdamW, capturable" or device.id == "cuda"
+    ],
+)
+
+
+def train(
+    trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: range = range(2)
+) -> list[tuple[Tensor, Tensor]]:
+    """Train with clipping, and return the micro-batches."""
+    batches = []
+    for epoch in epochs:
+        for _, x, y in trainer.dataloader(samples()):
+            x, y = x.to(trainer.device), y.to(trainer.device)
+            learn(model, optimizer, x, y)
+            batches.append((x, y))
+        trainer.step(epoch)
+    return batches
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    return all(map(torch.equal, left.state_dict().values(), right.state_dict().values()))
+
+
+@with_each_optimizer
+def test_at_scale_one_the_weights_are_those_of_a_plain_loop(
+    make_trainer: MakeTrainer, device: torch.device, kind: str
+) -> None:
+    make, options = OPTIMIZERS[kind]
+    model = network().to(device)
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = (make(each.parameters(), **copy.deepcopy(options)) for each in (model, twin))
+    trainer = make_trainer(**FIXED, device=device)
+    trainer.program_reentry(model, optimizer)
+    batches = train(trainer, model, optimizer)
+    trainer.close()
+    for x, y in batches:
+        learn(twin, twin_optimizer, x, y)
+    assert same(model, twin)
+
+
+@with_each_optimizer
+def test_gains_are_those_of_double_precision_on_the_cpu(device: torch.device, kind: str) -> None:
+    make, options = OPTIMIZERS[kind]
+    reference_options = {name: value for name, value in options.items() if name != "capturable"}
+    reference_options["lr"] = float(options["lr"])
+    found = []
+    for dtype, where, arguments in (
+        (torch.float32, device, copy.deepcopy(options)),
+        (torch.float64, torch.device("cpu"), reference_options),
+    ):
+        model = network().to(where, dtype)
+        adascale = AdaScale(
+            make(model.parameters(), **arguments), num_gradients_to_accumulate=3, scale=3.0, sample_every=1
+        )
+        _, features, classes = samples().tensors
+        gains = []
+        for step in range(5):
+            for micro in range(3):
+                part = slice(4 * (step + micro), 4 * (step + micro) + 4)
+                x, y = features[part].to(where, dtype), classes[part].to(where)
+                (nn.functional.cross_entropy(model(x), y) / 3).backward()
+            gains.append(adascale.gain())
+            adascale.step()
+            adascale.zero_grad()
+        found.append(gains)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert max(found[0]) > 1.05
+
+
+@on_each_device
+def test_training_continues_from_a_checkpoint_bit_for_bit(
+    make_trainer: MakeTrainer, tmp_path: Path, device: torch.device
+) -> None:
+    def begin(**options: Any) -> tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]:
+        model = network(dropout=0.3).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer = make_trainer(**ACCUMULATING, device=device, **options)
+        trainer.program_reentry(model, optimizer)
+        return trainer, model, optimizer
+
+    trainer, whole, optimizer = begin()
+    train(trainer, whole, optimizer, range(4))
+    trainer.close()
+    saves = {"checkpoint_dir": tmp_path, "epochs": 2}
+    trainer, model, optimizer = begin(**saves)
+    train(trainer, model, optimizer, range(2))
+    trainer.close()
+    trainer, model, optimizer = begin(**{**saves, "epochs": 4})
+    assert trainer.steps == 8
+    train(trainer, model, optimizer, range(2, 4))
+    assert same(model, whole)
+
+
+@on_each_device
+def test_two_optimizers_make_the_steps_of_a_plain_loop(
+    make_trainer: MakeTrainer, device: torch.device
+) -> None:
+    gan, plain = Gan(norm=True), Gan(norm=True)
+    for each in (gan, plain):
+        each.generator.to(device)
+        each.discriminator.to(device)
+    trainer = make_trainer(**FIXED, device=device)
+    gan.enter(trainer)
+    batches = []
+    for index, x, _ in trainer.dataloader(samples()):
+        batch = x.to(device), noise_of(index).to(device)
+        gan.learn(*batch)
+        batches.append(batch)
+    trainer.close()
+    for batch in batches:
+        plain.learn(*batch)
+    assert same(gan.generator, plain.generator)
+    assert same(gan.discriminator, plain.discriminator)
+
+
+class Memory(nn.Module):
+    """Memory of the device for 4 samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            torch.empty(1 << 60, dtype=torch.uint8, device=x.device)
+        return x
+
+
+@on_each_device
+def test_a_batch_that_does_not_fit_follows_in_smaller_batches(
+    make_trainer: MakeTrainer, device: torch.device
+) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 16), Memory(), nn.Linear(16, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = make_trainer(batch_size=12, device=device)
+    trainer.program_reentry(model, optimizer)
+    sizes = [len(x) for x, _ in train(trainer, model, optimizer, range(1))]
+    assert sizes == [12, 6, *[3] * 16]
+    assert trainer.steps == 4
+
+
+@on_each_device
+def test_a_snapshot_is_a_copy_in_memory_that_the_device_can_write_to(device: torch.device) -> None:
+    tensors = [torch.randn(5, 3, device=device), torch.arange(4, device=device)]
+    snapshot = Snapshot()
+    snapshot.copy({"tensors": tensors}, weights=tensors[:1])
+    expected = tensors[0].cpu().clone()
+    tensors[0].zero_()
+    assert torch.equal(snapshot.weights[0], expected)
+    assert snapshot._memory.is_pinned() == (device.type == "cuda")
+
+
+@on_each_device
+@pytest.mark.parametrize("example", ["cnn", pytest.param("gan", marks=pytest.mark.slow)])
+def test_an_example_trains(tmp_path: Path, device: torch.device, example: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{example}.py")],
+        env={
+            **environ,
+            **({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}),
+            "OMP_NUM_THREADS": "1",
+            "ADASCALE_SCALE_INVARIANT_STEPS": "200",
+            "ADASCALE_CHECKPOINT_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "after 2" in run.stdout
