@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from adascale_api.database import Condition
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 _GAUGES = (
     ("gain", "Worth of one step, in steps at the initial batch size."),
     ("efficiency_ratio", "Gain divided by scale."),

@@ -149,3 +149,6 @@ MAX_STALL_LENGTH = 1024
 """Characters of the `stall` of a replica."""
 MAX_DEVICE_LENGTH = 128
 """Characters of the name of a kind of device."""
+
+METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The content type of metrics in Prometheus' text format."""

@@ -3,10 +3,10 @@
 from fastapi import APIRouter, Response
 
 from adascale_api.errors import UnavailableError
-from adascale_api.prometheus import MEDIA_TYPE
 from adascale_api.response_models import HealthResponse
 from adascale_api.routes.common import READER, ServiceOf, errors
 from adascale_api.sql import Sql
+from adascale_core.names import METRICS_MEDIA_TYPE
 
 router = APIRouter(tags=["probes"])
 
@@ -34,7 +34,7 @@ async def get_readiness(service: ServiceOf) -> HealthResponse:
     responses={
         200: {
             "description": "The metrics in Prometheus' text format.",
-            "content": {MEDIA_TYPE: {"schema": {"type": "string"}}},
+            "content": {METRICS_MEDIA_TYPE: {"schema": {"type": "string"}}},
         },
         **errors(401, 403, 503),
     },
@@ -46,7 +46,7 @@ async def get_metrics(service: ServiceOf) -> Response:
         text = await service.database.read(service.metrics.text, is_long=True)
     except UnavailableError:
         text = service.metrics.process_text()
-    return Response(text, media_type=MEDIA_TYPE)
+    return Response(text, media_type=METRICS_MEDIA_TYPE)
 
 
 _READ = Sql("SELECT version FROM adascale_schema")

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from adascale_controller.operator.runtime.metrics import MEDIA_TYPE, OperatorMetrics
+from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_core.errors import AdaScaleError
+from adascale_core.names import METRICS_MEDIA_TYPE
 
 MAX_SILENCE = 120.0
 """Seconds without progress after which the probe fails."""
@@ -71,7 +72,7 @@ class Health:
             await runner.cleanup()
 
     async def _answer_metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": MEDIA_TYPE})
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_MEDIA_TYPE})
 
     async def _answer(self, _request: web.Request) -> web.Response:
         if self.silence > MAX_SILENCE:

@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from adascale_controller.operator.reconcile.job_phase import JobPhase
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 class OperatorMetrics:
     """What the operator has done since its start."""
