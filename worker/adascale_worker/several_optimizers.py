@@ -300,8 +300,7 @@ class SeveralOptimizersLoop(TrainingLoop):
         if self._state_generation is None or not self._trainer.checkpointing.enabled:
             return False
         self._trainer.progress.load_state_dict(undone["progress"])
-        state_dict = self._state.state_dict
-        self._state.state_dict = lambda: {**state_dict(), **undone}  # type: ignore[method-assign]
+        self._state.replaced = undone
         return self._save_alone()
 
 

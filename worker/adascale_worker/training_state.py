@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from adascale_core.batch import BatchPlan
@@ -23,6 +24,8 @@ class TrainingState:
     def __init__(self, trainer: TrainerComponents, program: ProgramState) -> None:
         self._trainer = trainer
         self._program = program
+        self.replaced: Mapping[str, Any] = {}
+        """Parts that are saved in place of those in memory, such as from before an unfinished step."""
 
     def info(self) -> CheckpointInfo:
         """Return the description of a checkpoint of the current state."""
@@ -50,6 +53,7 @@ class TrainingState:
             "batch_size": trainer.settings.bounds.batch_size,
             "data": trainer.feed.state_dict(),
             "step_times": trainer.telemetry.step_timer.state_dict(),
+            **self.replaced,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
