@@ -547,6 +547,7 @@ def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, 
     status = {
         "state": "Running", "replicas": 2, "desiredReplicas": 4, "batchSize": 64, "gain": 1.84,
         "efficiency": 0.92, "progressText": "45%", "restarts": 3,
+        "accelerator": "NVIDIA-H100-80GB-HBM3",
         "conditions": [{**condition, "type": "Suspended", "status": "False", "reason": "No"}, condition],
     }  # fmt: skip
     answer = client.CustomObjectsApi(api_client).patch_namespaced_custom_object_status(
@@ -561,7 +562,7 @@ def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, 
     assert list(cells.items()) == [
         ("Name", "digits"), ("State", "Running"), ("Replicas", 2), ("Desired", 4), ("Batch", 64),
         ("Gain", 1.84), ("Efficiency", 0.92), ("Progress", "45%"), ("Restarts", 3),
-        ("Reason", "Training"), ("Message", "on 2 replicas"),
+        ("Accelerator", "NVIDIA-H100-80GB-HBM3"), ("Reason", "Training"), ("Message", "on 2 replicas"),
     ]  # fmt: skip
 
 
