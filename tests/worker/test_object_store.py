@@ -254,7 +254,8 @@ class Training:
 
     def newest(self) -> int:
         """The number of the newest checkpoint; 0 without one."""
-        names = [path.name for path in self._objects.glob("**/checkpoint-*.json")]
+        # Not by glob, which fails if a folder of a multipart upload is removed at the same moment.
+        names = [name for _, _, files in os.walk(self._objects) for name in files]
         return max((manifest_number(name) or 0 for name in names), default=0)
 
 
