@@ -262,7 +262,7 @@ class JobView(Message):
     local_bsz_limit: int | None = None
 
     @classmethod
-    def empty(cls, job_id: str = "") -> Self:
+    def empty(cls, job_id: str = "", created_at: float = 0.0) -> Self:
         """The view of a job of which the service stores nothing."""
         return cls(
             id=job_id,
@@ -278,7 +278,7 @@ class JobView(Message):
             replicas=(),
             latest=None,
             step_times=(),
-            created_at=0.0,
+            created_at=created_at,
         )
 
     @classmethod

@@ -97,7 +97,7 @@ def test_a_late_report_of_a_deregistered_job_is_deleted() -> None:
     world.delete(Resource.ADASCALEJOBS, "digits")
     world.run_cycles()
     assert world.service.list_jobs() == []
-    world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
+    world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0))
     world.run_cycles()
     assert world.service.list_jobs() == []
 
@@ -108,7 +108,7 @@ def test_reports_and_generations_reach_the_status() -> None:
     world.run_cycles()
     assert world.job is not None
     world.now += 60
-    world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
+    world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0))
     world.cycle()
     assert world.writes == ["status"]
     assert world.job["status"]["progress"] == 9
@@ -121,7 +121,7 @@ def test_reports_and_generations_reach_the_status() -> None:
 
 def test_a_job_that_has_only_reports_is_not_deregistered() -> None:
     world = World()
-    world.service.latest = GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0)
+    world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0))
     world.run_cycles()
     assert world.service.list_jobs()
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 
-from adascale_controller.operator.observe.observed_job import CheckpointClaim, ObservedJob
+from adascale_controller.operator.observe.observed_job import (
+    REGISTRATION_TIMEOUT,
+    CheckpointClaim,
+    ObservedJob,
+)
 from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.reconcile.deadlines import next_deadline
+from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
 from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
@@ -211,6 +218,41 @@ def test_an_allocation_that_the_metrics_service_has_lost_is_requested_again(know
     assert actions.allocate == Allocation(3, 2)
     assert actions.status["allocation"] == {"generation": 3, "replicas": 2}
     assert actions.resize is None
+
+
+@pytest.mark.parametrize(
+    ("known", "pods", "expected"),
+    [
+        pytest.param(view(), {}, None, id="no registration"),
+        pytest.param(view(running=[0, 1]), {}, None, id="rank 2 is missing"),
+        pytest.param(view((4, 1), (3, 1)), {}, None, id="a generation was adopted without them"),
+        pytest.param(view(running=[0, 2]), {}, None, id="rank 2 has state"),
+        pytest.param(view(), {2: {"has_started": False}}, 2, id="rank 2 has never started"),
+        pytest.param(view(), {2: {"created_at": NOW}}, 2, id="rank 2 is newer than the loss"),
+        pytest.param(view(), {2: {"deletion_deadline": NOW}}, 2, id="rank 2 is being deleted"),
+        pytest.param(
+            view(replicas=tuple(replica(rank, ReplicaState.WAITING, 0) for rank in range(3))),
+            {},
+            1,
+            id="nobody has state",
+        ),
+    ],
+)
+def test_pods_of_which_a_metrics_service_without_data_knows_nothing_stay(
+    known: JobView, pods: dict[int, dict[str, Any]], expected: int | None
+) -> None:
+    present = tuple(pod(rank, **pods.get(rank, {})) for rank in range(3))
+    lost = observed(job((3, 3)), replace(known, created_at=NOW - 10), indexed_job(3), present)
+    assert actions_for(lost, 1).resize == expected
+
+
+def test_pods_that_do_not_register_with_a_metrics_service_without_data_are_removed_in_the_end() -> None:
+    lost = observed(job((3, 3)), view(created_at=NOW - 10), indexed_job(3))
+    due = NOW - 10 + REGISTRATION_TIMEOUT
+    assert next_deadline(lost, assess(lost)) == due
+    overdue = replace(lost, now=due)
+    assert actions_for(overdue, 1).resize == 1
+    assert next_deadline(overdue, assess(overdue)) == inf
 
 
 def test_new_bounds_start_one_new_generation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -310,6 +311,29 @@ def test_a_lost_pod_is_a_disruption_and_is_replaced(lose: Callable[[World, str],
     status = world.job["status"]
     assert (status["state"], status["failures"], status["disruptions"]) == ("Running", 0, 1)
     assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
+
+
+@pytest.mark.parametrize(
+    ("edit", "count"), [({"minReplicas": 1, "maxReplicas": 1}, 1), ({"suspend": True}, 0)]
+)
+def test_a_pod_stays_until_a_metrics_service_that_has_lost_its_data_knows_its_trainer(
+    edit: dict[str, Any], count: int
+) -> None:
+    world = World()
+    world.submit(minReplicas=2)
+    world.run_cycles(15)
+    last = max(world.agents)
+    assert (world.agents[last].rank, world.agents[last].state) == (1, ReplicaState.RUNNING)
+    world.service.lose_data()
+    world.edit(**edit)
+    world.deliver()
+    world.meanwhile = lambda: world.run_agent(last)
+    world.cycle()
+    assert not [write for write in world.writes if write.startswith("resize")]
+    world.meanwhile = lambda: None
+    world.run_cycles(20)
+    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING] * count
+    assert len(world.live_pods) == count
 
 
 def test_a_job_moves_to_another_type_of_accelerator_when_the_nodes_of_its_own_are_gone() -> None:

@@ -69,10 +69,14 @@ class FakeService:
 
     Args:
         before_write: is called before each write, with a description.
+        clock: returns seconds since 1970.
     """
 
-    def __init__(self, before_write: Callable[[str], None]) -> None:
+    def __init__(self, before_write: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
         self._before_write = before_write
+        self._clock = clock
+        self._created_at: float | None = None
+        self._version = 1
         self.state = Rendezvous()
         self.spec: JobSpec | None = None
         self.latest: GainReport | None = None
@@ -93,19 +97,19 @@ class FakeService:
         return JobChanges(jobs, () if self.list_jobs() else (JOB_ID,), self._cursor())
 
     def _cursor(self) -> str:
-        return repr((self.state, self.spec))
+        return f"{self._created_at} {self._version}"
 
     def list_jobs(self) -> list[JobView]:
         """Return the job, if it exists."""
         state = self.state
-        if state == Rendezvous() and self.spec is None and self.latest is None:
+        if self._created_at is None:
             return []
-        view = state.view(1)
+        view = state.view(self._version)
         return [
             JobView(
                 id=JOB_ID,
                 spec=self.spec,
-                version=1,
+                version=view.version,
                 desired=view.desired,
                 active=view.active,
                 broken=view.broken,
@@ -116,14 +120,14 @@ class FakeService:
                 replicas=tuple(ReplicaView.of(replica, 0.0) for replica in state.replicas.values()),
                 latest=self.latest,
                 step_times=(),
-                created_at=0.0,
+                created_at=self._created_at,
             )
         ]
 
     def declare_job(self, job_id: str, spec: JobSpec) -> None:
         """As `AllocationService.declare_job`."""
         self._before_write(f"declare {job_id}")
-        self.spec = spec
+        self._store(self.state, spec)
 
     def delete_job(self, job_id: str) -> None:
         """As `AllocationService.delete_job`."""
@@ -134,25 +138,37 @@ class FakeService:
         """As `AllocationService.allocate`."""
         self._before_write(f"allocate {allocation.generation}: {allocation.replicas}")
         try:
-            self.state = allocate(self.state, allocation, self.spec)
+            self._store(allocate(self.state, allocation, self.spec), self.spec)
         except StaleAllocationError as error:
             raise ServiceRefusedError(str(error), 409) from error
-        return self.state.view(1)
+        return self.state.view(self._version)
 
     def put_decision(self, decision: DecisionView) -> None:
         """As `AllocationService.put_decision`."""
         self.decision = decision
 
+    def _store(self, state: Rendezvous, spec: JobSpec | None) -> None:
+        """Store the job, with a higher version if it has changed. Versions rise over a loss of the data."""
+        if self._created_at is None:
+            self._created_at = self._clock()
+        if (state, spec) != (self.state, self.spec):
+            self.state, self.spec, self._version = state, spec, self._version + 1
+
     # -- what happens to it ---------------------------------------------------------------------------------
 
     def lose_data(self) -> None:
         """Delete everything, as when its volume is lost."""
-        self.state, self.spec, self.latest = Rendezvous(), None, None
+        self.state, self.spec, self.latest, self._created_at = Rendezvous(), None, None, None
+
+    def post(self, report: GainReport) -> None:
+        """Store a report, which is no change of the job."""
+        self._store(self.state, self.spec)
+        self.latest = report
 
     def register(self, agent: FakeAgent) -> None:
         """Store the registration of an agent, which follows the answer."""
-        self.state = register(self.state, agent.registration(), self.spec)
-        left_out = self.state.member_view(1, agent.instance).left_out
+        self._store(register(self.state, agent.registration(), self.spec), self.spec)
+        left_out = agent.instance in self.state.left_out
         if left_out and agent.state is ReplicaState.WAITING:
             agent.replace_trainer()
 
@@ -160,4 +176,5 @@ class FakeService:
         """Expire the replicas whose agents no longer exist."""
         replicas = self.state.replicas
         missing = [rank for rank, replica in replicas.items() if replica.instance not in instances]
-        self.state = expire(self.state, missing, self.spec)
+        if missing:
+            self._store(expire(self.state, missing, self.spec), self.spec)

@@ -72,7 +72,7 @@ class World:
     """Is called before each write of the operator."""
 
     def __post_init__(self) -> None:
-        self.service = FakeService(self.before_write)
+        self.service = FakeService(self.before_write, lambda: self.now)
         self.metrics = OperatorMetrics()
         self._undelivered: list[tuple[str, Resource, Object]] = []
         if self.types:

@@ -15,8 +15,12 @@ from adascale_core import names
 from adascale_core.accelerators import Accelerator
 from adascale_core.exit_codes import EXIT_REFUSED
 from adascale_core.messages import Allocation
+from adascale_core.pacing import MAX_INTERVAL
 from adascale_core.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views import JobView
+
+REGISTRATION_TIMEOUT = MAX_INTERVAL
+"""Seconds within which all agents register with a metrics service that has lost its data."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,30 @@ class ObservedJob:
         if view.active is not None and not view.broken:
             # A member of the active generation that has not reported RUNNING yet is about to run.
             required |= view.active.indices
-        return max(required, default=-1) + 1
+        return max(required | self._unregistered, default=-1) + 1
+
+    @property
+    def registrations_due(self) -> float | None:
+        """When pods that are not registered are taken for ended, in seconds since 1970; None if all are."""
+        if self.service is None or not self._unregistered:
+            return None
+        return self.service.created_at + REGISTRATION_TIMEOUT
+
+    @property
+    def _unregistered(self) -> set[int]:
+        """The ranks of pods that are older than the job in the metrics service, and not registered there.
+
+        It has lost its data. Their trainers may have state, and may be in a generation that is still active.
+        """
+        view = self.service
+        if view is None or self.now >= view.created_at + REGISTRATION_TIMEOUT:
+            return set()
+        registered = {replica.replica for replica in view.replicas}
+        return {
+            rank
+            for rank, pod in live_pods(self.own_pods).items()
+            if pod.has_started and pod.created_at <= view.created_at and rank not in registered
+        }
 
     @property
     def refusals(self) -> dict[int, PodProblem]:

@@ -99,7 +99,8 @@ def observe(
     job = cached.resource
     return ObservedJob(
         resource=job,
-        service=None if views is None else views.get(job.id, JobView.empty(job.id)),
+        # The next write creates a job that the metrics service does not have.
+        service=None if views is None else views.get(job.id, JobView.empty(job.id, created_at=now)),
         indexed_job=cached.indexed_job,
         pods=with_start_problems(cached.pods, lookups, now),
         claim=lookups.claim,

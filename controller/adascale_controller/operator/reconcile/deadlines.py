@@ -17,7 +17,13 @@ def next_deadline(observed: ObservedJob, assessment: Assessment) -> float:
 
     Infinite if it never does. What is overdue is repeated until it is done, so a time may be in the past.
     """
-    return min((*_overdue_pods(observed), *_lost_pods(observed), *_expiry(observed, assessment)), default=inf)
+    times = (
+        *_overdue_pods(observed),
+        *_lost_pods(observed),
+        *_registrations(observed),
+        *_expiry(observed, assessment),
+    )
+    return min(times, default=inf)
 
 
 def _overdue_pods(observed: ObservedJob) -> Iterator[float]:
@@ -30,6 +36,11 @@ def _lost_pods(observed: ObservedJob) -> Iterator[float]:
     for pod in observed.own_pods:
         if not is_lost(pod, observed.now) and is_lost(pod, inf):
             yield pod.created_at + LONG_LIFE
+
+
+def _registrations(observed: ObservedJob) -> Iterator[float]:
+    if observed.registrations_due is not None:
+        yield observed.registrations_due
 
 
 def _expiry(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
