@@ -5,14 +5,15 @@ its state. A worker that names the highest number would leave none for the contr
 """
 
 from adascale_api.errors import FieldError, InvalidInputError
-from adascale_core.messages import GainReport, Registration
+from adascale_api.request_models import GainReportBody
+from adascale_core.messages import Registration
 
 EPOCH = 1_577_836_800.0
 """Seconds since 1970 of the beginning of 2020, before which no job ran."""
 _FIELDS = ("generation", "assigned", "stepped")
 
 
-def require_reachable(message: Registration | GainReport, now: float) -> None:
+def require_reachable(message: Registration | GainReportBody, now: float) -> None:
     """Refuse a generation that no job can have reached: more than one per second since `EPOCH`.
 
     Raises:

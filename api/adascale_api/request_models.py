@@ -19,7 +19,7 @@ from adascale_api.field_types import (
     Step,
     Steps,
 )
-from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
 from adascale_core.names import MAX_DEVICE_LENGTH, MAX_REPLICAS, MAX_STALL_LENGTH
 from adascale_core.views import (
     CountView,
@@ -111,10 +111,6 @@ class GainReportBody(RequestBody):
         pattern=r"^[^\x00-\x1f]*$",
         description="The type of accelerator of the replicas; empty if unknown.",
     )
-
-    def to_report(self) -> GainReport:
-        """Return the report as a message of the core."""
-        return GainReport(**self.__dict__)
 
 
 class JobSpecBody(RequestBody):

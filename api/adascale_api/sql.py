@@ -5,7 +5,7 @@ They use the SQL that both databases have.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from adascale_api.job import Job
@@ -15,7 +15,7 @@ Row = tuple[Any, ...]
 
 
 class Sql:
-    """A statement with named parameters, written `:name`.
+    """A statement with named parameters, written `:name`, or with parameters by position, written `?`.
 
     Args:
         text: the statement.
@@ -25,7 +25,8 @@ class Sql:
 
     def __init__(self, text: str, *, lock: bool = False) -> None:
         self.sqlite = text
-        self.postgresql = re.sub(r":(\w+)", r"%(\1)s", text) + (" FOR UPDATE" if lock else "")
+        named = re.sub(r":(\w+)", r"%(\1)s", text).replace("?", "%s")
+        self.postgresql = named + (" FOR UPDATE" if lock else "")
 
 
 class DriverConnection(Protocol):
@@ -35,18 +36,16 @@ class DriverConnection(Protocol):
         """Return a cursor."""
         ...
 
+    def cursor(self) -> Any:
+        """Return a cursor."""
+        ...
+
 
 class Executor(Protocol):
     """What differs between the databases when a transaction executes statements."""
 
     def text(self, statement: Sql) -> str:
         """Return the statement as the driver reads it."""
-        ...
-
-    def insert_new(
-        self, connection: Any, statement: Sql, rows: list[Mapping[str, Any]]
-    ) -> list[Mapping[str, Any]]:
-        """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
         ...
 
 
@@ -94,6 +93,6 @@ class Transaction:
         count: int = cursor.rowcount
         return count
 
-    def insert_new(self, statement: Sql, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
-        return self._executor.insert_new(self._connection, statement, list(rows))
+    def execute_for_each(self, statement: Sql, rows: Sequence[Row]) -> None:
+        """Execute a statement once for each row of its parameters, by position."""
+        self._connection.cursor().executemany(self._executor.text(statement), rows)

@@ -96,12 +96,6 @@ class Connector(Protocol):
         """Return a statement as the driver reads it."""
         ...
 
-    def insert_new(
-        self, connection: Any, statement: Sql, rows: list[Mapping[str, Any]]
-    ) -> list[Mapping[str, Any]]:
-        """Execute an INSERT ... ON CONFLICT DO NOTHING for each row, and return the inserted rows."""
-        ...
-
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Report the changes that services commit, from a thread, until `close`.
 

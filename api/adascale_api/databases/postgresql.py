@@ -134,17 +134,6 @@ class PostgresqlConnector:
         """Return a statement as the driver reads it."""
         return statement.postgresql
 
-    def insert_new(
-        self, connection: psycopg.Connection[Any], statement: Sql, rows: list[Mapping[str, Any]]
-    ) -> list[Mapping[str, Any]]:
-        """Insert rows, and return those that are new."""
-        if len(rows) == 1:
-            return rows if connection.execute(statement.postgresql, rows[0]).rowcount == 1 else []
-        # The statements are sent together, without waiting for the result of each.
-        with connection.pipeline():
-            cursors = [connection.execute(statement.postgresql, row) for row in rows]
-        return [row for row, cursor in zip(rows, cursors, strict=True) if cursor.rowcount == 1]
-
     # -- health ---------------------------------------------------------------------------------------------
 
     def failure(self, error: Exception) -> Failure:

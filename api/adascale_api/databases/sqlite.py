@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 from adascale_api.databases.base import LITTLE_ROOM, Failure, UnusableDatabaseError
@@ -131,13 +130,6 @@ class SqliteConnector:
     def text(self, statement: Sql) -> str:
         """Return a statement as the driver reads it."""
         return statement.sqlite
-
-    def insert_new(
-        self, connection: sqlite3.Connection, statement: Sql, rows: list[Mapping[str, Any]]
-    ) -> list[Mapping[str, Any]]:
-        """Insert rows, and return those that are new."""
-        execute, text = connection.execute, statement.sqlite
-        return [row for row in rows if execute(text, row).rowcount == 1]
 
     # -- health ---------------------------------------------------------------------------------------------
 

@@ -54,10 +54,9 @@ async def post_gain(
 
 async def store_reports(service: Service, job: str, body: list[GainReportBody]) -> Posted:
     """Store the reports of a request."""
-    new = [report.to_report() for report in body]
-    require_reachable(max(new, key=attrgetter("generation")), service.clock())
+    require_reachable(max(body, key=attrgetter("generation")), service.clock())
     posted = await service.database.write(
-        partial(reports.post, job_id=job, new=new, now=service.clock(), retention=service.settings.reports),
+        partial(reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports),
         job_id=job,
         is_report=True,
     )

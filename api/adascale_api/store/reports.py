@@ -10,10 +10,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
 from adascale_api.job import Job, UnreadableJobError
+from adascale_api.request_models import GainReportBody
 from adascale_api.sql import Row, Sql, Transaction
 from adascale_api.store.jobs import lock_or_create
 from adascale_core.messages import AllocationView, GainReport, StepTime
@@ -27,6 +29,10 @@ MAX_PLANS = 256
 """Batch plans of a job whose step times are kept, the latest."""
 
 
+Report = GainReport | GainReportBody
+"""A report, as a message or as the body of a request: both have the same fields."""
+_Place = tuple[int, int]
+"""The generation and step of a report."""
 _Plan = tuple[Any, ...]
 """The values of the columns of `_PLAN`."""
 
@@ -79,16 +85,21 @@ class Posted:
 
 @dataclass(frozen=True)
 class _Times:
-    """The latest step times of a batch plan, and their latest sync times."""
+    """The latest step times of a batch plan, and their latest sync times.
+
+    Args:
+        is_stored: whether the plan has a row.
+    """
 
     seconds: "array[float]"
     sync: "array[float]"
+    is_stored: bool
 
 
 def post(
     transaction: Transaction,
     job_id: str,
-    new: Sequence[GainReport],
+    new: Sequence[Report],
     now: float,
     retention: Retention = Retention(),
 ) -> Posted:
@@ -98,15 +109,16 @@ def post(
         UnreadableJobError: a row of the job that this continues has no valid value.
     """
     job = lock_or_create(transaction, job_id, now)
-    rows = [{"job_key": job.key, **vars(report), "metrics": _to_text(report.metrics)} for report in new]
     # Before any row is written: an unreadable one must leave the transaction without an effect.
     before = _measurements(transaction, job) or (-1, -1, 0, 0)
-    measured = _kept_times(transaction, job, rows)
-    inserted = transaction.insert_new(_INSERT, rows)
-    if inserted:
-        newest = max((before[0], before[1]), *((row["generation"], row["step"]) for row in inserted))
-        received, kept = before[2] + len(inserted), before[3] + len(inserted)
-        _add_step_times(transaction, job.key, measured, inserted, received)
+    unstored = _unstored(transaction, job.key, new, (before[0], before[1]))
+    reports = list(unstored.values())
+    times = _times(transaction, job, reports)
+    if reports:
+        newest = max((before[0], before[1]), *unstored)
+        received, kept = before[2] + len(reports), before[3] + len(reports)
+        transaction.execute_for_each(_INSERT, [_row(job.key, report) for report in reports])
+        _store_times(transaction, job.key, times, received)
         if kept >= retention.limit:
             kept -= _thin(transaction, job.key, newest[0], newest[1], kept, retention)
         transaction.execute(
@@ -118,7 +130,7 @@ def post(
             kept=kept,
             now=now,
         )
-    return Posted(len(inserted), len(rows) - len(inserted), job)
+    return Posted(len(reports), len(new) - len(reports), job)
 
 
 def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
@@ -211,10 +223,6 @@ def _parse_report(job_id: str, row: Row) -> GainReport:
     return GainReport(**{**dict(zip(_REPORT, row, strict=True)), "metrics": metrics})
 
 
-def _to_text(metrics: Mapping[str, float]) -> str:
-    return json.dumps(metrics) if metrics else ""
-
-
 def _step_time(
     replicas: int,
     local_bsz: int,
@@ -252,45 +260,57 @@ def _measurements(transaction: Transaction, job: Job) -> tuple[int, int, int, in
     return row
 
 
-def _plan(row: Mapping[str, Any]) -> _Plan | None:
-    """Return the batch plan of a report; None if its step time is not measured."""
-    if row["step_time"] < MIN_STEP_TIME:
-        return None
-    return tuple(row[name] for name in _PLAN)
-
-
-def _kept_times(
-    transaction: Transaction, job: Job, rows: Sequence[Mapping[str, Any]]
-) -> dict[_Plan, _Times | None]:
-    """Return the step times that are kept of the batch plans of reports; None for a plan without any."""
-    found: dict[_Plan, _Times | None] = {}
-    for plan in filter(None, map(_plan, rows)):
-        if plan in found:
-            continue
-        kept = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
-        try:
-            found[plan] = None if kept is None else _Times(_unpack(kept[0]), _unpack(kept[1]))
-        except (ValueError, TypeError) as error:
-            raise UnreadableJobError(job.id, error) from error
+def _unstored(
+    transaction: Transaction, key: int, new: Sequence[Report], newest: _Place
+) -> dict[_Place, Report]:
+    """Return the reports that are not stored, the first of each place; `newest` is the newest stored."""
+    found: dict[_Place, Report] = {}
+    for report in new:
+        found.setdefault((report.generation, report.step), report)
+    first, last = min(found), max(found)
+    if first <= newest:
+        limits = {"generation": first[0], "step": first[1], "last_generation": last[0], "last_step": last[1]}
+        for place in transaction.all(_STORED, key=key, **limits):
+            found.pop(place, None)
     return found
 
 
-def _add_step_times(
-    transaction: Transaction,
-    key: int,
-    kept: Mapping[_Plan, _Times | None],
-    rows: Sequence[Mapping[str, Any]],
-    received: int,
+def _row(key: int, report: Report) -> Row:
+    *numbers, metrics, accelerator = _values(report)
+    return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator)
+
+
+def _times(transaction: Transaction, job: Job, new: Sequence[Report]) -> dict[_Plan, _Times]:
+    """Return the step times of the batch plans of reports, kept and new."""
+    found: dict[_Plan, _Times] = {}
+    for report in new:
+        if report.step_time < MIN_STEP_TIME:
+            continue
+        plan = _plan(report)
+        times = found.get(plan)
+        if times is None:
+            times = found[plan] = _kept_times(transaction, job, plan)
+        times.seconds.append(report.step_time)
+        if report.sync_time is not None:
+            times.sync.append(report.sync_time)
+    return found
+
+
+def _kept_times(transaction: Transaction, job: Job, plan: _Plan) -> _Times:
+    """Return the step times of a batch plan that are kept."""
+    row = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
+    if row is None:
+        return _Times(array("d"), array("d"), is_stored=False)
+    try:
+        return _Times(_unpack(row[0]), _unpack(row[1]), is_stored=True)
+    except (ValueError, TypeError) as error:
+        raise UnreadableJobError(job.id, error) from error
+
+
+def _store_times(
+    transaction: Transaction, key: int, times_of_plans: Mapping[_Plan, _Times], received: int
 ) -> None:
-    measured: dict[_Plan, _Times] = {}
-    for row in rows:
-        plan = _plan(row)
-        if plan is not None:
-            times = measured.setdefault(plan, kept[plan] or _Times(array("d"), array("d")))
-            times.seconds.append(row["step_time"])
-            if row["sync_time"] is not None:
-                times.sync.append(row["sync_time"])
-    for plan, times in measured.items():
+    for plan, times in times_of_plans.items():
         transaction.execute(
             _UPSERT_STEP_TIMES,
             key=key,
@@ -299,7 +319,7 @@ def _add_step_times(
             received=received,
             **_named(plan),
         )
-    if any(kept[plan] is None for plan in measured):
+    if not all(times.is_stored for times in times_of_plans.values()):
         transaction.execute(_REMOVE_OLD_PLANS, key=key, limit=MAX_PLANS)
 
 
@@ -333,11 +353,14 @@ _PLAN = ("replicas", "local_bsz", "accumulation", "nodes", "accelerator")
 _PLAN_COLUMNS = ", ".join(_PLAN)
 _COLUMNS = ", ".join(_REPORT)
 _OF_REPORT = ", ".join(f"reports.{name}" for name in _REPORT)
-_INSERT = Sql(
-    f"INSERT INTO reports (job_key, {_COLUMNS}) "
-    f"VALUES (:job_key, {', '.join(f':{name}' for name in _REPORT)}) "
-    "ON CONFLICT (job_key, generation, step) DO NOTHING"
+_values, _plan = attrgetter(*_REPORT), attrgetter(*_PLAN)
+_STORED = Sql(
+    """
+    SELECT generation, step FROM reports WHERE job_key = :key
+    AND (generation, step) >= (:generation, :step) AND (generation, step) <= (:last_generation, :last_step)
+    """
 )
+_INSERT = Sql(f"INSERT INTO reports (job_key, {_COLUMNS}) VALUES (?, {', '.join('?' for _ in _REPORT)})")
 _MEASUREMENTS = Sql("SELECT generation, step, received, kept FROM measurements WHERE job_key = :key")
 _UPSERT_MEASUREMENTS = Sql(
     """
