@@ -449,16 +449,15 @@ _NTH = Sql(
 _THIN = Sql(
     """
     DELETE FROM reports
-    WHERE job_key = :key AND (generation, step) < (:generation, :step)
-    AND (generation, step) <> (:newest_generation, :newest_step)
-    AND (generation, step) NOT IN (
+    WHERE job_key = :key AND (generation, step) <> (:newest_generation, :newest_step)
+    AND (generation, step) IN (
         SELECT generation, step FROM (
             SELECT generation, step, row_number() OVER (
                 PARTITION BY CAST((step - :first) * :density AS INTEGER) ORDER BY generation, step
             ) AS n
             FROM reports WHERE job_key = :key AND (generation, step) < (:generation, :step)
         ) AS numbered
-        WHERE n = 1
+        WHERE n > 1
     )
     """
 )
