@@ -40,12 +40,18 @@ class WaitLimit:
         self._waiting = 0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def one(self, *, counts: bool) -> Iterator[None]:
         """Count a request while it waits.
+
+        Args:
+            counts: whether it is one that is limited.
 
         Raises:
             UnavailableError: too many wait already.
         """
+        if not counts:
+            yield
+            return
         if self._waiting >= self._limit:
             raise UnavailableError(
                 f"{self._limit} requests without a token that may read the job wait already: send a token, "

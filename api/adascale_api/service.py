@@ -24,8 +24,10 @@ from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
 from adascale_api.job import Job
 from adascale_api.job_feed import JobFeed
 from adascale_api.prometheus import Metrics
+from adascale_api.request_models import GainReportBody
 from adascale_api.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_api.store import jobs, replicas
+from adascale_api.store.jobs import JobNotFoundError
 from adascale_api.store.reports import Retention
 from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
@@ -145,6 +147,18 @@ class Service:
         """Return a job's generations; errors as for `find_job`."""
         return (await self.find_job(job_id)).view
 
+    async def require_reachable(self, job_id: str, message: Registration | GainReportBody) -> None:
+        """Refuse a generation that a job can't have reached.
+
+        Raises:
+            InvalidInputError: the message names such a generation.
+        """
+        try:
+            job = await self.find_job(job_id)
+        except JobNotFoundError:
+            job = None
+        require_reachable(message, job, self.clock())
+
     async def wait_for_change(self, job_id: str, version: int, seconds: float, *, is_reader: bool) -> Job:
         """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`.
 
@@ -154,11 +168,7 @@ class Service:
         Raises:
             UnavailableError: too many clients without such a token wait already.
         """
-        if is_reader or seconds <= 0:
-            return await self.changes.wait_for_change(
-                job_id, version, seconds, partial(self.find_job, job_id)
-            )
-        with self.anonymous_waits.one():
+        with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
             return await self.changes.wait_for_change(
                 job_id, version, seconds, partial(self.find_job, job_id)
             )
@@ -167,10 +177,11 @@ class Service:
         """Store the registration of a replica, which is also its heartbeat, and return the job.
 
         Raises:
-            InvalidInputError: it names a generation that no job can have reached.
+            InvalidInputError: it names a generation that the job can't have reached.
         """
-        require_reachable(registration, self.clock())
+        # At first, as the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
+        await self.require_reachable(job_id, registration)
         without_log = replace(registration, log=None) if registration.log is not None else registration
         cached = self.database.cached(job_id)
         if cached is not None and self.heartbeats.changes_nothing(cached, without_log, registration.log):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +20,14 @@ import pytest
 
 from adascale_api.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
 from adascale_api.database import Database
+from adascale_api.errors import InvalidInputError
+from adascale_api.generation_limit import EPOCH, require_reachable
 from adascale_api.http_protocol import MAX_HEAD, MAX_HEADS
+from adascale_api.job import Job
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas
-from adascale_core.messages import JobSpec, ReplicaState
+from adascale_core.messages import Allocation, JobSpec, ReplicaState
 from adascale_core.rendezvous import Rendezvous
 from adascale_core.views import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
@@ -242,17 +246,47 @@ def test_of_several_tokens_the_first_counts(attacked: ServiceProcess, path: str)
         assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
 
 
-def test_a_generation_that_no_job_can_have_reached_is_refused(attacked: ServiceProcess) -> None:
+def test_a_generation_that_the_job_can_not_have_reached_is_refused(attacked: ServiceProcess) -> None:
     with Client(attacked.port) as client:
-        body = a_registration(0, ReplicaState.RUNNING, generation=2**31 - 1).to_json()
-        answer = client.call("PUT", "/jobs/generations/replicas/0", body)
-        assert answer.status == 422
-        assert "generation: got 2147483647, expected at most" in answer.body["error"]
-        report = a_report(generation=2**31 - 1).to_json()
-        assert client.call("POST", "/jobs/generations/gain", report).status == 422
-        highest = int(time.time()) - 1_577_836_800 - 10
-        client.register("generations", a_registration(0, ReplicaState.RUNNING, generation=highest))
-        client.put("/jobs/generations/allocation", {"generation": highest + 1000, "replicas": 2})
+        client.put("/jobs/generations/allocation", {"generation": 7, "replicas": 2})
+        for job, unreachable in (("generations", 2**31 - 1), ("generations", 200_000), ("new", 200_000)):
+            body = a_registration(0, ReplicaState.RUNNING, generation=unreachable).to_json()
+            answer = client.call("PUT", f"/jobs/{job}/replicas/0", body)
+            assert answer.status == 422
+            assert f"generation: got {unreachable}, expected at most 1000" in answer.body["error"]
+            report = a_report(generation=unreachable).to_json()
+            assert client.call("POST", f"/jobs/{job}/gain", report).status == 422
+        assert client.call("GET", "/jobs/new").status == 404, "a refused request creates no job"
+        client.register("generations", a_registration(0, ReplicaState.RUNNING, generation=57))
+        client.put("/jobs/generations/allocation", {"generation": 58, "replicas": 2})
+
+
+YEAR = 365 * 86400.0
+
+
+@pytest.mark.parametrize(
+    ("desired", "age", "now", "highest"),
+    [
+        (None, 0.0, 1.77e9, 100_000),
+        (7, 0.0, 1.77e9, 100_007),
+        (7, 3600.5, 1.77e9, 103_607),
+        (7, -3600.0, 1.77e9, 100_007),
+        (2**31 - 100, YEAR, 1.77e9, 192_163_200),
+        (7, YEAR, EPOCH + 50, 50),
+        (7, YEAR, 0.0, 1),
+    ],
+    ids=["new", "allocated", "old", "clock set back", "high", "wrong clock", "clock at 1970"],
+)
+@pytest.mark.parametrize("field", ["generation", "assigned", "stepped"])
+def test_the_highest_generation_follows_the_desired_one_and_the_age_of_the_job(
+    field: str, desired: int | None, age: float, now: float, highest: int
+) -> None:
+    state = Rendezvous(desired=None if desired is None else Allocation(desired, 1))
+    job = Job(1, "default.a", now - age, 1, None, state)
+    reachable = replace(a_registration(), **{field: highest})
+    require_reachable(reachable, job, now)
+    with pytest.raises(InvalidInputError, match=f"{field}: got {highest + 1}, expected at most {highest},"):
+        require_reachable(replace(reachable, **{field: highest + 1}), job, now)
 
 
 def test_jobs_with_large_logs_take_bounded_memory(attacked: ServiceProcess) -> None:

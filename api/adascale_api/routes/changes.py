@@ -11,7 +11,7 @@ from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import MayReadAll, ServiceOf, answer, errors
 from adascale_api.routes.job_views import find_view
 from adascale_api.sql import Transaction
-from adascale_api.store.jobs import MAX_PAGE, JobNotFoundError
+from adascale_api.store.jobs import JobNotFoundError, PageRoom
 from adascale_core.views import JobChanges, JobView
 
 logger = logging.getLogger(__name__)
@@ -41,23 +41,19 @@ async def get_changes(
     """Returns the jobs that have changed since the cursor, as they are now, and the ids of those that no
     longer exist. Reports alone do not change a job. If there are more than `limit`, the next request returns
     them. Logs and addresses are empty without a token that may read all jobs."""
-    if shows_all or wait <= 0:
+    with service.anonymous_followers.one(counts=not shows_all and wait > 0):
         await service.log.wait(since, wait)
-    else:
-        with service.anonymous_followers.one():
-            await service.log.wait(since, wait)
     found = service.log.since(since, limit)
 
     def query(transaction: Transaction) -> JobChanges:
         views: list[JobView] = []
         deleted: list[str] = []
-        cursor, size = since, 0
+        cursor, room = since, PageRoom()
         for job_id, after in found:
             try:
                 # The first reads of the transaction follow the changes, so it sees them.
                 found_view = find_view(transaction, job_id, service, shows_logs=shows_all)
-                size += found_view.size
-                if views and size > MAX_PAGE:
+                if not room.takes(found_view.size):
                     break
                 views.append(found_view.view)
             except JobNotFoundError:

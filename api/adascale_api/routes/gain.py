@@ -6,7 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from adascale_api.generation_limit import require_reachable
 from adascale_api.request_body import ReportsBody
 from adascale_api.request_models import GainReportBody
 from adascale_api.response_models import GainResponse
@@ -54,7 +53,7 @@ async def post_gain(
 
 async def store_reports(service: Service, job: str, body: list[GainReportBody]) -> Posted:
     """Store the reports of a request."""
-    require_reachable(max(body, key=attrgetter("generation")), service.clock())
+    await service.require_reachable(job, max(body, key=attrgetter("generation")))
     posted = await service.database.write(
         partial(reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports),
         job_id=job,

@@ -8,7 +8,7 @@ from adascale_api.job import Job, UnreadableJobError
 from adascale_api.service import Service
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas, reports
-from adascale_api.store.jobs import MAX_PAGE
+from adascale_api.store.jobs import PageRoom
 from adascale_api.store.replicas import Log
 from adascale_core.messages import GainReport, LocalBszLimit, Registration, StepTime
 from adascale_core.views import JobView, ReplicaView
@@ -46,12 +46,12 @@ def list_views(
 ) -> tuple[list[JobView], str | None]:
     """Return the views of a page of jobs, and the `after` of the next page; None after the last.
 
-    The page has at most `limit` jobs and `MAX_PAGE` bytes, unless a single job has more. A job that can't be
-    read is logged, and is not in the page.
+    The page has at most `limit` jobs, and those that have room together. A job that can't be read is logged,
+    and is not in the page.
     """
     page = jobs.list_jobs(transaction, after, limit)
     views: list[JobView] = []
-    size, done = 0, after
+    room, done = PageRoom(), after
     for start in range(0, len(page.jobs), JOBS_TOGETHER):
         part = page.jobs[start : start + JOBS_TOGETHER]
         last = part[-1].id
@@ -70,8 +70,7 @@ def list_views(
             except UnreadableJobError as error:
                 logger.error("%s", error)
             else:
-                size += sized.size
-                if views and size > MAX_PAGE:
+                if not room.takes(sized.size):
                     return views, done
                 views.append(sized.view)
             done = job.id

@@ -18,7 +18,7 @@ DELETED_ROWS = 200
 disk the reserve must have room for the transaction, which writes up to two pages of 4 KiB for a row."""
 
 MAX_PAGE = 4 * 1024 * 1024
-"""Bytes of the jobs in one page, unless a single job has more."""
+"""Bytes of the jobs that are read or answered together, unless a single job has more."""
 MAX_GENERATIONS = 1000
 """Generations of a job that are kept, the latest."""
 MAX_SILENCE = 60.0
@@ -68,6 +68,19 @@ class Transition:
         return self.job.view
 
 
+class PageRoom:
+    """The room for jobs that are read or answered together."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    def takes(self, size: int) -> bool:
+        """Whether there is room for a job of `size` bytes, which it takes. The first job always has room."""
+        is_first = not self._used
+        self._used += size
+        return is_first or self._used <= MAX_PAGE
+
+
 @dataclass(frozen=True)
 class JobPage:
     """Some jobs, by id.
@@ -101,7 +114,7 @@ def find_job(transaction: Transaction, job_id: str) -> Job:
 
 
 def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
-    """Return at most `limit` jobs with an id greater than `after`, and `MAX_PAGE` bytes of their states."""
+    """Return at most `limit` jobs with an id greater than `after`, of which the states have room together."""
     return _page(transaction, transaction.all(_PAGE, after=after, limit=limit + 1), limit)
 
 
@@ -302,7 +315,7 @@ def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
 
 def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int) -> JobPage:
     found: list[Job] = []
-    size, done = 0, None
+    room, done = PageRoom(), None
     for job_id, key, version in rows[:limit]:
         try:
             ticket = transaction.cache.ticket(job_id)
@@ -313,8 +326,7 @@ def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int
         except JobNotFoundError:
             pass  # deleted since the rows were read
         else:
-            size += len(job.rendezvous_text)
-            if found and size > MAX_PAGE:
+            if not room.takes(len(job.rendezvous_text)):
                 return JobPage(found, done)
             found.append(job)
         done = job_id
