@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from adascale_api.databases.base import Connector, Failure, UnusableDatabaseError
 from adascale_api.errors import UnavailableError
@@ -58,7 +58,7 @@ class DatabaseError(UnavailableError):
     """The database is unavailable."""
 
     # Closes the connection, so that the client's next one may reach another service.
-    headers: ClassVar[Mapping[str, str]] = {**UnavailableError.headers, "Connection": "close"}
+    headers: Mapping[str, str] = {**UnavailableError.headers, "Connection": "close"}
 
     def __init__(self, reason: object, hint: str = "nothing was stored, try again") -> None:
         super().__init__(f"the database is unavailable: {reason}; {hint}")

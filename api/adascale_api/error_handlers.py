@@ -13,7 +13,6 @@ from adascale_api.job import UnreadableJobError
 from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.job_id import InvalidJobIdError
-from adascale_core.rendezvous import VersionMismatchError
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -45,8 +44,6 @@ def response_to(error: Exception) -> Response:
             return error_response(404, ErrorBody(error=str(error)))
         case UnreadableJobError():
             return error_response(500, ErrorBody(error=str(error)))
-        case VersionMismatchError():
-            return error_response(409, ErrorBody(error=str(error)))
         case InvalidJobError() | InvalidJobIdError():
             return error_response(422, ErrorBody(error=str(error)))
     raise error

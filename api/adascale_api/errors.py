@@ -5,12 +5,14 @@ RequestError
 ├── NotJsonError          415
 ├── BodyTooLargeError     413
 ├── CursorExpiredError    410, in change_log
+├── RefusedReplicaError   409
 ├── UnauthorizedError     401
 ├── ForbiddenError        403
 └── UnavailableError      503
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -65,7 +67,7 @@ class RequestError(AdaScaleError):
     """A request that is refused."""
 
     status: ClassVar[int] = 400
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = {}
 
 
 class InvalidInputError(RequestError):
@@ -91,11 +93,26 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
+class RefusedReplicaError(RequestError):
+    """A replica may not join the members of its job now.
+
+    Args:
+        reason: the reason.
+        seconds: after which those members whose agents are gone have been removed.
+    """
+
+    status = 409
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.headers = {"Retry-After": str(ceil(seconds))}
+
+
 class UnauthorizedError(RequestError):
     """The token is missing or not valid."""
 
     status = 401
-    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
 class ForbiddenError(RequestError):
@@ -110,4 +127,4 @@ class UnavailableError(RequestError):
     status = 503
     RETRY_AFTER: ClassVar[int] = 5
     """Seconds after which the client may try again."""
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER)}
+    headers: Mapping[str, str] = {"Retry-After": str(RETRY_AFTER)}

@@ -105,6 +105,11 @@ class HeartbeatMonitor:
         if heartbeat is not None and heartbeat.instance == registration.instance:
             heartbeat.registration, heartbeat.log, heartbeat.version = registration, hash(log), job.version
 
+    @property
+    def timeout(self) -> float:
+        """Seconds without a heartbeat after which a replica is removed."""
+        return heartbeat_timeout(self._longest)
+
     def ages(self, job_id: str) -> Mapping[int, float]:
         """Return the seconds since the last heartbeat of each replica of a job."""
         now = self._clock()
@@ -150,7 +155,7 @@ class HeartbeatMonitor:
         self.interval = heartbeat_interval(sum(map(len, self._jobs.values())))
         self.post_interval = post_interval(len(self._jobs))
         # An agent learns of a shorter interval with its next heartbeat only, after the longer one.
-        if self.interval >= self._longest or now - self._longest_at > heartbeat_timeout(self._longest):
+        if self.interval >= self._longest or now - self._longest_at > self.timeout:
             self._longest, self._longest_at = self.interval, now
 
     async def _exchange(self) -> None:
@@ -201,7 +206,7 @@ class HeartbeatMonitor:
             self._forget(job_id)
 
     def _overdue(self, job_id: str) -> dict[int, str]:
-        oldest = self._clock() - heartbeat_timeout(self._longest)
+        oldest = self._clock() - self.timeout
         return {
             rank: heartbeat.instance
             for rank, heartbeat in self._jobs.get(job_id, {}).items()

@@ -17,7 +17,7 @@ from adascale_api.change_notifier import (
     WaitLimit,
 )
 from adascale_api.database import Committed, Database
-from adascale_api.errors import UnavailableError
+from adascale_api.errors import RefusedReplicaError, UnavailableError
 from adascale_api.generation_limit import require_reachable
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
@@ -31,6 +31,7 @@ from adascale_api.store.jobs import JobNotFoundError
 from adascale_api.store.reports import Retention
 from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
+from adascale_core.rendezvous import VersionMismatchError
 
 CHECK_INTERVAL = 3.0
 """Seconds between two checks of the database."""
@@ -178,6 +179,7 @@ class Service:
 
         Raises:
             InvalidInputError: it names a generation that the job can't have reached.
+            RefusedReplicaError: members with state have another version of the package.
         """
         # At first, as the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
@@ -186,10 +188,11 @@ class Service:
         cached = self.database.cached(job_id)
         if cached is not None and self.heartbeats.changes_nothing(cached, without_log, registration.log):
             return cached
-        transition = await self.database.write(
-            partial(replicas.register, job_id=job_id, registration=registration, now=self.clock()),
-            job_id=job_id,
-        )
+        register = partial(replicas.register, job_id=job_id, registration=registration, now=self.clock())
+        try:
+            transition = await self.database.write(register, job_id=job_id)
+        except VersionMismatchError as error:
+            raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
         if not transition.changed:
             self.heartbeats.settle(transition.job, without_log, registration.log)
         return transition.job

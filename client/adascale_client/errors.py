@@ -27,8 +27,10 @@ class ServiceRefusedError(ServiceError):
     Args:
         message: the reason that the service gives.
         status: the HTTP status.
+        retry_after: seconds after which the answer may differ; None if the service does not say.
     """
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
         super().__init__(f"the metrics service answers {status}: {message}")
         self.status = status
+        self.retry_after = retry_after

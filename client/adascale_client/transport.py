@@ -73,7 +73,9 @@ class Transport:
                 f"the metrics service at {self.url} does not answer: {_root_cause(error)}"
             ) from error
         if answer.status >= 300:
-            raise ServiceRefusedError(_reason(answer.data), answer.status)
+            seconds = answer.headers.get("Retry-After", "")
+            retry_after = float(seconds) if seconds.isdecimal() else None
+            raise ServiceRefusedError(_reason(answer.data), answer.status, retry_after)
         if not answer.data:
             return None
         try:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -283,10 +283,10 @@ def test_the_highest_generation_follows_the_desired_one_and_the_age_of_the_job(
 ) -> None:
     state = Rendezvous(desired=None if desired is None else Allocation(desired, 1))
     job = Job(1, "default.a", now - age, 1, None, state)
-    reachable = replace(a_registration(), **{field: highest})
-    require_reachable(reachable, job, now)
+    reachable: dict[str, Any] = {field: highest}
+    require_reachable(a_registration(**reachable), job, now)
     with pytest.raises(InvalidInputError, match=f"{field}: got {highest + 1}, expected at most {highest},"):
-        require_reachable(replace(reachable, **{field: highest + 1}), job, now)
+        require_reachable(a_registration(**{field: reachable[field] + 1}), job, now)
 
 
 def test_jobs_with_large_logs_take_bounded_memory(attacked: ServiceProcess) -> None:

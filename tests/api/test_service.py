@@ -341,6 +341,7 @@ def test_heartbeats_are_asked_for_less_frequently_with_many_replicas_and_expire_
             await service.heartbeats.check()
             interval = service.heartbeats.interval
             assert interval == 20
+            assert service.heartbeats.timeout == heartbeat_timeout(interval)
             await register(service)
         await pass_time(service, clock, interval)
         assert service.heartbeats.interval == HEARTBEAT_INTERVAL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedEr
 from adascale_client import client as client_module
 from adascale_client import transport as transport_module
 from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.names import HEARTBEAT_TIMEOUT
 from support.launch import free_port
 from support.service import TOKEN, Service
 
@@ -187,6 +189,19 @@ def test_a_stale_allocation_is_refused(service: Service) -> None:
         client.allocate(JOB, Allocation(1, 4))
     client.close()
     assert raised.value.status == 409
+
+
+def test_a_refused_replica_learns_when_other_members_are_removed(service: Service) -> None:
+    client = MetricsServiceClient(service.url, TOKEN)
+    client.allocate("default.versions", Allocation(1, 1))
+    client.register("default.versions", REGISTRATION)
+    running = replace(REGISTRATION, state=ReplicaState.RUNNING, generation=1, rank=0, replicas=1, version="1")
+    client.register("default.versions", running)
+    with pytest.raises(ServiceRefusedError, match="replica 1 has adascale 2, but replica 0") as raised:
+        client.register("default.versions", replace(REGISTRATION, replica=1, version="2"))
+    client.delete_job("default.versions")
+    client.close()
+    assert raised.value.retry_after == HEARTBEAT_TIMEOUT
 
 
 def test_a_wrong_token_is_refused(service: Service) -> None:

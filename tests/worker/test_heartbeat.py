@@ -7,9 +7,10 @@ from typing import NoReturn
 
 import pytest
 
-from adascale_client import ServiceUnreachableError
+from adascale_client import ServiceRefusedError, ServiceUnreachableError
 from adascale_core.messages import Allocation, AllocationView, MemberView, Registration, ReplicaState
-from adascale_worker.agent.heartbeat import Heartbeat
+from adascale_core.names import HEARTBEAT_TIMEOUT
+from adascale_worker.agent.heartbeat import REFUSAL_GRACE, Heartbeat
 from support.launch import wait_until
 
 REGISTRATION = Registration(0, "instance", ReplicaState.WAITING, 0, "127.0.0.1", 1)
@@ -70,6 +71,31 @@ def test_heartbeats_follow_the_interval_of_the_answers() -> None:
     heartbeat.start()
     assert slow.wait(30)
     assert asked == [17.5]
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "seconds"), [(None, HEARTBEAT_TIMEOUT), (20.0, 20.0), (210.0, 210.0)]
+)
+def test_a_refused_agent_waits_until_the_service_has_removed_members_that_are_gone(
+    retry_after: float | None, seconds: float
+) -> None:
+    now, refused = 1000.0, threading.Event()
+
+    def refuse() -> MemberView:
+        raise ServiceRefusedError("another version", 409, retry_after)
+
+    heartbeat = Heartbeat(
+        FakeClient(registered=refuse),  # type: ignore[arg-type]
+        refused.set,
+        clock=lambda: now,
+    )
+    heartbeat.start()
+    heartbeat.register(REGISTRATION)
+    assert refused.wait(30)
+    now += seconds
+    assert heartbeat.refusal is None
+    now += REFUSAL_GRACE
+    assert heartbeat.refusal == "the metrics service answers 409: another version"
 
 
 def test_the_view_follows_a_service_that_has_lost_its_data() -> None:

@@ -100,7 +100,11 @@ def allocation_json(job: Job, *, shows_all: bool) -> bytes:
     dependencies=WORKER,
     responses={
         **errors(401, 403, 413, 415, 422, 500, 503),
-        409: {"model": ErrorBody, "description": "Members with state have another version of the package."},
+        409: {
+            "model": ErrorBody,
+            "description": "Members with state have another version of the package. Those that are gone are "
+            "removed within the seconds of `Retry-After`.",
+        },
     },
     openapi_extra=registration_body.openapi,
 )

@@ -26,7 +26,6 @@ from adascale_core.names import (
     ENV_API_URL,
     ENV_GENERATION,
     ENV_JOINS_OTHERS,
-    HEARTBEAT_TIMEOUT,
     LEAVE_GRACE,
 )
 from adascale_core.termination_message import TerminationMessage
@@ -41,8 +40,6 @@ from adascale_worker.package_version import package_version
 
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""
-REFUSAL_TIMEOUT = HEARTBEAT_TIMEOUT + 10.0
-"""Seconds after which an agent exits that the service refuses. Until then the other members may go."""
 
 
 class Agent:
@@ -414,7 +411,7 @@ class Agent:
     # -- exiting -------------------------------------------------------------------------------------------
 
     def _raise_refusal(self, trainer: TrainerProcess | None = None) -> None:
-        refusal = self._heartbeat.refusal(REFUSAL_TIMEOUT)
+        refusal = self._heartbeat.refusal
         if refusal is not None:
             if trainer is not None:
                 trainer.kill()

@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
 from adascale_core.messages import AllocationView, MemberView, Registration
-from adascale_core.names import HEARTBEAT_INTERVAL
+from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.pacing import MAX_INTERVAL, change_wait
 
 CHANGE_TIMEOUT = 20.0
 """Seconds for which a request waits for a change of the generations, longer where there are many replicas."""
+REFUSAL_GRACE = 10.0
+"""Seconds for which an agent continues to ask after the members that are gone have been removed."""
 
 
 class Heartbeat:
@@ -26,10 +28,14 @@ class Heartbeat:
     Args:
         client: the metrics service.
         on_change: called when `view` has changed, from a thread of this object.
+        clock: returns seconds from an arbitrary start.
     """
 
-    def __init__(self, client: JobClient, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, client: JobClient, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
+        self._clock = clock
         self._on_change = on_change
         self._changed = threading.Condition()
         self._registration: Registration | None = None
@@ -38,6 +44,7 @@ class Heartbeat:
         self._error: str | None = None
         self._refusal: str | None = None
         self._refused_at: float | None = None
+        self._refusal_timeout = HEARTBEAT_TIMEOUT + REFUSAL_GRACE
         self._interval = HEARTBEAT_INTERVAL
         self.key = ""
         """The secret of the job's members; empty before the first answer to a registration."""
@@ -54,9 +61,10 @@ class Heartbeat:
         """Why the last request failed; None if it succeeded."""
         return self._error
 
-    def refusal(self, seconds: float) -> str | None:
-        """Return why the service refuses the registration, if it has done so for `seconds`."""
-        if self._refused_at is None or time.monotonic() - self._refused_at < seconds:
+    @property
+    def refusal(self) -> str | None:
+        """Why the service refuses the replica; None if it does not, or other members may still go."""
+        if self._refused_at is None or self._clock() - self._refused_at < self._refusal_timeout:
             return None
         return self._refusal
 
@@ -140,7 +148,9 @@ class Heartbeat:
         """Record that the service refuses the replica, for example because of its version."""
         if isinstance(error, ServiceRefusedError) and error.status == 409:
             self._refusal = str(error)
-            self._refused_at = self._refused_at or time.monotonic()
+            self._refusal_timeout = (error.retry_after or HEARTBEAT_TIMEOUT) + REFUSAL_GRACE
+            if self._refused_at is None:
+                self._refused_at = self._clock()
             self._on_change()
 
     def _update_view(self, view: AllocationView, before: AllocationView | None) -> None:
