@@ -7,7 +7,9 @@ prevent overflows in later calculations.
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
+from adascale_core.batch import AUTO, Auto
 from adascale_core.names import MAX_BATCH_SIZE, MAX_METRICS, MAX_REPLICAS, MAX_STEPS, METRIC_NAME
 
 MAX_INTEGER = 2**31 - 1
@@ -15,6 +17,14 @@ MAX_INTEGER = 2**31 - 1
 
 def _to_integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _to_samples_or_auto(value: object) -> object:
+    value = _to_integer(value)
+    if value == AUTO or (type(value) is int and 1 <= value <= MAX_BATCH_SIZE):
+        return value
+    # pydantic itself has an error for each member of a union.
+    raise PydanticCustomError("samples_or_auto", f'an integer from 1 to {MAX_BATCH_SIZE} or "{AUTO}"')
 
 
 INTEGER = BeforeValidator(_to_integer)
@@ -25,6 +35,7 @@ Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS), INTEGER]
 ReplicasOrZero = Annotated[int, Field(ge=0, le=MAX_REPLICAS), INTEGER]
 Rank = Annotated[int, Field(ge=0, lt=MAX_REPLICAS), INTEGER]
 Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE), INTEGER]
+SamplesOrAuto = Annotated[Samples | Auto, BeforeValidator(_to_samples_or_auto)]
 Step = Annotated[int, Field(ge=0, le=MAX_STEPS), INTEGER]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), INTEGER]
 Port = Annotated[int, Field(ge=0, le=65535), INTEGER]

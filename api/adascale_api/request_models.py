@@ -16,6 +16,7 @@ from adascale_api.field_types import (
     Replicas,
     ReplicasOrZero,
     Samples,
+    SamplesOrAuto,
     Step,
     Steps,
 )
@@ -127,10 +128,10 @@ class JobSpecBody(RequestBody):
     max_batch_size: Samples | None = Field(
         default=None, description="Upper bound of the global batch size; null for no bound."
     )
-    local_bsz_bounds: tuple[Samples, Samples | None] | None = Field(
+    local_bsz_bounds: tuple[Samples, SamplesOrAuto] | None = Field(
         default=None,
         description="Lower and upper bound of the batch size of one replica; null for no bounds. The upper "
-        "bound may be null if `max_batch_size` is set: what fits into memory.",
+        'bound may be "auto" if `max_batch_size` is set: what fits into memory.',
     )
     min_replicas: Replicas = Field(default=1, description="The minimum number of replicas.")
     max_replicas: Replicas = Field(default=1, description="The maximum number of replicas.")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_v
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from adascale_core.batch import AUTO, Auto
 from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
     DEFAULT_BACKOFF_LIMIT,
@@ -90,11 +91,19 @@ class LocalBszBounds(_ClosedModel):
     """Bounds of the batch on one replica, in samples."""
 
     lower: Samples = Field(description="The smallest batch on one replica.")
-    upper: Samples | None = Field(
-        default=None,
-        description="The largest batch on one replica. If unset, it is found in training: what fits into "
-        "memory, up to maxBatchSize.",
+    upper: StrictInt | Auto = Field(
+        default=AUTO,
+        description="The largest batch on one replica, or auto: what fits into memory, up to "
+        "maxBatchSize, which is found in training.",
     )
+
+    @field_validator("upper", mode="before")
+    @classmethod
+    def _samples_or_auto(cls, upper: Any) -> Any:
+        is_integer = isinstance(upper, int) and not isinstance(upper, bool)
+        if upper != AUTO and not (is_integer and 1 <= upper <= MAX_BATCH_SIZE):
+            raise _invalid_value(f"must be an integer from 1 to {MAX_BATCH_SIZE} or {AUTO}")
+        return upper
 
 
 class Checkpoint(_ClosedModel):

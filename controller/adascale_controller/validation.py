@@ -24,7 +24,13 @@ from adascale_controller.schema import (
     AdaScaleJobSpec,
 )
 from adascale_core import names
-from adascale_core.batch import BatchBounds, InvalidBoundsError, require_valid_replicas
+from adascale_core.batch import (
+    AUTO,
+    BatchBounds,
+    InvalidBoundsError,
+    LocalBszBounds,
+    require_valid_replicas,
+)
 from adascale_core.errors import InvalidJobError
 
 _SIZE_FIELDS = frozenset({"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas"})
@@ -173,7 +179,7 @@ class _Sizes:
 
     batch_size: int | None
     max_batch_size: int | None
-    local_bsz_bounds: tuple[int, int | None] | None
+    local_bsz_bounds: LocalBszBounds | None
     min_replicas: int | None
     max_replicas: int | None
 
@@ -204,7 +210,7 @@ class _Sizes:
         return cls(
             valid.get("batchSize"),
             valid.get("maxBatchSize"),
-            (local["lower"], local.get("upper")) if local else None,
+            (local["lower"], local.get("upper") or AUTO) if local else None,
             valid.get("minReplicas", None if "minReplicas" in invalid else 1),
             valid.get("maxReplicas"),
         )
@@ -213,7 +219,7 @@ class _Sizes:
 def _size_errors(sizes: _Sizes) -> list[FieldError]:
     errors: list[FieldError] = []
     # One bound at a time, so that errors in both are reported.
-    is_open = sizes.local_bsz_bounds is not None and sizes.local_bsz_bounds[1] is None
+    is_open = sizes.local_bsz_bounds is not None and sizes.local_bsz_bounds[1] == AUTO
     maximum = names.MAX_BATCH_SIZE if is_open and sizes.max_batch_size is not None else None
     for max_batch_size, local_bsz_bounds in (
         (sizes.max_batch_size, None),

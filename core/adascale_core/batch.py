@@ -3,6 +3,7 @@
 With K replicas, local batch size b and a accumulation steps, the global batch of a step has K*b*a samples.
 The learning rate was tuned for `batch_size`; `max_batch_size` is an upper bound of the global batch, and
 `local_bsz_bounds` are bounds of b. Sizes are always rounded down, and b is the same on all replicas.
+An upper bound of `AUTO` is what fits into memory, which is found in training.
 `local_bsz_limit` is what fits into memory, as far as training has shown. It bounds b, never the global batch:
 where b is not enough, replicas accumulate.
 
@@ -16,10 +17,17 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isqrt
+from typing import Final, Literal
 
 from adascale_core.errors import InvalidJobError
 from adascale_core.gain import GradientEstimate
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+
+Auto = Literal["auto"]
+AUTO: Final = "auto"
+"""The upper bound of the local batch size that is found in training: what fits into memory."""
+LocalBszBounds = tuple[int, int | Auto]
+"""(lower, upper) bounds of the local batch size, in samples."""
 
 
 class InvalidBoundsError(InvalidJobError):
@@ -34,7 +42,7 @@ class BatchBounds:
         batch_size: the global batch size for which the learning rate was tuned (B0), in samples.
         max_batch_size: upper bound of the global batch size, in samples; None if unbounded.
         local_bsz_bounds: (lower, upper) bounds of the local batch size, in samples; None if unbounded. An
-            upper bound of None means what fits into memory, up to `max_batch_size`.
+            upper bound of "auto" means what fits into memory, up to `max_batch_size`.
         elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too. It
             then has two micro-batches at least, because the noise is measured by comparing them.
         local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into
@@ -43,13 +51,13 @@ class BatchBounds:
     Without either bound, the batch is not elastic: every step has `batch_size` samples.
 
     Raises:
-        InvalidBoundsError: a size is not a positive integer, lower is greater than upper,
-            `max_batch_size` is less than `batch_size`, or neither it nor upper is set.
+        InvalidBoundsError: a size is not a positive integer (or, for upper, "auto"), lower is greater than
+            upper, `max_batch_size` is less than `batch_size`, or upper is "auto" without it.
     """
 
     batch_size: int
     max_batch_size: int | None = None
-    local_bsz_bounds: tuple[int, int | None] | None = None
+    local_bsz_bounds: LocalBszBounds | None = None
     elastic_single_replica: bool = False
     local_bsz_limit: int | None = None
 
@@ -66,13 +74,14 @@ class BatchBounds:
             _require_pair("local_bsz_bounds", self.local_bsz_bounds)
             lower, upper = self.local_bsz_bounds
             _require_positive_integer("local_bsz_bounds lower", lower)
-            if upper is None:
+            if upper == AUTO:
                 if self.max_batch_size is None:
                     raise InvalidBoundsError(
-                        "local_bsz_bounds has no upper bound, which needs max_batch_size: set one of them"
+                        f"local_bsz_bounds upper is {AUTO}, which needs max_batch_size: set max_batch_size, "
+                        "or an integer as upper"
                     )
                 return
-            _require_positive_integer("local_bsz_bounds upper", upper)
+            _require_positive_integer("local_bsz_bounds upper", upper, otherwise=AUTO)
             if lower > upper:
                 raise InvalidBoundsError(
                     f"local_bsz_bounds lower {lower} is greater than upper {upper}: "
@@ -91,8 +100,9 @@ class BatchBounds:
 
     @property
     def declared_upper(self) -> int | None:
-        """The upper bound of the local batch size that the user has set; None if unbounded."""
-        return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
+        """The upper bound of the local batch size that the user has set; None if it is found in training."""
+        upper = self.local_bsz_bounds[1] if self.local_bsz_bounds else AUTO
+        return None if upper == AUTO else upper
 
     @property
     def upper(self) -> int | None:
@@ -135,9 +145,10 @@ def _require_pair(name: str, value: object) -> None:
         raise InvalidBoundsError(f"{name} must be a pair (lower, upper), got {value!r}")
 
 
-def _require_positive_integer(name: str, value: object) -> None:
+def _require_positive_integer(name: str, value: object, otherwise: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidBoundsError(f"{name} must be a positive integer, got {value!r}")
+        allowed = f"a positive integer or {otherwise!r}" if otherwise else "a positive integer"
+        raise InvalidBoundsError(f"{name} must be {allowed}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -256,7 +267,7 @@ def _describe(bounds: BatchBounds) -> str:
     if bounds.max_batch_size is not None:
         parts.append(f"max_batch_size {bounds.max_batch_size}")
     if bounds.local_bsz_bounds is not None:
-        parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.declared_upper or 'what fits'}")
+        parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.local_bsz_bounds[1]}")
     if bounds.local_bsz_limit is not None:
         parts.append(f"memory for local batches of at most {bounds.local_bsz_limit}")
     return ", ".join(parts)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from adascale_core import names
-from adascale_core.batch import BatchBounds, BatchPlan, is_valid_replicas
+from adascale_core.batch import BatchBounds, BatchPlan, LocalBszBounds, is_valid_replicas
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET, HEARTBEAT_INTERVAL
 
 
@@ -127,7 +127,7 @@ class JobSpec(Message):
         batch_size: the batch size for which the learning rate was tuned (B0), in samples.
         max_batch_size: upper bound of the global batch size; None if unbounded.
         local_bsz_bounds: (lower, upper) bounds of the local batch size; None if unbounded. An upper bound of
-            None means what fits into memory.
+            "auto" means what fits into memory.
         min_replicas, max_replicas: the bounds of the replica count.
         scale_invariant_steps: steps at `batch_size` after which the job is complete; None if the program
             decides.
@@ -139,7 +139,7 @@ class JobSpec(Message):
 
     batch_size: int
     max_batch_size: int | None = None
-    local_bsz_bounds: tuple[int, int | None] | None = None
+    local_bsz_bounds: LocalBszBounds | None = None
     min_replicas: int = 1
     max_replicas: int = 1
     scale_invariant_steps: int | None = None
@@ -182,7 +182,7 @@ class JobSpec(Message):
         return {
             names.ENV_BATCH_SIZE: str(self.batch_size),
             names.ENV_MAX_BATCH_SIZE: None if self.max_batch_size is None else str(self.max_batch_size),
-            names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1] or ''}",
+            names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1]}",
             names.ENV_LOCAL_BSZ_LIMIT: None if self.local_bsz_limit is None else str(self.local_bsz_limit),
             names.ENV_ELASTIC_SINGLE_REPLICA: "1" if self.elastic_single_replica else None,
             names.ENV_EFFICIENCY_TARGET: repr(self.efficiency_target),

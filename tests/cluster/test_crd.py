@@ -120,7 +120,7 @@ def sized(draw: st.DrawFn) -> dict[str, Any]:
     lower = 1
     if draw(st.booleans()):
         lower = max(draw(sizes | st.just(spec["batchSize"])) + draw(near), 0)
-        upper = draw(sizes | small.map(lambda more: lower + more - 2))
+        upper = draw(sizes | small.map(lambda more: lower + more - 2) | st.just("auto"))
         spec["localBszBounds"] = {"lower": lower, "upper": upper}
     fewest = draw(counts)
     if draw(st.booleans()):
@@ -337,6 +337,21 @@ OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         {"localBszBounds": {"lower": 128, "upper": 16}},
         "spec.localBszBounds",
         "lower 128 is greater than upper 16: lower must be at most upper",
+    ),
+    (
+        {"localBszBounds": {"lower": 4}},
+        "spec.localBszBounds",
+        "upper is auto, which needs maxBatchSize: set maxBatchSize, or an integer as upper",
+    ),
+    (
+        {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": "64"}},
+        "spec.localBszBounds.upper",
+        "must be an integer from 1 to 1048576 or auto, got the string '64'",
+    ),
+    (
+        {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 2**20 + 1}},
+        "spec.localBszBounds.upper",
+        "must be an integer from 1 to 1048576 or auto, got 1048577",
     ),
     (
         {"minReplicas": 9},

@@ -83,6 +83,10 @@ def test_the_yaml_is_the_crd() -> None:
             {"type": "number", "default": 30, "minimum": 0, "exclusiveMinimum": True},
         ),
         ("localBszBounds", {"type": "object", "required": ["lower"]}),
+        (
+            "localBszBounds.upper",
+            {"x-kubernetes-int-or-string": True, "default": "auto", "maxLength": 32},
+        ),
         ("template", {"type": "object", "required": ["spec"]}),
         ("template.metadata", {"type": "object", **OPEN}),
         ("template.metadata.labels", {"type": "object"}),
@@ -171,6 +175,12 @@ def test_a_storage_size_has_the_pattern_of_its_model() -> None:
     assert f"self.matches('{QUANTITY}')" in rule["rule"]
 
 
+def test_an_upper_bound_has_the_largest_number_of_its_model() -> None:
+    (rule,) = SPEC["properties"]["localBszBounds"]["properties"]["upper"]["x-kubernetes-validations"]
+    assert f"self <= {names.MAX_BATCH_SIZE} " in rule["rule"]
+    assert f" to {names.MAX_BATCH_SIZE} " in rule["messageExpression"]
+
+
 def test_the_rules_on_counts_try_every_count_and_every_divisor() -> None:
     """A divisor of `batchSize`, or its cofactor, is at most the root of the largest batch size."""
     rules = [rule["rule"] for rule in SPEC["x-kubernetes-validations"] if "exists" in rule["rule"]]
@@ -195,6 +205,7 @@ def test_messages_are_one_line() -> None:
         ({"maxBatchSize": 16}, "spec.maxBatchSize"),
         ({"localBszBounds": {"lower": 128, "upper": 16}}, "spec.localBszBounds"),
         ({"localBszBounds": {"lower": 4}}, "spec.localBszBounds"),
+        ({"localBszBounds": {"lower": 4, "upper": "64"}}, "spec.localBszBounds.upper"),
         ({"minReplicas": 9}, "spec.minReplicas"),
         ({"minReplicas": 6, "maxReplicas": 7}, "spec"),
         ({"checkpoint": {"claimName": "a", "path": "/b"}}, "spec.checkpoint"),

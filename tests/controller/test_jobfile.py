@@ -119,6 +119,13 @@ def test_every_field_is_read() -> None:
     assert parsed.replicas == 4
 
 
+@pytest.mark.parametrize("upper", [{"upper": "auto"}, {"upper": None}, {}])
+def test_the_upper_bound_of_the_local_batch_is_found_in_training_unless_set(upper: dict[str, Any]) -> None:
+    parsed = parse_job(job(maxBatchSize=512, localBszBounds={"lower": 16, **upper}))
+    assert parsed.spec.local_bsz_bounds == (16, "auto")
+    assert trainer_environment(parsed)["ADASCALE_LOCAL_BSZ_BOUNDS"] == "16,auto"
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "parsed"),
     [
@@ -252,6 +259,21 @@ INVALID_FIELDS = [
     (job(efficiencyTarget=0), "spec.efficiencyTarget: must be greater than 0, got 0"),
     (job(efficiencyTarget=1.5), "spec.efficiencyTarget: must be at most 1, got 1.5"),
     (job(efficiencyTarget=float("nan")), "spec.efficiencyTarget: must be a finite number, got nan"),
+    *(
+        (
+            job(maxBatchSize=64, localBszBounds={"lower": 4, "upper": upper}),
+            f"spec.localBszBounds.upper: must be an integer from 1 to 1048576 or auto, got {described}",
+        )
+        for upper, described in (
+            ("Auto", "the string 'Auto'"),
+            ("64", "the string '64'"),
+            (0, "0"),
+            (2**20 + 1, "1048577"),
+            (64.0, "64.0"),
+            (True, "true"),
+            ([64], "a list of 1"),
+        )
+    ),
     (job(localBszBounds=[16, 128]), "spec.localBszBounds: must be an object, got a list of 2"),
     (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
     (
@@ -359,7 +381,8 @@ INVALID_FIELDS = [
     ),
     (
         job(localBszBounds={"lower": 4}),
-        "spec.localBszBounds: has no upper bound, which needs maxBatchSize: set one of them",
+        "spec.localBszBounds: upper is auto, which needs maxBatchSize: set maxBatchSize, or an integer as "
+        "upper",
     ),
     (
         job(localBszBounds={"lower": 128, "upper": 16}),

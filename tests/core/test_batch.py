@@ -11,6 +11,7 @@ from adascale_core.batch import (
     BatchBounds,
     BatchPlan,
     InvalidBoundsError,
+    LocalBszBounds,
     batch_choice,
     is_valid_replicas,
     limit_after,
@@ -35,8 +36,8 @@ CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.0)
 def tried_local_bszs(bounds: BatchBounds, replicas: int) -> list[int]:
     """Every local batch size that `replicas` replicas may use."""
     size, most = bounds.batch_size, bounds.max_batch_size
-    lower, declared = bounds.local_bsz_bounds or (1, None)
-    upper = min(declared or 10**9, bounds.local_bsz_limit or 10**9)
+    lower, declared = bounds.local_bsz_bounds or (1, "auto")
+    upper = min(10**9 if declared == "auto" else declared, bounds.local_bsz_limit or 10**9)
     if bounds.max_batch_size is None and bounds.local_bsz_bounds is None:
         share, rest = divmod(size, replicas)
         divisors = [b for b in range(1, share + 1) if share % b == 0 and b <= upper and not rest]
@@ -73,7 +74,7 @@ def all_bounds(draw: st.DrawFn, largest: int = 60) -> BatchBounds:
     most = draw(st.none() | st.integers(size, 2 * largest))
     pair = draw(st.none() | st.tuples(sizes, sizes).map(sorted))
     is_open = most is not None and draw(st.booleans())
-    local = (pair[0], None if is_open else pair[1]) if pair else None
+    local: LocalBszBounds | None = (pair[0], "auto" if is_open else pair[1]) if pair else None
     return BatchBounds(size, most, local, local_bsz_limit=draw(st.none() | sizes))
 
 
@@ -127,8 +128,8 @@ def test_the_limit_is_below_what_did_not_fit_and_not_below_what_fits(too_large: 
         (BatchBounds(7, None, (2, 6)), [*range(2, 21)]),
         (BatchBounds(100, None, (30, 49)), [*range(2, 21)]),
         # without an upper bound, one replica still must not be below the lower bound
-        (BatchBounds(4, 64, (8, None)), [*range(2, 9)]),
-        (BatchBounds(8, 64, (8, None)), [*range(1, 9)]),
+        (BatchBounds(4, 64, (8, "auto")), [*range(2, 9)]),
+        (BatchBounds(8, 64, (8, "auto")), [*range(1, 9)]),
         # memory for 6 samples: a replica accumulates, so the same counts are valid
         (BatchBounds(12, local_bsz_limit=1), [1, 2, 3, 4, 6, 12]),
         (BatchBounds(8, None, (4, 8), local_bsz_limit=6), [*range(1, 21)]),
@@ -429,12 +430,21 @@ def test_every_plan_is_within_the_bounds_and_planning_is_deterministic(
         ((8, 16.5), "max_batch_size must be a positive integer, got 16.5"),
         ((8, 7), "max_batch_size 7 is less than batch_size 8"),
         ((8, None, (0, 4)), "local_bsz_bounds lower must be a positive integer, got 0"),
-        ((8, None, (1, -4)), "local_bsz_bounds upper must be a positive integer, got -4"),
-        ((8, None, (1, 4.5)), "local_bsz_bounds upper must be a positive integer, got 4.5"),
+        ((8, None, (1, -4)), "local_bsz_bounds upper must be a positive integer or 'auto', got -4"),
+        ((8, None, (1, 4.5)), "local_bsz_bounds upper must be a positive integer or 'auto', got 4.5"),
         ((8, None, (5, 4)), "local_bsz_bounds lower 5 is greater than upper 4"),
         ((8, None, (4,)), "local_bsz_bounds must be a pair (lower, upper), got (4,)"),
         ((8, None, [4, 8]), "local_bsz_bounds must be a pair (lower, upper), got [4, 8]"),
-        ((8, None, (4, None)), "local_bsz_bounds has no upper bound, which needs max_batch_size"),
+        ((8, 64, (4, 0)), "local_bsz_bounds upper must be a positive integer or 'auto', got 0"),
+        ((8, 64, (4, None)), "local_bsz_bounds upper must be a positive integer or 'auto', got None"),
+        ((8, 64, (4, "Auto")), "local_bsz_bounds upper must be a positive integer or 'auto', got 'Auto'"),
+        ((8, 64, (4, "64")), "local_bsz_bounds upper must be a positive integer or 'auto', got '64'"),
+        ((8, 64, ("auto", 4)), "local_bsz_bounds lower must be a positive integer, got 'auto'"),
+        (
+            (8, None, (4, "auto")),
+            "local_bsz_bounds upper is auto, which needs max_batch_size: set max_batch_size, or an integer "
+            "as upper",
+        ),
         ((8, None, 4), "local_bsz_bounds must be a pair (lower, upper), got 4"),
     ],
 )

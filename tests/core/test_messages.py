@@ -32,7 +32,7 @@ specs = st.builds(
     JobSpec,
     batch_size=sizes,
     max_batch_size=st.none() | sizes,
-    local_bsz_bounds=st.none() | st.tuples(sizes, sizes),
+    local_bsz_bounds=st.none() | st.tuples(sizes, sizes | st.just("auto")),
     min_replicas=sizes,
     max_replicas=sizes,
     scale_invariant_steps=st.none() | sizes,
@@ -178,8 +178,8 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
              "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
         ),
         (
-            JobSpec(8, 64, (4, None)),
-            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,", "LOCAL_BSZ_LIMIT": None,
+            JobSpec(8, 64, (4, "auto")),
+            {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,auto", "LOCAL_BSZ_LIMIT": None,
              "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
         ),
         (

@@ -27,7 +27,7 @@ def test_a_job_learns_what_fits_without_losing_or_repeating_a_sample(tmp_path: P
         env,
         batchSize=16,
         maxBatchSize=32,
-        localBszBounds={"lower": 2},
+        localBszBounds={"lower": 2, "upper": "auto"},
         minReplicas=2,
         maxReplicas=2,
         scaleInvariantSteps=60,

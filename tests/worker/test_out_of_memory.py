@@ -114,8 +114,10 @@ def test_the_samples_of_a_step_that_does_not_fit_follow_in_smaller_batches(
     assert "a local batch of 12 samples does not fit into the memory of cpu" in capsys.readouterr().err
 
 
-def test_without_an_upper_bound_batches_grow_step_by_step_to_what_fits(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(batch_size=2, max_batch_size=48, local_bsz_bounds=(1, None))
+def test_with_the_upper_bound_auto_batches_grow_step_by_step_to_what_fits(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(batch_size=2, max_batch_size=48, local_bsz_bounds=(1, "auto"))
     planner = trainer._trainer.planner
     planner.finished_step()
     assert planner._bounds_to_try().upper == 4

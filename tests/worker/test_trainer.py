@@ -311,6 +311,8 @@ def test_training_with_the_previous_local_batch_size_is_an_error(
         ({"batch_size": 8, "max_batch_size": 4}, "max_batch_size 4 is less than batch_size 8"),
         ({"batch_size": 8, "local_bsz_bounds": (4, 2)}, "lower 4 is greater than upper 2"),
         ({"batch_size": 8, "local_bsz_bounds": [4]}, "must be a pair"),
+        ({"batch_size": 8, "local_bsz_bounds": [4, "auto"]}, "upper is auto, which needs max_batch_size"),
+        ({"batch_size": 8, "local_bsz_bounds": [4, "Auto"]}, "positive integer or 'auto', got 'Auto'"),
         ({"batch_size": 7, "local_bsz_bounds": (2, 6)}, "1 replicas are not valid"),
     ],
 )

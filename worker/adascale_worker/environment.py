@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from adascale_core import names
+from adascale_core.batch import AUTO, LocalBszBounds
 from adascale_core.job_id import parse_job_id
 from adascale_worker.errors import EnvironmentVariableError
 
@@ -62,7 +63,7 @@ class JobSettings:
 
     batch_size: int | None = None
     max_batch_size: int | None = None
-    local_bsz_bounds: tuple[int, int | None] | None = None
+    local_bsz_bounds: LocalBszBounds | None = None
     efficiency_target: float | None = None
     scale_invariant_steps: int | None = None
     checkpoint_dir: str | Path | None = None
@@ -235,11 +236,12 @@ def _positive_integer(text: str) -> int:
     return int(text)
 
 
-def _bounds_pair(text: str) -> tuple[int, int | None]:
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise ValueError("it must be two integers, 'lower,upper', or 'lower,' without an upper bound")
-    return _positive_integer(parts[0]), _positive_integer(parts[1]) if parts[1].strip() else None
+def _bounds_pair(text: str) -> LocalBszBounds:
+    lower, _, upper = text.partition(",")
+    try:
+        return _positive_integer(lower), AUTO if upper.strip() == AUTO else _positive_integer(upper)
+    except ValueError:
+        raise ValueError(f"it must be 'lower,upper', two integers of at least 1, or 'lower,{AUTO}'") from None
 
 
 def _seconds(text: str) -> float:

@@ -23,12 +23,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_client import MetricsServiceClient
+from adascale_core.batch import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker import environment
@@ -102,7 +103,7 @@ class ElasticTrainer:
         batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
         max_batch_size: upper bound of the global batch size, in samples. None: not bounded.
         local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples. None: not bounded. An
-            upper bound of None means what fits into memory, up to `max_batch_size`.
+            upper bound of "auto" is found in training: what fits into memory, up to `max_batch_size`.
         scale_invariant_steps: steps at `batch_size` after which training is finished.
         epochs: epochs after which training is finished, if `scale_invariant_steps` is not set. If neither is
             set, training ends with the program.
@@ -125,7 +126,7 @@ class ElasticTrainer:
         self,
         batch_size: int | None = None,
         max_batch_size: int | None = None,
-        local_bsz_bounds: Sequence[int | None] | None = None,
+        local_bsz_bounds: Sequence[int | Literal["auto"]] | None = None,
         *,
         scale_invariant_steps: int | None = None,
         epochs: int | None = None,
@@ -690,6 +691,6 @@ def _make_reporter() -> Reporter | None:
     return Reporter(client.for_job(service.job_id))
 
 
-def _pair(bounds: Sequence[int | None] | None) -> tuple[int, int | None] | None:
+def _pair(bounds: Sequence[int | Literal["auto"]] | None) -> LocalBszBounds | None:
     """Return the bounds as a tuple; `BatchBounds` checks its length and items."""
     return None if bounds is None else tuple(bounds)  # type: ignore[return-value]
