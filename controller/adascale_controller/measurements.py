@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -132,6 +132,13 @@ def _median_of_jobs(measured: Sequence[StepTime]) -> StepTime:
     )
 
 
+_UsableTimes = tuple[
+    tuple[Sequence[StepTime], Sequence[StepTime], str | None],
+    tuple[Sequence[StepTime], Sequence[StepTime], int],
+]
+"""The step times of a job and its template and the type of accelerator, and those that are used of them."""
+
+
 class JobMeasurements:
     """Measures a job: call `update` with each view of it, then `job_state` for the decision's input.
 
@@ -153,6 +160,7 @@ class JobMeasurements:
         self._default_preparation = preparation
         self._reported_plans = 0
         self._step_times: dict[_MeasuredPlan, StepTime] = {}
+        self._usable: _UsableTimes | None = None
         self._first_generation = 0
         self._last_report: GainReport | None = None
         self._downtimes: list[float] = []
@@ -218,9 +226,7 @@ class JobMeasurements:
                 self.template.add(job.id, view.step_times, report.accelerator)
         if accelerator is None and report is not None:
             accelerator = report.accelerator
-        settled = self._settled(view.step_times)
-        step_times = tuple(each for each in settled if each.accelerator == accelerator)
-        template_step_times = self.template.step_times(accelerator)
+        step_times, template_step_times, largest = self._usable_times(view, accelerator)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]
@@ -232,7 +238,7 @@ class JobMeasurements:
             max_replicas=spec.max_replicas,
             replicas=view.desired.replicas if view.desired else 0,
             stable_since=stable_since,
-            largest=max((each.replicas for each in (*step_times, *template_step_times)), default=0),
+            largest=largest,
             estimate=estimate or self.template.first_estimate,
             step_times=step_times,
             template_step_times=template_step_times,
@@ -242,14 +248,31 @@ class JobMeasurements:
             prepare_seconds=(fmean(self._preparations) if self._preparations else self._default_preparation),
         )
 
-    def _settled(self, measured: Sequence[StepTime]) -> tuple[StepTime, ...]:
+    def _usable_times(
+        self, view: JobView, accelerator: str | None
+    ) -> tuple[Sequence[StepTime], Sequence[StepTime], int]:
+        """Return the step times on a type of accelerator, and the largest count on which they were measured.
+
+        They are those of the job, and those of its template.
+        """
+        template = self.template.step_times(accelerator)
+        question = view.step_times, template, accelerator
+        if self._usable is None or self._usable[0] != question:
+            step_times = tuple(
+                each for each in self._settled(view.step_times) if each.accelerator == accelerator
+            )
+            largest = max((each.replicas for each in (*step_times, *template)), default=0)
+            self._usable = question, (step_times, template, largest)
+        return self._usable[1]
+
+    def _settled(self, measured: Sequence[StepTime]) -> Iterable[StepTime]:
         """Return step times, those from before where they are about the same."""
         before, self._step_times = self._step_times, {}
         for each in measured:
             plan = _measured_plan(each)
             used = before.get(plan)
             self._step_times[plan] = used if used is not None and _is_same(used, each) else each
-        return tuple(self._step_times.values())
+        return self._step_times.values()
 
 
 def _is_same(before: StepTime, after: StepTime) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from adascale_core.node_slots import SlotCapacity
@@ -81,10 +82,14 @@ class NodeCapacity:
     Args:
         nodes: all nodes, in any order.
         demands: job id -> demand, of every job that appears in a question.
+        before: earlier nodes and demands, from which is taken what has not changed.
     """
 
-    def __init__(self, nodes: Iterable[Node], demands: Mapping[str, Demand]) -> None:
-        self._problem = PackingProblem.of(nodes, demands)
+    def __init__(
+        self, nodes: Iterable[Node], demands: Mapping[str, Demand], before: NodeCapacity | None = None
+    ) -> None:
+        earlier = None if before is None else before._problem
+        self._problem: PackingProblem = PackingProblem.of(nodes, demands, earlier)
 
     def fits(self, counts: Mapping[str, int]) -> bool:
         """Whether a packing of all `counts` (job id -> replicas) is found."""
@@ -94,7 +99,7 @@ class NodeCapacity:
         """Return how many replicas of `job` fit if no other job runs."""
         demand = self._problem.demands[job]
         lower = 0
-        upper = len(demand.placed) + sum(self._problem.slots[demand.kind].values())
+        upper = len(demand.placed) + sum(self._problem.nodes.slots[demand.kind].values())
         while lower < upper:
             count = (lower + upper + 1) // 2
             lower, upper = (count, upper) if self.fits({job: count}) else (lower, count - 1)
@@ -113,7 +118,7 @@ class NodeCapacity:
             return self.max_replicas(first.job)
         if any(demand.one_node or demand.kind != first.kind for demand in demands):
             return self
-        slots = self._problem.slots[first.kind]
+        slots = self._problem.nodes.slots[first.kind]
         placed = Counter(node for demand in demands for node in demand.placed.values())
         if any(count > slots.get(node, 0) for node, count in placed.items()):
             return self
@@ -130,22 +135,18 @@ class NodeCapacity:
         first = demands[0]
         if any(demand.one_node or demand.kind != first.kind for demand in demands):
             return None
-        slots = self._problem.slots[first.kind]
-        index = {node: i for i, node in enumerate(sorted(slots))}
-        placed = Counter(node for demand in demands for node in demand.placed.values())
+        slots = self._problem.nodes.slots[first.kind]
+        placed = Counter(chain.from_iterable(demand.placed.values() for demand in demands))
         if any(count > slots.get(node, 0) for node, count in placed.items()):
             return None
+        sizes, index = self._problem.nodes.slots_by_node[first.kind]
         return SlotCapacity(
-            [slots[node] for node in sorted(slots)],
-            {
-                demand.job: [index[demand.placed[rank]] for rank in sorted(demand.placed)]
-                for demand in demands
-            },
+            sizes, {demand.job: [index[node] for node in demand.placed.values()] for demand in demands}
         )
 
     def node_size(self, job: str) -> int | None:
         """Return how many replicas of `job` fit on the largest node that it may use, when it is empty."""
-        return max(self._problem.slots[self._problem.demands[job].kind].values(), default=0)
+        return max(self._problem.nodes.slots[self._problem.demands[job].kind].values(), default=0)
 
     def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
         """Return `jobs` in groups, each in the same order, such that no two groups use the same node."""
@@ -154,7 +155,7 @@ class NodeCapacity:
             return [jobs] if jobs else []
         groups = _Groups()
         for kind in sorted({demand.kind for demand in demands}):
-            groups.join([("kind", kind), *(("node", node) for node in self._problem.slots[kind])])
+            groups.join([("kind", kind), *(("node", node) for node in self._problem.nodes.slots[kind])])
         for demand in demands:
             # A replica may be placed on a node that its job may no longer use.
             groups.join([("kind", demand.kind), *(("node", node) for node in set(demand.placed.values()))])
@@ -165,7 +166,7 @@ class NodeCapacity:
 
     def empty_slots(self, job: str) -> int:
         """Return how many replicas of `job` the nodes hold when they are empty."""
-        return sum(self._problem.slots[self._problem.demands[job].kind].values())
+        return sum(self._problem.nodes.slots[self._problem.demands[job].kind].values())
 
     def dominant_share(self, job: str) -> float:
         """Return the largest share of a resource of all nodes that one replica of `job` requests, 0 to 1."""

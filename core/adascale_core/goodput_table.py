@@ -7,7 +7,7 @@ and decisions take most of their time here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ MAX_PLANS = 32
 ALL_COUNTS_TO = 64
 """Larger counts are candidates only in a geometric series, and if they fill nodes."""
 COUNT_RATIO = 1.04
+MAX_STEP_TIMES = 1024
+"""Grids of step times that are kept, up to about 50 kB each. A new estimate does not change them."""
 
 
 @lru_cache(maxsize=65536)
@@ -76,6 +78,16 @@ class PlanGrid:
             np.array([[plan.scale(bounds) for plan in row] for row in padded]).reshape(shape),
         )
 
+    @cached_property
+    def gain_bounds(self) -> tuple[Floats, Floats]:
+        """The smallest and the largest gain of each plan."""
+        return np.minimum(self.scale, 1.0), np.maximum(self.scale, 1.0)
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The index of each row."""
+        return np.arange(len(self.replicas))
+
     def plan(self, row: int, column: int) -> BatchPlan:
         """Return a plan of the grid."""
         return BatchPlan(
@@ -103,6 +115,11 @@ class Goodputs:
     several_nodes: Floats
     columns: tuple[Any, Any]
     grid: PlanGrid
+
+    @cached_property
+    def logarithms(self) -> tuple[Floats, Floats]:
+        """The logarithms of `one_node` and `several_nodes`."""
+        return np.log(self.one_node), np.log(self.several_nodes)
 
     def plan(self, index: int, *, on_one_node: bool) -> BatchPlan:
         """Return the best plan of the count at an index."""
@@ -133,15 +150,20 @@ def goodputs(
     else:
         sqr, var = sqr / largest, var / largest
         gain = (var + sqr) / (var / grid.scale + sqr)
-        gain = np.clip(gain, np.minimum(grid.scale, 1.0), np.maximum(grid.scale, 1.0))
+        least, most = grid.gain_bounds
+        gain = np.minimum(np.maximum(gain, least), most)
+    one, several = (gain / step_times for step_times in _step_times(grid, model))
+    columns = one.argmax(axis=1), several.argmax(axis=1)
+    return Goodputs(counts, one[grid.rows, columns[0]], several[grid.rows, columns[1]], columns, grid)
+
+
+@lru_cache(maxsize=MAX_STEP_TIMES)
+def _step_times(grid: PlanGrid, model: StepTimeModel) -> tuple[Floats, Floats]:
+    """Return the seconds of a step of each plan, on one node and on several."""
     compute = model.fixed + model.per_sample * grid.local_bsz
-    one = gain / ((grid.accumulation - 1) * compute + _last(compute, _sync(grid, model, 1), model.overlap))
-    several = gain / (
-        (grid.accumulation - 1) * compute + _last(compute, _sync(grid, model, 2), model.overlap)
-    )
-    columns = np.argmax(one, axis=1), np.argmax(several, axis=1)
-    rows = np.arange(len(counts))
-    return Goodputs(counts, one[rows, columns[0]], several[rows, columns[1]], columns, grid)
+    before = (grid.accumulation - 1) * compute
+    one, several = (before + _last(compute, _sync(grid, model, nodes), model.overlap) for nodes in (1, 2))
+    return one, several
 
 
 def _sync(grid: PlanGrid, model: StepTimeModel, nodes: int) -> Floats:

@@ -6,11 +6,15 @@ cost of the change to it. `docs/scheduling.md` has the formula, with a reason fo
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf, log
+from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from adascale_core.batch import is_valid_replicas
 from adascale_core.goodput_table import Floats, Goodputs, candidate_counts, goodputs
@@ -73,6 +77,7 @@ class JobUtility:
         counts: valid counts within its bounds, ascending.
         table: the goodput of the counts that it may have next; None if it is not measured.
         node_size: how many replicas fit on a node; None if not known.
+        fills_nodes: whether only counts that divide a node or fill nodes are considered.
         weight: of the logarithm of its goodput.
         model: its step times; None if it is not measured.
     """
@@ -81,6 +86,7 @@ class JobUtility:
     counts: Sequence[int]
     table: Goodputs | None
     node_size: int | None = None
+    fills_nodes: bool = False
     weight: float = field(default=1.0)
     model: StepTimeModel | None = None
 
@@ -101,20 +107,26 @@ class JobUtility:
             fills_nodes: whether to consider only counts that divide a node or fill nodes.
             before: of an earlier state of the job, from which predictions are taken that are the same.
         """
-        counts: Sequence[int] = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        if (
+            before is not None
+            and (before.node_size, before.fills_nodes) == (node_size, fills_nodes)
+            and _prediction_inputs(before.job) == _prediction_inputs(job)
+        ):
+            return replace(before, job=job)
+        counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         if job.limit is not None:
-            counts = [count for count in counts if count <= job.limit] or counts[:1]
+            counts = counts[: bisect_right(counts, job.limit)] or counts[:1]
         if node_size is not None and fills_nodes:
-            filling = _filling_nodes(counts, node_size, job.replicas)
-            counts = [count for count in counts if count in filling]
+            counts = _filling_nodes(counts, node_size, job.replicas)
         model = _model(job, before)
+        utility = cls(job, counts, None, node_size, fills_nodes, model=model)
         if job.estimate is None or model is None or not counts:
-            return cls(job, counts, None, node_size, model=model)
+            return utility
         measured = (*job.step_times, *job.template_step_times)
         largest = max([job.largest, *(each.replicas for each in measured)])
-        next_larger = [count for count in counts if count > largest][:1]
+        next_larger = counts[bisect_right(counts, largest) :][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
-        reachable = tuple(count for count in counts if count <= limit)
+        reachable = counts[: bisect_right(counts, limit)]
         known = None if before is None or before.job.bounds != job.bounds else before.table
         if known is None or known.counts != reachable:
             table = goodputs(job.bounds, reachable, job.estimate, model)
@@ -122,44 +134,38 @@ class JobUtility:
             table = known
         else:
             table = goodputs(job.bounds, reachable, job.estimate, model, known.grid)
-        return cls(job, counts, table, node_size, model=model)
+        return replace(utility, table=table)
 
     @property
     def present_count(self) -> int | None:
         """The present count if the job can keep it; None if it has none, or it is no longer valid."""
         return self.job.replicas if self.job.replicas in self.counts else None
 
-    @property
-    def goodputs(self) -> Floats:
-        """The goodput of each count of `table`, on as few nodes as hold it."""
-        assert self.table is not None
-        if self.node_size is None:
-            return self.table.one_node
-        if self.node_size == 0:
-            return self.table.several_nodes
-        fits = np.array(self.table.counts) <= self.node_size
-        return np.where(fits, self.table.one_node, self.table.several_nodes)
-
     def goodput(self, count: int) -> float | None:
-        """Return the goodput of a count; None if it is not predicted."""
-        if self.table is None or count not in self.table.counts:
+        """Return the goodput of a count on as few nodes as hold it; None if it is not predicted."""
+        if self.table is None:
             return None
-        return float(self.goodputs[self.table.counts.index(count)])
+        index = bisect_left(self.table.counts, count)
+        if self.table.counts[index : index + 1] != (count,):
+            return None
+        fits = self.node_size is None or count <= self.node_size
+        return float((self.table.one_node if fits else self.table.several_nodes)[index])
 
     @property
     def remaining_seconds(self) -> float | None:
         """The seconds that the rest of the job takes on its smallest count; None if not known."""
-        if self.table is None or self.job.remaining is None:
+        if self.job.remaining is None or not self.counts:
             return None
-        return self.job.remaining / float(self.goodputs[0])
+        goodput = self.goodput(self.counts[0])
+        return None if goodput is None else self.job.remaining / goodput
 
     def _log_goodputs(self) -> tuple[tuple[int, ...], Floats, Floats]:
         """Return counts, and the logarithms of their goodputs on one node and on several nodes."""
         if self.table is not None:
-            several = np.log(self.table.several_nodes)
-            one = several if self.node_size == 0 else np.log(self.table.one_node)
-            if self.node_size:
-                one = np.where(np.array(self.table.counts) <= self.node_size, one, several)
+            one, several = self.table.logarithms
+            if self.node_size is not None:
+                fitting = bisect_right(self.table.counts, self.node_size)
+                one = np.concatenate((one[:fitting], several[fitting:]))
             return self.table.counts, one, several
         # Without measurements the job does not grow, and shrinks only if it has to, by as little as
         # possible.
@@ -181,12 +187,11 @@ class JobUtility:
         counts, *both = self._log_goodputs()
         before = self.present_count or self.counts[0]
         change = self._cost_of_change(now) if self.present_count else 0
-        growth = np.maximum(np.log2(np.array(counts, dtype=np.float64) / before), 0.0)
-        costs = np.where(np.array(counts) != before, change, 0)
+        penalty, is_change = _growth_penalty(counts, before)
+        costs = change * is_change
         tables = []
         for logs in both:
-            values = np.rint(UTILITY_UNIT * self.weight * (logs - log(MIN_SPEEDUP) * growth))
-            values = values.astype(np.int64) - costs
+            values = np.rint(UTILITY_UNIT * self.weight * (logs - penalty)).astype(np.int64) - costs
             tables.append(dict(zip(counts, values.tolist(), strict=True)))
         return tables[0], tables[1]
 
@@ -226,15 +231,15 @@ class JobUtility:
 
     def prediction(self, count: int) -> Prediction | None:
         """Return the prediction for a count; None if there is none."""
-        if self.table is None or count not in self.table.counts:
+        goodput = self.goodput(count)
+        if self.table is None or goodput is None:
             return None
-        index = self.table.counts.index(count)
         on_one_node = self.node_size is None or count <= self.node_size
-        plan = self.table.plan(index, on_one_node=on_one_node)
+        plan = self.table.plan(self.table.counts.index(count), on_one_node=on_one_node)
         scale = plan.scale(self.job.bounds)
         assert self.job.estimate is not None
         gain = self.job.estimate.gain(scale)
-        return Prediction(plan, scale, gain, gain / float(self.goodputs[index]))
+        return Prediction(plan, scale, gain, gain / goodput)
 
     def reason(self, count: int) -> str:
         """Return why the job gets `count` replicas, for events and conditions."""
@@ -264,6 +269,20 @@ class JobUtility:
         return effect if new.goodput > old.goodput else f"{cause}: {effect}"
 
 
+_prediction_inputs = attrgetter(
+    "bounds",
+    "min_replicas",
+    "max_replicas",
+    "limit",
+    "replicas",
+    "largest",
+    "estimate",
+    "step_times",
+    "template_step_times",
+)
+"""All of a job's state that its counts and their goodputs depend on."""
+
+
 def _model(job: JobState, before: JobUtility | None) -> StepTimeModel | None:
     """Return the model of the step times of a job, which takes long to fit, from before if it is the same."""
     if before is not None:
@@ -290,13 +309,23 @@ def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
     return [replace(utility, weight=weights.get(utility.job.id, 1.0)) for utility in jobs]
 
 
-def _filling_nodes(counts: Sequence[int], node_size: int, present: int) -> set[int]:
+@lru_cache(maxsize=4096)
+def _growth_penalty(counts: tuple[int, ...], before: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Return what each count has to be worth for its growth from `before`, and 1 for each other count."""
+    array = np.array(counts)
+    return log(MIN_SPEEDUP) * np.maximum(np.log2(array / before), 0.0), (array != before).astype(np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _filling_nodes(counts: tuple[int, ...], node_size: int, present: int) -> tuple[int, ...]:
     """Return the counts that leave no room on nodes that others can't use, and the ends and the present one.
 
     Counts that divide a node, or fill nodes, can be packed without splitting a job that fits on a node.
     """
-    filling = {count for count in counts if count % node_size == 0 or node_size % count == 0}
-    return filling | {counts[0], counts[-1], present} if counts else filling
+    kept = {counts[0], counts[-1], present} if counts else set()
+    return tuple(
+        count for count in counts if count % node_size == 0 or node_size % count == 0 or count in kept
+    )
 
 
 def _replicas(count: int) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from functools import cached_property
+from heapq import heappop, heappush
 
 MIN_UNIFORM_NODES = 4
 
@@ -46,6 +47,20 @@ class SlotCapacity:
         return max(self.slots, default=0)
 
 
+def free_slots(slots: Sequence[int], placed: Iterable[Iterable[int]]) -> list[int]:
+    """Return the free slots of each node, negative where too many replicas are placed.
+
+    Args:
+        slots: for each node, how many replicas it holds.
+        placed: for each job, the node of each replica.
+    """
+    free = list(slots)
+    for nodes in placed:
+        for node in nodes:
+            free[node] -= 1
+    return free
+
+
 class NodeSlots:
     """The free slots of some nodes.
 
@@ -56,11 +71,14 @@ class NodeSlots:
     def __init__(self, free: Sequence[int]) -> None:
         self._free = list(free)
         self._total = sum(units for units in self._free if units > 0)
-        self._by_free: dict[int, list[int]] = {}
+
+    @cached_property
+    def _by_free(self) -> dict[int, list[int]]:
+        """Free slots -> a heap of nodes that have, or had, as many."""
+        heaps: dict[int, list[int]] = {}
         for node, units in enumerate(self._free):
-            self._by_free.setdefault(units, []).append(node)
-        for nodes in self._by_free.values():
-            heapify(nodes)
+            heaps.setdefault(units, []).append(node)
+        return heaps
 
     def __getitem__(self, node: int) -> int:
         return self._free[node]
@@ -81,9 +99,10 @@ class NodeSlots:
             self._set(node, self._free[node] + count)
 
     def _set(self, node: int, units: int) -> None:
+        by_free = self._by_free
         self._total += max(units, 0) - max(self._free[node], 0)
         self._free[node] = units
-        heappush(self._by_free.setdefault(units, []), node)
+        heappush(by_free.setdefault(units, []), node)
 
     def _first(self, units: int) -> int | None:
         """Return the first node with exactly this many free slots."""

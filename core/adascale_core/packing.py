@@ -19,6 +19,9 @@ Integers = npt.NDArray[np.int64]
 PODS = "pods"
 """The resource of which every replica takes at least one unit."""
 
+MAX_KINDS = 1024
+"""Kinds of demands beyond the number of jobs that are remembered."""
+
 _REPACKING_BUDGET = 200_000
 """How many (job, node) pairs `Packing.resize` may examine in all to pack everything again."""
 
@@ -68,23 +71,98 @@ class IndexedDemand:
 
     Args:
         job: the job id.
+        demand: the same with names.
         request: the resources that one replica takes.
         node_order: the nodes that may get a new replica, in the order in which they are tried.
         kind: equal for jobs with the same `request` and `node_order`.
-        placed: rank -> node, of the replicas that are placed on an existing node.
+        placed: rank -> node, of the replicas that are placed on an existing node, by rank.
         shared_node: the node that new replicas must use; None if it is not decided yet, or not needed.
-        one_node: whether all replicas must share a node.
         dominant_share: the largest share of a resource of all nodes that one replica requests, 0 to 1.
     """
 
     job: str
+    demand: Demand
     request: Request
     node_order: tuple[int, ...]
     kind: int
     placed: Mapping[int, int]
     shared_node: int | None
-    one_node: bool
     dominant_share: float
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all replicas must share a node."""
+        return self.demand.one_node
+
+
+class NodeTable:
+    """Nodes, with nodes and resources as indices, and what is known of the kinds of demands for them.
+
+    Args:
+        nodes: the nodes.
+        resources: the resources that are requested, ascending.
+    """
+
+    def __init__(self, nodes: Sequence[Node], resources: Sequence[str]) -> None:
+        self.nodes, self.resources = nodes, resources
+        ordered = sorted(nodes, key=lambda node: node.name)
+        self.names = [node.name for node in ordered]
+        """The nodes' names, ascending."""
+        self.free = [[node.free.get(name, 0) for name in resources] for node in ordered]
+        """For each node, the free units of each resource."""
+        self.totals = [sum(max(units[i], 0) for units in self.free) for i in range(len(resources))]
+        """The free units of each resource on all nodes."""
+        self.slots: list[dict[int, int]] = []
+        """For each kind of demand, in the order in which nodes are tried: how many replicas each node holds
+        when it is empty."""
+        self.slots_by_node: list[tuple[list[int], dict[int, int]]] = []
+        """For each kind of demand: how many replicas each node holds that holds any, ascending by node, and
+        node -> its position in this order."""
+        self.positions: list[dict[int, int]] = []
+        """For each kind of demand, node -> its position in this order."""
+        self._orders: list[tuple[int, ...]] = []
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self._matrix = np.array([[_as_int64(units) for units in row] for row in self.free], dtype=np.int64)
+        self._kinds: dict[tuple[Request, frozenset[str] | None], int] = {}
+        self._kinds_by_order: dict[tuple[Request, tuple[int, ...]], int] = {}
+
+    def indexed(self, job: str, demand: Demand) -> IndexedDemand:
+        """Return the demand of a job with nodes and resources as indices."""
+        units_of = requested(demand)
+        request = tuple((i, units_of[name]) for i, name in enumerate(self.resources) if units_of.get(name))
+        kind = self._kind(request, demand.nodes)
+        index = self._index
+        placed = {rank: index[name] for rank, name in sorted(demand.placed.items()) if name in index}
+        return IndexedDemand(
+            job=job,
+            demand=demand,
+            request=request,
+            node_order=self._orders[kind],
+            kind=kind,
+            placed=placed,
+            shared_node=_most_used_node(placed) if demand.one_node else None,
+            dominant_share=max((units / max(self.totals[i], 1) for i, units in request), default=0.0),
+        )
+
+    def _kind(self, request: Request, allowed: frozenset[str] | None) -> int:
+        key = request, allowed
+        if key not in self._kinds:
+            found = _slots_in_order(self.names, self._matrix, request, allowed)
+            order = tuple(found)
+            kind = self._kinds[key] = self._kinds_by_order.setdefault((request, order), len(self._orders))
+            if kind == len(self._orders):
+                self._orders.append(order)
+                self.slots.append(found)
+                nodes = sorted(found)
+                index = {node: i for i, node in enumerate(nodes)}
+                self.slots_by_node.append(([found[node] for node in nodes], index))
+                self.positions.append({node: i for i, node in enumerate(order)})
+        return self._kinds[key]
+
+
+def requested(demand: Demand) -> dict[str, int]:
+    """Return resource -> units that one replica takes."""
+    return {**demand.request, PODS: max(demand.request.get(PODS, 1), 1)}
 
 
 @dataclass(frozen=True)
@@ -92,67 +170,37 @@ class PackingProblem:
     """Nodes and demands, with nodes and resources as indices.
 
     Args:
-        node_names: the nodes' names, ascending.
-        free: for each node, the free units of each resource.
-        totals: the free units of each resource on all nodes.
+        nodes: the nodes.
         demands: job id -> demand.
-        slots: for each kind of demand, how many replicas each node of `node_order` holds when it is empty.
-        positions: for each kind of demand, node -> its position in `node_order`.
     """
 
-    node_names: Sequence[str]
-    free: Sequence[Sequence[int]]
-    totals: Sequence[int]
+    nodes: NodeTable
     demands: Mapping[str, IndexedDemand]
-    slots: Sequence[Mapping[int, int]]
-    positions: Sequence[Mapping[int, int]]
 
     @classmethod
-    def of(cls, nodes: Iterable[Node], demands: Mapping[str, Demand]) -> PackingProblem:
-        """Return the problem of packing jobs with `demands` onto `nodes`."""
-        ordered = sorted(nodes, key=lambda node: node.name)
-        node_names = [node.name for node in ordered]
-        requests = {
-            job: dict(demand.request) | {PODS: max(demand.request.get(PODS, 1), 1)}
-            for job, demand in demands.items()
-        }
-        resources = sorted(
-            {name for request in requests.values() for name, units in request.items() if units}
-        )
-        free = [[node.free.get(name, 0) for name in resources] for node in ordered]
-        totals = [sum(max(units[i], 0) for units in free) for i in range(len(resources))]
-        node_index = {name: i for i, name in enumerate(node_names)}
-        matrix = np.array([[_as_int64(units) for units in row] for row in free], dtype=np.int64)
-        numbers: dict[object, int] = {}
-        kinds: dict[object, int] = {}
-        orders: list[tuple[int, ...]] = []
-        slots: list[dict[int, int]] = []
-        indexed: dict[str, IndexedDemand] = {}
+    def of(
+        cls, nodes: Iterable[Node], demands: Mapping[str, Demand], before: PackingProblem | None = None
+    ) -> PackingProblem:
+        """Return the problem of packing jobs with `demands` onto `nodes`.
+
+        Args:
+            nodes, demands: the nodes, and job id -> demand.
+            before: an earlier problem, from which is taken what has not changed.
+        """
+        nodes = tuple(nodes)
+        names = {name for demand in demands.values() for name, units in demand.request.items() if units}
+        resources = tuple(sorted(names | {PODS} if demands else ()))
+        before = before or cls(NodeTable((), ()), {})
+        table, known = before.nodes, before.demands
+        if (table.nodes, table.resources) != (nodes, resources) or (
+            len(table.slots) > MAX_KINDS + len(demands)
+        ):
+            table, known = NodeTable(nodes, resources), {}
+        indexed = {}
         for job, demand in demands.items():
-            units_of = requests[job]
-            request = tuple((i, units_of[name]) for i, name in enumerate(resources) if units_of.get(name))
-            kind = (request, demand.nodes)
-            if kind not in numbers:
-                found = _slots_in_order(node_names, matrix, request, demand.nodes)
-                order = tuple(found)
-                number = numbers[kind] = kinds.setdefault((request, order), len(kinds))
-                if number == len(orders):
-                    orders.append(order)
-                    slots.append(found)
-            number = numbers[kind]
-            placed = {rank: node_index[name] for rank, name in demand.placed.items() if name in node_index}
-            indexed[job] = IndexedDemand(
-                job=job,
-                request=request,
-                node_order=orders[number],
-                kind=number,
-                placed=placed,
-                shared_node=_most_used_node(placed) if demand.one_node else None,
-                one_node=demand.one_node,
-                dominant_share=max((units / max(totals[i], 1) for i, units in request), default=0.0),
-            )
-        positions = [{node: i for i, node in enumerate(order)} for order in orders]
-        return cls(node_names, free, totals, indexed, slots, positions)
+            same = known.get(job)
+            indexed[job] = same if same and same.demand == demand else table.indexed(job, demand)
+        return cls(table, indexed)
 
 
 def _as_int64(units: int) -> int:
@@ -187,9 +235,12 @@ def _slots_in_order(
 
 
 def _most_used_node(placed: Mapping[int, int]) -> int | None:
-    """Return the node with the most replicas; of several, that of the lowest rank."""
-    nodes = [placed[rank] for rank in sorted(placed)]
-    return Counter(nodes).most_common(1)[0][0] if nodes else None
+    """Return the node with the most replicas; of several, that of the lowest rank.
+
+    Args:
+        placed: rank -> node, by rank.
+    """
+    return Counter(placed.values()).most_common(1)[0][0] if placed else None
 
 
 def slots(free: Sequence[int], request: Request) -> int:
@@ -249,12 +300,12 @@ class Packing:
 
     def __init__(self, problem: PackingProblem) -> None:
         self._problem = problem
-        self._free = [list(free) for free in problem.free]
+        self._free = [list(free) for free in problem.nodes.free]
         self._new = [0] * len(self._free)
         """For each node, the number of its replicas that are not placed there yet."""
         self._nodes: dict[str, dict[int, int]] = {}
         self._budget = _REPACKING_BUDGET
-        self._total = list(problem.totals)
+        self._total = list(problem.nodes.totals)
         """The free units of each resource on all nodes; overcommitted nodes have none."""
         self._open: dict[int, _OpenNodes] = {}
         """Kind -> the nodes that may have room for its replicas."""
@@ -273,7 +324,7 @@ class Packing:
     @property
     def placements(self) -> dict[str, dict[int, str]]:
         """Job id -> rank -> name of the node, of the jobs that have replicas."""
-        names = self._problem.node_names
+        names = self._problem.nodes.names
         return {
             job: {rank: names[node] for rank, node in sorted(ranks.items())}
             for job, ranks in self._nodes.items()
@@ -397,7 +448,7 @@ class Packing:
     def _open_nodes(self, kind: int) -> _OpenNodes:
         """Return the nodes that may have room for a replica of a kind."""
         nodes = self._open.setdefault(kind, _OpenNodes())
-        positions = self._problem.positions[kind]
+        positions = self._problem.nodes.positions[kind]
         for node in self._freed[nodes.seen :]:
             position = positions.get(node)
             if position is not None:

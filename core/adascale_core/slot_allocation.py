@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from adascale_core.exact_allocation import admitted_utilities, maximize
 from adascale_core.job_utility import JobUtility
-from adascale_core.node_slots import NodeSlots, SlotCapacity
+from adascale_core.node_slots import NodeSlots, SlotCapacity, free_slots
 
 
 def allocate_slots(jobs: Sequence[JobUtility], capacity: SlotCapacity, now: float) -> list[int]:
@@ -23,9 +23,7 @@ def allocate_slots(jobs: Sequence[JobUtility], capacity: SlotCapacity, now: floa
         capacity: the nodes, and the jobs' present nodes.
         now: the time, in seconds.
     """
-    free = NodeSlots(capacity.slots)
-    for job in jobs:
-        free.take(capacity.placed.get(job.job.id, ()))
+    free = free_slots(capacity.slots, (capacity.placed.get(job.job.id, ()) for job in jobs))
     options = [_Options.of(job, capacity, free, now) for job in jobs]
     planned = maximize(
         admitted_utilities(jobs, capacity.total, [each.planned for each in options]), capacity.total
@@ -53,24 +51,26 @@ class _Options:
     several_nodes: Mapping[int, int]
 
     @classmethod
-    def of(cls, job: JobUtility, capacity: SlotCapacity, free: NodeSlots, now: float) -> _Options:
+    def of(cls, job: JobUtility, capacity: SlotCapacity, free: Sequence[int], now: float) -> _Options:
         nodes = tuple(capacity.placed.get(job.job.id, ()))
         if not job.counts:
             return cls(job.job.id, nodes, None, {0: 0}, {}, {})
         one, several = job.utilities(now)
-
-        def on_one_node(count: int) -> bool:
-            if len(set(nodes[:count])) > 1:
-                return False
-            if not nodes:
-                return count <= capacity.node_size
-            return count - len(nodes) <= max(free[nodes[0]], 0)
-
-        planned = {count: one[count] if on_one_node(count) else several[count] for count in one}
+        most = _most_on_one_node(nodes, capacity.node_size, free)
+        planned = {count: one[count] if count <= most else several[count] for count in one}
         return cls(job.job.id, nodes, job.present_count, planned, one, several)
 
     def utility(self, count: int, nodes: Sequence[int]) -> int:
         return (self.one_node if len(set(nodes)) < 2 else self.several_nodes)[count]
+
+
+def _most_on_one_node(nodes: Sequence[int], node_size: int, free: Sequence[int]) -> int:
+    """Return how many replicas a job with replicas on `nodes` can have on a single node."""
+    if not nodes:
+        return node_size
+    first = nodes[0]
+    shared = next((rank for rank, node in enumerate(nodes) if node != first), None)
+    return len(nodes) + max(free[first], 0) if shared is None else shared
 
 
 class _Placing:
@@ -78,14 +78,15 @@ class _Placing:
 
     def __init__(self, options: Sequence[_Options], capacity: SlotCapacity) -> None:
         self._options = options
-        self._slots = NodeSlots(capacity.slots)
+        self._capacity = capacity
         self._nodes = [list(each.nodes) for each in options]
+        self._slots = NodeSlots(())
 
     def run(self, planned: Sequence[int]) -> list[int]:
         """Return the counts."""
         for i, count in enumerate(planned):
             del self._nodes[i][count:]
-            self._slots.take(self._nodes[i])
+        self._slots = NodeSlots(free_slots(self._capacity.slots, self._nodes))
         missing = [count - len(nodes) for count, nodes in zip(planned, self._nodes, strict=True)]
         # In the order in which new replicas are placed.
         for i in sorted(range(len(planned)), key=lambda i: -missing[i]):
@@ -105,10 +106,13 @@ class _Placing:
                     return
                 self._slots.give(new)
         best: tuple[int, int, list[int]] | None = None
-        counts = [count for count in each.one_node if len(own) < count <= most]
         if len(own) in each.one_node:
             best = each.utility(len(own), own), -len(own), []
-        for count in counts:
+        for count, one in each.one_node.items():
+            if not len(own) < count <= most:
+                continue
+            if best is not None and max(one, each.several_nodes[count]) <= best[0]:
+                continue
             new = self._slots.place(own, count - len(own))
             if new is None:
                 continue

@@ -108,7 +108,7 @@ class StepTimeModel:
             measurements: of the job.
             template: of other jobs with the same template.
         """
-        fitted = _fit(_usable(measurements), _usable(template))
+        fitted = _fit(_usable(tuple(measurements)), _usable(tuple(template)))
         return None if fitted is None else cls(**vars(fitted))
 
 
@@ -121,7 +121,8 @@ def _overlapped(compute: float, sync: float, overlap: float) -> float:
     return float(larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap))
 
 
-def _usable(measurements: Sequence[StepTime]) -> tuple[StepTime, ...]:
+@lru_cache(maxsize=1024)
+def _usable(measurements: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
     """Return valid measurements, at most `MAX_MEASUREMENTS`, spread over plans and nodes."""
     usable = sorted(
         (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_order
@@ -294,12 +295,13 @@ class _Problem:
                 column[near] -= residual / _LINK_SPREAD
                 column[far] += residual / _LINK_SPREAD
                 error += residual * residual
+        row_0, row_1, row_6 = matrix[0], matrix[1], matrix[6]
         for replicas, nodes, size, accumulation, measured in self.rows:
             compute = fixed + per_sample * size
-            derivatives: tuple[tuple[int, float], ...]
+            # The derivatives of the logarithm of the step time are called by_<index of the parameter>.
             if replicas == 1:
                 total = accumulation * compute
-                derivatives = ((0, fixed / compute), (1, per_sample * size / compute))
+                by_0, by_1 = fixed / compute, per_sample * size / compute
             else:
                 first, constant, slope = (
                     (2, sync, per_replica) if nodes < 2 else (4, node_sync, node_per_replica)
@@ -309,29 +311,49 @@ class _Problem:
                 last = _overlapped(compute, communication, overlap)
                 total = (accumulation - 1) * compute + last
                 of_compute = (accumulation - 1 + (compute / last) ** (overlap - 1)) / total
-                of_sync = (communication / last) ** (overlap - 1) / total
-                share = (compute / last) ** overlap
-                entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
-                derivatives = (
-                    (0, of_compute * fixed),
-                    (1, of_compute * per_sample * size),
-                    (first, of_sync * constant),
-                    (first + 1, of_sync * slope),
-                    (6, -last * entropy / total),
-                )
+                by_0, by_1 = of_compute * fixed, of_compute * per_sample * size
             residual = (measured - log(total)) / _NOISE
             spread = (1 + (residual / _OUTLIER) ** 2) ** 0.5
             weight = 1 / (spread * _NOISE)
             error += 2 * _OUTLIER**2 * (spread - 1)
-            for i, left in derivatives:
-                left *= weight
-                column[i] += left * residual
-                left /= _NOISE
-                row = matrix[i]
-                for j, right in derivatives:
-                    row[j] += left * right
-                    if i == j:
-                        break
+            left = by_0 * weight
+            column[0] += left * residual
+            row_0[0] += left / _NOISE * by_0
+            left = by_1 * weight
+            column[1] += left * residual
+            left /= _NOISE
+            row_1[0] += left * by_0
+            row_1[1] += left * by_1
+            if replicas == 1:
+                continue
+            of_sync = (communication / last) ** (overlap - 1) / total
+            share = (compute / last) ** overlap
+            entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
+            by_first, by_second, by_6 = of_sync * constant, of_sync * slope, -last * entropy / total
+            second = first + 1
+            left = by_first * weight
+            column[first] += left * residual
+            left /= _NOISE
+            row = matrix[first]
+            row[0] += left * by_0
+            row[1] += left * by_1
+            row[first] += left * by_first
+            left = by_second * weight
+            column[second] += left * residual
+            left /= _NOISE
+            row = matrix[second]
+            row[0] += left * by_0
+            row[1] += left * by_1
+            row[first] += left * by_first
+            row[second] += left * by_second
+            left = by_6 * weight
+            column[6] += left * residual
+            left /= _NOISE
+            row_6[0] += left * by_0
+            row_6[1] += left * by_1
+            row_6[first] += left * by_first
+            row_6[second] += left * by_second
+            row_6[6] += left * by_6
         return matrix, column, error
 
 

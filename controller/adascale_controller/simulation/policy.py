@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
-from adascale_core.batch import BatchPlan, plan_batch
+from adascale_core.batch import BatchBounds, BatchPlan, plan_batch
 from adascale_core.capacity import NodeCapacity
 from adascale_core.decision import DecisionProblem
 from adascale_core.gain import GradientEstimate
-from adascale_core.goodput_table import goodputs
+from adascale_core.goodput_table import PlanGrid, goodputs
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import JobUtility
 from adascale_core.messages import ActiveAllocation, Allocation, JobSpec
@@ -39,28 +39,37 @@ class AdaScalePolicy:
         self._measurements: dict[str, JobMeasurements] = {}
         self._jobs: dict[str, Job] = {}
         self._predicted: Mapping[str, JobUtility] = {}
+        self._capacity: NodeCapacity | None = None
+        self._nodes: list[Node] = []
+        self._demands: dict[str, tuple[tuple[int, ...], Demand]] = {}
         self._trainer_models: dict[str, tuple[int, StepTimeModel]] = {}
+        self._grids: dict[tuple[BatchBounds, int], PlanGrid] = {}
 
     def allocate(
         self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
-        node_names = [f"node-{i:06}" for i in range(len(settings.nodes))]
-        demands = {
-            job.name: Demand({GPU: 1}, None, {rank: node_names[node] for rank, node in enumerate(job.nodes)})
-            for job in jobs
-        }
-        nodes = [
-            Node(name, {GPU: units, "pods": 1_000_000})
-            for name, units in zip(node_names, settings.nodes, strict=True)
-        ]
+        if not self._nodes:
+            self._nodes = [
+                Node(f"node-{i:06}", {GPU: units, "pods": 1_000_000})
+                for i, units in enumerate(settings.nodes)
+            ]
+        demands = {job.name: self._demand(job) for job in jobs}
+        self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
         states = [self._state(job, settings, now) for job in jobs]
-        problem = DecisionProblem.of(states, NodeCapacity(nodes, demands), self._predicted)
+        problem = DecisionProblem.of(states, self._capacity, self._predicted)
         self._predicted = {utility.job.id: utility for utility in problem.queue}
-        decisions = problem.decide(now)
-        counts = {name: decision.replicas for name, decision in decisions.items()}
+        counts = {name: decision.replicas for name, decision in problem.decide(now).items()}
         present = {job.name: job.nodes for job in jobs}
         return place(present, counts, settings.nodes, self._placement)
+
+    def _demand(self, job: SimulatedJob) -> Demand:
+        """Return what the job requests, the same object as before if its nodes are the same."""
+        known = self._demands.get(job.name)
+        if known is None or known[0] != job.nodes:
+            placed = {rank: self._nodes[node].name for rank, node in enumerate(job.nodes)}
+            known = self._demands[job.name] = job.nodes, Demand({GPU: 1}, None, placed)
+        return known[1]
 
     def plan(self, job: SimulatedJob) -> BatchPlan:
         """Return the batch plan that the trainer chooses."""
@@ -72,13 +81,16 @@ class AdaScalePolicy:
         model = self._trainer_model(job)
         estimate = GradientEstimate(job.report.grad_sqr, job.report.grad_var)
         # The same plans and rules as `plan_batch`, which is slower.
-        table = goodputs(application.bounds, (replicas,), estimate, model)
+        key = application.bounds, replicas
+        if key not in self._grids:
+            self._grids[key] = PlanGrid.of(application.bounds, (replicas,))
+        table = goodputs(application.bounds, (replicas,), estimate, model, self._grids[key])
         return table.plan(0, on_one_node=len(set(job.training_nodes)) < 2)
 
     def _trainer_model(self, job: SimulatedJob) -> StepTimeModel:
         known = self._trainer_models.get(job.name)
         if known is None or known[0] != len(job.measured):
-            model = StepTimeModel.fit(tuple(job.measured.values()))
+            model = StepTimeModel.fit(job.step_times)
             assert model is not None
             known = self._trainer_models[job.name] = (len(job.measured), model)
         return known[1]
@@ -136,5 +148,5 @@ def _view(job: SimulatedJob, spec: Job) -> JobView:
         desired=desired,
         active=ActiveAllocation(job.generation, job.replicas) if job.generation else None,
         latest=job.report,
-        step_times=tuple(job.measured.values()),
+        step_times=job.step_times,
     )

@@ -13,6 +13,7 @@ from adascale_core.simulation.application import (
     ProfiledApplication,
     ProfileError,
     ValidationRun,
+    canonical,
 )
 from adascale_core.simulation.engine import Submission
 
@@ -70,7 +71,7 @@ def read_application(folder: Path) -> ProfiledApplication:
     path = folder / "placements.csv"
     for row in _rows(path, ("placement", "local_bsz", "step_time", "sync_time")):
         placement = tuple(int(digit) for digit in row["placement"])
-        placements.setdefault(_canonical(placement), {})[int(_number(path, row, "local_bsz"))] = (
+        placements.setdefault(canonical(placement), {})[int(_number(path, row, "local_bsz"))] = (
             _number(path, row, "step_time"),
             _number(path, row, "sync_time"),
         )
@@ -100,10 +101,6 @@ def read_application(folder: Path) -> ProfiledApplication:
         max_replicas=limits.get("max_replicas"),
         pinned_batch_size=limits.get("pinned_batch_size"),
     )
-
-
-def _canonical(placement: Placement) -> Placement:
-    return min(placement[i:] + placement[:i] for i in range(len(placement)))
 
 
 def _read_run(path: Path) -> ValidationRun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, TypeVar
 
 from adascale_core.batch import BatchBounds, BatchPlan
@@ -23,6 +23,12 @@ Placement = tuple[int, ...]
 
 class ProfileError(AdaScaleError):
     """A profile or workload that cannot be simulated."""
+
+
+@lru_cache(maxsize=4096)
+def canonical(placement: Placement) -> Placement:
+    """Return the first of the placements that differ only in the node from which they are counted."""
+    return min(placement[i:] + placement[:i] for i in range(len(placement)))
 
 
 class Application(Protocol):
@@ -101,7 +107,10 @@ class ProfiledApplication:
     epoch_ends: Sequence[float]
     max_replicas: int | None = None
     pinned_batch_size: int | None = None
-    _memory: dict[tuple[Placement, int], tuple[float, float]] = field(
+    _step_times: dict[tuple[bool, Placement, int], tuple[float, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _runs: dict[int, tuple[ValidationRun, ValidationRun, float]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -111,16 +120,18 @@ class ProfiledApplication:
         Raises:
             ProfileError: the local batch size is not between those of the profile.
         """
-        canonical = min(placement[i:] + placement[:i] for i in range(len(placement)))
-        key = canonical, local_bsz
-        if key not in self._memory:
-            table = self.placements.get(canonical)
-            self._memory[key] = (
-                self._between_placements(canonical, local_bsz)
+        table = self.placements.get(canonical(placement))
+        # Placements that were not measured differ only in their numbers of nodes and of replicas.
+        key = (len(placement), sum(placement)) if table is None else canonical(placement)
+        known = self._step_times.get((table is None, key, local_bsz))
+        if known is None:
+            known = (
+                self._between_placements(placement, local_bsz)
                 if table is None
                 else self._between_sizes(table, local_bsz)
             )
-        return self._memory[key]
+            self._step_times[table is None, key, local_bsz] = known
+        return known
 
     def _between_sizes(self, table: StepTimes, local_bsz: int) -> tuple[float, float]:
         sizes = sorted(table)
@@ -190,10 +201,12 @@ class ProfiledApplication:
         return low.iterations[epoch] + share * (high.iterations[epoch] - low.iterations[epoch])
 
     def _runs_around(self, global_bsz: int) -> tuple[ValidationRun, ValidationRun, float]:
-        sizes = sorted(self.runs)
-        size = min(max(global_bsz, sizes[0]), sizes[-1])
-        low, high = _neighbours(sizes, size)
-        return self.runs[low], self.runs[high], _share(low, high, size)
+        if global_bsz not in self._runs:
+            sizes = sorted(self.runs)
+            size = min(max(global_bsz, sizes[0]), sizes[-1])
+            low, high = _neighbours(sizes, size)
+            self._runs[global_bsz] = self.runs[low], self.runs[high], _share(low, high, size)
+        return self._runs[global_bsz]
 
 
 @dataclass(frozen=True)

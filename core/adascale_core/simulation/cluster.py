@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from adascale_core.node_slots import NodeSlots
+from adascale_core.node_slots import NodeSlots, free_slots
 from adascale_core.simulation.application import Placement
 
 
@@ -46,12 +46,10 @@ def place(
         mode: how new replicas are placed.
     """
     placed = {job: list(present.get(job, ()))[:count] for job, count in counts.items()}
-    slots = NodeSlots(capacity)
-    for nodes in placed.values():
-        slots.take(nodes)
-    for job in sorted(counts, key=lambda job: len(placed[job]) - counts[job]):
+    missing = {job: counts[job] - len(nodes) for job, nodes in placed.items() if counts[job] > len(nodes)}
+    slots = NodeSlots(free_slots(capacity, placed.values()) if missing else ())
+    for job, wanted in sorted(missing.items(), key=lambda item: -item[1]):
         nodes = placed[job]
-        wanted = counts[job] - len(nodes)
         if mode is PlacementMode.PACKED:
             new = slots.place(nodes, wanted)
             if new is None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from adascale_core.batch import BatchPlan
 from adascale_core.errors import AdaScaleError
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, StepTime
-from adascale_core.simulation.application import Application
+from adascale_core.simulation.application import Application, Placement
 from adascale_core.simulation.cluster import shape
 
 _END = 1e-9
@@ -91,10 +91,13 @@ class SimulatedJob:
     replica_seconds: float = 0.0
     measured: dict[tuple[int, BatchPlan], StepTime] = field(default_factory=dict)
     """(nodes, plan) -> reported step time."""
+    step_times: tuple[StepTime, ...] = ()
+    """The values of `measured`."""
     report: GainReport | None = None
     """The latest report."""
     history: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """(seconds, nodes) of each change, for pictures."""
+    _placed: tuple[tuple[int, ...], Placement] | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -112,23 +115,43 @@ class SimulatedJob:
         return len(self.nodes)
 
     @property
-    def estimate(self) -> GradientEstimate:
-        """Squared norm and variance of its gradient at present."""
+    def pace(self) -> Pace:
+        """How fast it trains at present."""
         assert self.plan is not None
-        return self.application.estimate(self.plan.global_bsz, self.epoch)
+        plan, nodes = self.plan, self.training_nodes
+        if self._placed is None or self._placed[0] != nodes:
+            self._placed = nodes, shape(nodes)
+        placement = self._placed[1]
+        step, sync = self.application.step_time(placement, plan.local_bsz)
+        estimate = self.application.estimate(plan.global_bsz, self.epoch)
+        return Pace(
+            plan,
+            len(placement),
+            step + (step - sync) * (plan.accumulation - 1),
+            sync,
+            estimate,
+            estimate.gain(plan.scale(self.application.bounds)),
+        )
 
-    @property
-    def gain(self) -> float:
-        """The gain of its present plan."""
-        assert self.plan is not None
-        return self.estimate.gain(self.plan.scale(self.application.bounds))
 
-    @property
-    def step_time(self) -> float:
-        """The true seconds of an optimizer step of its present plan: step + (step - sync) * (a - 1)."""
-        assert self.plan is not None
-        step, sync = self.application.step_time(shape(self.training_nodes), self.plan.local_bsz)
-        return step + (step - sync) * (self.plan.accumulation - 1)
+class Pace(NamedTuple):
+    """How fast a job trains.
+
+    Args:
+        plan: its batch plan.
+        nodes: on how many nodes its replicas are.
+        step_time: the true seconds of an optimizer step: step + (step - sync) * (a - 1).
+        sync_time: of them, seconds of communication.
+        estimate: squared norm and variance of its gradient.
+        gain: steps at the initial batch size that a step is worth.
+    """
+
+    plan: BatchPlan
+    nodes: int
+    step_time: float
+    sync_time: float
+    estimate: GradientEstimate
+    gain: float
 
 
 class Policy(Protocol):
@@ -166,6 +189,7 @@ def simulate(
     jobs = [SimulatedJob(each) for each in sorted(submissions, key=lambda each: (each.time, each.name))]
     arrived = 0
     active: list[SimulatedJob] = []
+    room = _Room(settings)
     now = 0.0
     while arrived < len(jobs) or active:
         if not active:
@@ -175,9 +199,10 @@ def simulate(
             active.append(jobs[arrived])
             arrived += 1
         allocation = policy.allocate(active, settings, now)
-        _require_room(allocation, settings)
-        for job in active:
-            _reallocate(job, tuple(allocation.get(job.name, ())), now, settings)
+        allocated = [(job, tuple(allocation.get(job.name, ()))) for job in active]
+        room.move((job.nodes, nodes) for job, nodes in allocated if nodes != job.nodes)
+        for job, nodes in allocated:
+            _reallocate(job, nodes, now, settings)
             if job.training_nodes:
                 job.plan = policy.plan(job)
         now += settings.interval
@@ -186,21 +211,41 @@ def simulate(
             raise SimulationError(f"jobs do not end within {settings.max_time:.0f} s: {names}")
         for job in active:
             _advance(job, now, settings, policy, noise)
+        room.move((job.nodes, ()) for job in active if job.completed_at is not None)
         active = [job for job in active if job.completed_at is None]
     return jobs
 
 
-def _require_room(allocation: Mapping[str, tuple[int, ...]], settings: Settings) -> None:
-    free = list(settings.nodes)
-    for nodes in allocation.values():
-        for node in nodes:
-            free[node] -= 1
-    if min(free, default=0) < 0:
-        node = min(range(len(free)), key=lambda each: free[each])
-        raise SimulationError(
-            f"the policy placed {settings.nodes[node] - free[node]} replicas on node {node}, "
-            f"which holds {settings.nodes[node]}"
-        )
+class _Room:
+    """The free places of the nodes.
+
+    Args:
+        settings: the cluster.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._size = settings.nodes
+        self._free = list(settings.nodes)
+
+    def move(self, changes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Move jobs from some nodes to others.
+
+        Raises:
+            SimulationError: a node does not hold them.
+        """
+        used: list[int] = []
+        for before, after in changes:
+            for node in before:
+                self._free[node] += 1
+            for node in after:
+                self._free[node] -= 1
+            used.extend(after)
+        if used and min(self._free[node] for node in used) < 0:
+            node = min(used, key=lambda each: (self._free[each], each))
+            raise SimulationError(
+                f"the policy placed {self._size[node] - self._free[node]} replicas on node {node}, "
+                f"which holds {self._size[node]}"
+            )
 
 
 def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings: Settings) -> None:
@@ -246,16 +291,16 @@ def _train(
 ) -> float:
     """Train from `clock` until a time or the end of the job, and return the time reached."""
     ends = job.application.epoch_ends
+    pace = job.pace
     while clock < until:
-        assert job.plan is not None
-        _measure(job, noise)
-        step_time = job.step_time
-        rate = job.gain / step_time
+        _measure(job, pace, noise)
+        step_time = pace.step_time
+        rate = pace.gain / step_time
         left = ends[job.epoch] - job.progress
         if left > rate * (until - clock) + _END:
             job.progress += rate * (until - clock)
             job.steps += (until - clock) / step_time
-            _report(job, until)
+            _report(job, pace, until)
             return until
         clock += max(left, 0.0) / rate
         job.steps += max(left, 0.0) / rate / step_time
@@ -264,14 +309,16 @@ def _train(
         if job.epoch == len(ends):
             job.completed_at = clock
             return clock
-        _report(job, clock)
+        pace = job.pace
+        _report(job, pace, clock)
         job.plan = policy.plan(job)
+        if job.plan != pace.plan:
+            pace = job.pace
     return clock
 
 
-def _report(job: SimulatedJob, now: float) -> None:
-    assert job.plan is not None
-    plan, estimate = job.plan, job.estimate
+def _report(job: SimulatedJob, pace: Pace, now: float) -> None:
+    plan = pace.plan
     job.report = GainReport(
         generation=job.generation,
         step=int(job.steps),
@@ -281,28 +328,26 @@ def _report(job: SimulatedJob, now: float) -> None:
         local_bsz=plan.local_bsz,
         accumulation=plan.accumulation,
         scale=plan.scale(job.application.bounds),
-        gain=job.gain,
-        grad_sqr=estimate.grad_sqr,
-        grad_var=estimate.grad_var,
-        step_time=job.step_time,
+        gain=pace.gain,
+        grad_sqr=pace.estimate.grad_sqr,
+        grad_var=pace.estimate.grad_var,
+        step_time=pace.step_time,
         time=now,
-        nodes=len(set(job.training_nodes)),
+        nodes=pace.nodes,
     )
 
 
-def _measure(job: SimulatedJob, noise: Callable[[], float]) -> None:
-    assert job.plan is not None
-    nodes = len(set(job.training_nodes))
-    key = nodes, job.plan
+def _measure(job: SimulatedJob, pace: Pace, noise: Callable[[], float]) -> None:
+    plan = pace.plan
+    key = pace.nodes, plan
     if key not in job.measured:
-        plan = job.plan
         factor = noise()
-        sync = job.application.step_time(shape(job.training_nodes), plan.local_bsz)[1] * factor
         job.measured[key] = StepTime(
             plan.replicas,
             plan.local_bsz,
             plan.accumulation,
-            job.step_time * factor,
-            nodes=nodes,
-            sync_time=sync if plan.replicas > 1 else None,
+            pace.step_time * factor,
+            nodes=pace.nodes,
+            sync_time=pace.sync_time * factor if plan.replicas > 1 else None,
         )
+        job.step_times = tuple(job.measured.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -119,23 +120,25 @@ class _Contention:
         for job in jobs:
             assert job.completed_at is not None
             changes += [(job.submission.time, 1), (job.completed_at, -1)]
-        self._times: list[float] = []
-        self._jobs: list[int] = []
-        present = 0
-        for time, change in sorted(changes):
-            present += change
+        changes.sort()
+        self._times = [changes[0][0]]
+        self._jobs = [0]
+        """How many jobs there are from each of the times on."""
+        self._job_seconds = [0.0]
+        """The sum over jobs of the seconds that they were in the cluster until each of the times."""
+        for time, change in changes:
+            self._job_seconds.append(self._until(time))
             self._times.append(time)
-            self._jobs.append(present)
+            self._jobs.append(self._jobs[-1] + change)
+
+    def _until(self, time: float) -> float:
+        i = bisect_right(self._times, time) - 1
+        return self._job_seconds[i] + self._jobs[i] * (time - self._times[i])
 
     def of(self, job: SimulatedJob) -> float:
         start, end = job.submission.time, job.completed_at
         assert end is not None
-        total = 0.0
-        for i, time in enumerate(self._times[:-1]):
-            low, high = max(time, start), min(self._times[i + 1], end)
-            if high > low:
-                total += self._jobs[i] * (high - low)
-        return max(total / (end - start), 1.0) if end > start else 1.0
+        return max((self._until(end) - self._until(start)) / (end - start), 1.0) if end > start else 1.0
 
 
 class _IsolatedTimes:

@@ -108,16 +108,24 @@ class _Resources:
         """The nodes with their free resources."""
         return None if self.nodes is None else free_nodes(self.nodes, self._pods, ())
 
-    def capacity(self, candidates: Mapping[str, _Candidate], demands: Mapping[str, Demand]) -> Capacity:
+    def capacity(
+        self,
+        candidates: Mapping[str, _Candidate],
+        demands: Mapping[str, Demand],
+        before: Answer | None = None,
+    ) -> Capacity:
         """Return what the replicas of jobs have to fit into.
 
         Args:
             candidates: all jobs that may run.
             demands: of the jobs in question.
+            before: the last answer. None if there is none.
         """
         if self.free is None:
             return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
-        return NodeCapacity(self.free, demands)
+        bounds = [problem.bound for problem in before.problems] if before is not None else []
+        known = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
+        return NodeCapacity(self.free, demands, known)
 
 
 @dataclass(frozen=True)
@@ -303,7 +311,7 @@ class Scheduler:
             types = choose_types([each.options() for each in ordered], resources.free)
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
-        capacity = resources.capacity(candidates, demands)
+        capacity = resources.capacity(candidates, demands, before)
         predicted = {
             utility.job.id: utility
             for problem in (before.problems if before is not None else ())
@@ -406,7 +414,7 @@ class Scheduler:
             demands[job_id] = candidate.demand_on(name if name in candidate.types.by_type else None)
             if decision is not None and decision.replicas:
                 counts[job_id] = decision.replicas
-        return present.capacity(self._candidates, demands).fits(counts)
+        return present.capacity(self._candidates, demands, answer).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
 
