@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
 from queue import Empty, PriorityQueue
@@ -271,6 +272,14 @@ class Measurement:
             print(f"| {name} | {value} |")
 
     def _measure(self, operator: Operator, url: str, service: int) -> None:
+        # Pods of an earlier run may still be terminating.
+        selector = names.LABEL_JOB
+        wait_until(
+            lambda: not self._core.list_pod_for_all_namespaces(label_selector=selector, limit=1).items,
+            "nodes without pods of other jobs",
+            patience=600.0,
+            pause=2.0,
+        )
         arguments, begun = self._arguments, operator.figures()
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self._submit, range(arguments.jobs)))
@@ -328,7 +337,10 @@ class Measurement:
 
     def _training(self, url: str) -> tuple[int, int]:
         """Return how many jobs train, and on how many replicas."""
-        jobs = MetricsServiceClient(url, TOKEN).list_jobs()
+        try:
+            jobs = MetricsServiceClient(url, TOKEN).list_jobs()
+        except ServiceError:  # an overloaded machine
+            return 0, 0
         active = [job.active.replicas for job in jobs if job.active is not None and job.latest is not None]
         return len(active), sum(active)
 
@@ -372,9 +384,7 @@ class Measurement:
     def _lose(self, number: int) -> float:
         job = f"job-{number + self._arguments.samples:05d}"
         name, uid = self._seen.first_pods[job]
-        disruption = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
-        status = {"phase": "Failed", "reason": "Evicted", "conditions": [disruption]}
-        self._core.patch_namespaced_pod_status(name, self._namespace, {"status": status})
+        self._core.patch_namespaced_pod_status(name, self._namespace, {"status": evicted()})
         return self._seen.seconds_until(lambda: uid in self._seen.deleted_pods)
 
 
@@ -442,6 +452,23 @@ class Seen:
             self.deleted_pods.add(metadata["uid"])
         elif metadata["annotations"][COMPLETION_INDEX] == "0" and raw["status"].get("phase") == "Running":
             self.first_pods[metadata["labels"][names.LABEL_JOB]] = metadata["name"], metadata["uid"]
+
+
+def evicted() -> dict[str, Any]:
+    """Return the status that a kubelet writes when it evicts a pod.
+
+    The Job controller waits for some seconds after `finishedAt` before it replaces the pod. Without it, it
+    replaces the pod at once, and the operator has nothing to delete.
+    """
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ended = {"exitCode": 137, "reason": "Error", "startedAt": now, "finishedAt": now}
+    container = {"name": "worker", "image": "trainer", "imageID": "", "ready": False, "restartCount": 0}
+    return {
+        "phase": "Failed",
+        "reason": "Evicted",
+        "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}],
+        "containerStatuses": [{**container, "state": {"terminated": ended}}],
+    }
 
 
 def manifest(name: str, template: int) -> dict[str, Any]:
@@ -566,7 +593,8 @@ class Agents:
     def _update(self, kind: str, pod: Any) -> None:
         uid = pod.metadata.uid
         known = self.agents.get(uid)
-        if kind == "DELETED" or pod.metadata.deletion_timestamp is not None:
+        ended = pod.status.phase in ("Succeeded", "Failed")
+        if kind == "DELETED" or ended or pod.metadata.deletion_timestamp is not None:
             if known is not None:
                 known.gone = True
                 del self.agents[uid]

@@ -105,7 +105,6 @@ def test_a_first_cycle_that_is_stuck_is_no_progress(
 
 
 def test_a_decision_that_hangs_is_no_progress(progress: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_loop, "DECISION_WAIT", 0.01)
     monkeypatch.setattr(control_loop, "DECISION_DEADLINE", 0.0)
     may_end = threading.Event()
     begun = threading.Event()

@@ -134,4 +134,6 @@ def test_nothing_is_decided_again_if_nothing_has_changed() -> None:
     scheduler.update(first)
     assert not scheduler.is_due(NOW + 1000)
     scheduler.update(replace(first, resource=waiting(0, 1, None).resource))
-    assert scheduler.is_due(NOW), "an edit"
+    assert NOW < scheduler.due_at(NOW) < NOW + 1, "an edit: after a pause as long as the decision took"
+    assert scheduler.is_due(NOW + 1)
+    assert scheduler.is_due(NOW - 1), "the clock was set back"

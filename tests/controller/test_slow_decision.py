@@ -43,7 +43,6 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDecisions]:
     monkeypatch.setattr(
         DecisionProblem, "decide", lambda problem, now: found.decide(problem, now), raising=True
     )
-    monkeypatch.setattr(control_loop, "DECISION_WAIT", 0.01)
     monkeypatch.setattr(control_loop, "INTERVAL", 0.02)
     monkeypatch.setattr(control_loop, "PAUSE", 0.01)
     yield found

@@ -131,6 +131,7 @@ class World:
                             running.result()
                         self.deliver()
                         await asyncio.sleep(0.005)
+                        self.now += 0.005
             finally:
                 running.cancel()
 

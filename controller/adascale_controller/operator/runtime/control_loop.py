@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from adascale_controller.operator.apply.applier import Applier
@@ -41,24 +42,24 @@ INTERVAL = 1.0
 PAUSE = 0.1
 """The minimum number of seconds between two cycles."""
 MAX_PAUSE = 2.0
-"""The maximum number of seconds that the processor time of a cycle delays the next one."""
+"""The maximum number of seconds for which a cycle delays the next one by the processor time that it took."""
 RESYNC_INTERVAL = 300.0
 """Seconds between two lists of all objects."""
 STALE_RESYNC_INTERVAL = 5.0
 """Seconds between two lists of all objects while the caches are known to be stale."""
 MAX_CONCURRENT = 8
 """Jobs whose actions are applied at the same time."""
-MAX_TELEMETRY_WRITES = 50
-"""Statuses in which only telemetry has changed that a cycle writes."""
+MAX_TELEMETRY_WRITES = 2
+"""Statuses in which only telemetry has changed that are written at the same time, beside the others."""
+MAX_TELEMETRY_STARTED = 10
+"""Statuses in which only telemetry has changed that a cycle begins to write."""
 SLICE = 50
 """Jobs after which the lease, the probes and the watches get their turn."""
 MAX_IDLE_SHARE = 0.05
 """The share of the time that the reports of all jobs take, with reading them."""
-DECISION_WAIT = 0.5
-"""Seconds that a cycle waits for a decision. A later one is used in a later cycle."""
 DECISION_DEADLINE = 60.0
 """Seconds after which a decision is taken to hang: the operator makes no progress."""
-APPLY_WAIT = 1.0
+APPLY_WAIT = 0.1
 """Seconds that a cycle waits for its writes. Jobs whose writes take longer are left out until these end."""
 
 
@@ -134,7 +135,10 @@ class ControlLoop:
         self._decision: asyncio.Task[Answer] | None = None
         self._decision_begun_at = 0.0
         self._applying: dict[JobKey, asyncio.Task[None]] = {}
+        self._postponed: set[JobKey] = set()
+        """The jobs to look at as soon as their actions are carried out."""
         self._apply_limit = asyncio.Semaphore(MAX_CONCURRENT)
+        self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
         self._reads = 0
         self._report_cost = 0.0
 
@@ -154,6 +158,7 @@ class ControlLoop:
         for task in tasks:
             task.cancel()
         self._applying.clear()
+        self._postponed.clear()
         self._decision = None
         self._look_at_all()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -161,12 +166,7 @@ class ControlLoop:
     async def _run(self) -> None:
         listed_at = time.monotonic()
         while True:
-            try:
-                async with asyncio.timeout(INTERVAL):
-                    await self._cache.changed.wait()
-            except TimeoutError:
-                pass
-            self._cache.changed.clear()
+            await self._wait_for_work()
             interval = STALE_RESYNC_INTERVAL if self._errors.cache_is_stale else RESYNC_INTERVAL
             if time.monotonic() - listed_at > interval:
                 listed_at = time.monotonic()
@@ -177,6 +177,19 @@ class ControlLoop:
             if not self._decision_hangs():
                 self._on_progress()
             await asyncio.sleep(PAUSE)
+
+    async def _wait_for_work(self) -> None:
+        """Wait for a change, or until a decision is due, but not longer than `INTERVAL`."""
+        wait = INTERVAL
+        if self._decision is None:
+            now = self._clock()
+            wait = min(wait, max(0.0, self._scheduler.due_at(now) - now))
+        try:
+            async with asyncio.timeout(wait):
+                await self._cache.changed.wait()
+        except TimeoutError:
+            pass
+        self._cache.changed.clear()
 
     async def list_all(self) -> None:
         """Fill the cache.
@@ -189,7 +202,7 @@ class ControlLoop:
             self._cache.replace(resource, objects, version)
 
     async def cycle(self, *, full: bool = False) -> None:
-        """Read all jobs of the metrics service, and run one cycle, with all that it starts.
+        """Read all jobs of the metrics service, and run one cycle, with the decision that it starts, if any.
 
         Args:
             full: whether to look at all jobs, and not only at those that have changed.
@@ -197,13 +210,16 @@ class ControlLoop:
         await asyncio.to_thread(self._follower.refresh)
         if full:
             self._look_at_all()
-        await self._cycle(decision_wait=None, apply_wait=None)
+        await self._cycle(apply_wait=None)
+        while self._decision is not None:
+            await asyncio.wait([self._decision])
+            await self._cycle(apply_wait=None)
 
     async def _timed_cycle(self) -> None:
-        begun = time.process_time()
+        begun = time.thread_time()
         with self._metrics.cycle_duration.time():
             await self._cycle()
-        used = time.process_time() - begun
+        used = time.thread_time() - begun
         self._metrics.cycle_cpu.inc(used)
         if self._follower.reads == self._reads:
             self._report_cost += used if self._queue.has_reported else 0.0
@@ -211,31 +227,29 @@ class ControlLoop:
             cost = self._report_cost + used + self._follower.refresh_cost
             self._follower.refresh_interval = max(INTERVAL, cost / MAX_IDLE_SHARE)
             self._reads, self._report_cost = self._follower.reads, 0.0
-        # At most half of the time, so that changes that arrive all the time do not take a whole core.
+        # Cycles take at most half of the time, so that changes that arrive all the time do not take a core.
         await asyncio.sleep(min(used, MAX_PAUSE))
 
-    async def _cycle(
-        self, decision_wait: float | None = DECISION_WAIT, apply_wait: float | None = APPLY_WAIT
-    ) -> None:
+    async def _cycle(self, apply_wait: float | None = APPLY_WAIT) -> None:
+        self._drop_applied()
+        self._adopt_decision()
         self._collect_changes()
-        work = self._free_to_change(self._queue.take(self._clock()))
-        looked_at = await self._look(work)
+        looked_at = await self._look(self._free_to_change(self._queue.take(self._clock())))
         self._update_resources()
-        decided = self._free_to_change(
-            key for key in await self._decide(decision_wait) if key not in looked_at
-        )
-        looked_at |= await self._look(decided)
         self._applier.jobs = len(self._jobs)
         urgent, telemetry = await self._reconcile_all(looked_at)
-        self._start(urgent)
-        if len(self._applying) == len(urgent):
-            self._start(self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_WRITES))
+        are_others_written = len(self._applying) > 0
+        self._start(urgent, self._apply_limit)
+        self._begin_decision()
+        if not are_others_written:
+            oldest = self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_STARTED)
+            self._start(oldest, self._telemetry_limit)
         await self._applied(apply_wait)
         await self._store_decisions()
         self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
         self._metrics.waiting.set(self._scheduler.waiting)
         self._queue.add(_key(job_id) for job_id in self._errors.take_failed())
-        if self._queue.has_reported or self._scheduler.is_due(self._clock()):
+        if self._queue.has_reported:
             self._cache.changed.set()
         if self._views is not None:
             present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
@@ -284,11 +298,15 @@ class ControlLoop:
         The others are looked at in a later cycle.
         """
         free: list[JobKey] = []
-        busy: list[JobKey] = []
+        behind: list[JobKey] = []
         for key in keys:
-            is_busy = key in self._applying or self._follower.is_behind(".".join(key))
-            (busy if is_busy else free).append(key)
-        self._queue.add(busy)
+            if key in self._applying:
+                self._postponed.add(key)
+            elif self._follower.is_behind(".".join(key)):
+                behind.append(key)
+            else:
+                free.append(key)
+        self._queue.add(behind)
         return free
 
     # -- observe --------------------------------------------------------------------------------------------
@@ -371,25 +389,25 @@ class ControlLoop:
                 pods += self._cache.pods_of(key)
         self._scheduler.set_resources(self._cache.all(Resource.NODES), pods)
 
-    async def _decide(self, wait: float | None) -> list[JobKey]:
-        """Decide if that is due, and return the jobs that get another replica count.
+    def _begin_decision(self) -> None:
+        """Decide if that is due and no decision is being made.
 
-        It runs in a thread, so the lease, the probes and the watches go on. One that takes longer than `wait`
-        seconds goes on beside the cycles; until it ends, the decisions before hold.
+        It runs in a thread, beside the cycles: the lease, the probes and the watches go on, and so do the
+        jobs, by the decisions before.
         """
-        if self._decision is None:
-            if not self._scheduler.is_due(self._clock()):
-                return []
+        if self._decision is None and self._scheduler.is_due(self._clock()):
             question = self._scheduler.question()
             self._decision = asyncio.create_task(asyncio.to_thread(self._scheduler.solve, question))
+            self._decision.add_done_callback(lambda _: self._cache.changed.set())
             self._decision_begun_at = time.monotonic()
-        done, slow = await asyncio.wait([self._decision], timeout=wait)
-        for task in slow:
-            task.add_done_callback(lambda _: self._cache.changed.set())
-        if not done:
-            return []
-        task, self._decision = self._decision, None
-        return [_key(job_id) for job_id in sorted(self._scheduler.adopt(task.result(), self._clock()))]
+
+    def _adopt_decision(self) -> None:
+        """Use the decision that was made, if any: the jobs that get another replica count are looked at."""
+        if self._decision is None or not self._decision.done():
+            return
+        answer, self._decision = self._decision.result(), None
+        self._metrics.cycle_cpu.inc(answer.cost)
+        self._queue.add(_key(job_id) for job_id in sorted(self._scheduler.adopt(answer, self._clock())))
 
     def _decision_hangs(self) -> bool:
         return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE
@@ -448,26 +466,38 @@ class ControlLoop:
 
     # -- apply ----------------------------------------------------------------------------------------------
 
-    def _start(self, planned: Iterable[tuple[ObservedJob, Actions]]) -> None:
-        """Begin to carry out the actions for these jobs, `MAX_CONCURRENT` jobs at a time."""
+    def _start(self, planned: Iterable[tuple[ObservedJob, Actions]], limit: asyncio.Semaphore) -> None:
+        """Begin to carry out the actions for these jobs, as many at a time as the limit allows."""
         for job, actions in planned:
             if actions.allocate is not None:
                 self._scheduler.note_request(job.resource.id, actions.allocate.replicas)
-            self._applying[job.resource.key] = asyncio.create_task(self._apply(job, actions))
+            key = job.resource.key
+            self._applying[key] = asyncio.create_task(self._apply(job, actions, limit))
+            self._applying[key].add_done_callback(partial(self._wake_if_postponed, key))
         self._metrics.pending.set(len(self._applying))
+
+    def _wake_if_postponed(self, key: JobKey, _: asyncio.Task[None]) -> None:
+        if key in self._postponed:
+            self._cache.changed.set()
 
     async def _applied(self, wait: float | None) -> None:
         """Wait for the actions that are carried out, but not longer than `wait` seconds."""
-        if not self._applying:
-            return
-        done, _ = await asyncio.wait(self._applying.values(), timeout=wait)
+        if self._applying:
+            await asyncio.wait(self._applying.values(), timeout=wait)
+            self._drop_applied()
+
+    def _drop_applied(self) -> None:
+        """Have the jobs whose actions are carried out looked at again, if that was postponed."""
         for key, task in list(self._applying.items()):
-            if task in done:
+            if task.done():
                 del self._applying[key]
                 task.result()
+                if key in self._postponed:
+                    self._postponed.remove(key)
+                    self._queue.add([key])
 
-    async def _apply(self, job: ObservedJob, actions: Actions) -> None:
-        async with self._apply_limit:
+    async def _apply(self, job: ObservedJob, actions: Actions, limit: asyncio.Semaphore) -> None:
+        async with limit:
             if actions.allocate is not None:
                 current = job.current_allocation
                 before = 0 if current is None else current.replicas

@@ -38,6 +38,21 @@ class _EndlessBackoffs:
         return chain(ERROR_BACKOFFS, repeat(ERROR_BACKOFFS[-1]))
 
 
+class _NoDifferences(kopf.DiffBaseStorage):
+    """Has kopf not copy and compare each object, which only handlers of creation and updates need."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """Return nothing to compare."""
+        return kopf.BodyEssence({})
+
+    def fetch(self, **_: Any) -> kopf.BodyEssence | None:
+        """Return nothing to compare with."""
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Store nothing."""
+
+
 async def run_informers(
     cache: ObjectCache, resources: Iterable[Resource], settings: OperatorSettings
 ) -> None:
@@ -55,6 +70,7 @@ async def run_informers(
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
         settings.scanning.disabled = True
+        settings.persistence.diffbase_storage = _NoDifferences()
         settings.networking.error_backoffs = _EndlessBackoffs()
         settings.watching.inactivity_timeout = INACTIVITY_TIMEOUT
 

@@ -169,8 +169,9 @@ class Answer:
 class Scheduler:
     """Chooses the replica counts of all jobs that may run.
 
-    It is told what has changed. A decision is due at once if a job or the nodes have changed in what the
-    counts must respect; for new measurements decisions take at most `MAX_SHARE` of the time.
+    The control loop passes it what has changed. A decision is due if a job or the nodes have changed in what
+    the counts must respect: at once, or after a pause as long as the last decision took. For new measurements
+    decisions take at most `MAX_SHARE` of the time.
 
     Args:
         accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
@@ -276,13 +277,26 @@ class Scheduler:
 
     # -- deciding -------------------------------------------------------------------------------------------
 
+    def due_at(self, now: float) -> float:
+        """Return when to decide, in seconds since 1970; infinite until something changes.
+
+        Args:
+            now: seconds since 1970.
+        """
+        if self._answer is None:
+            return now if self._candidates else inf
+        if self._jobs_changed or self._resources_changed:
+            interval = self._answer.cost
+        elif self._measurements_changed or time.monotonic() >= self._answer.next_change:
+            interval = max(MIN_INTERVAL, (self._answer.cost + self._explain_cost) / MAX_SHARE)
+        else:
+            return inf
+        # A decision in the future was made before the clock was set back.
+        return self._answered_at + interval if self._answered_at <= now else now
+
     def is_due(self, now: float) -> bool:
         """Whether to decide at `now`, in seconds since 1970."""
-        if self._answer is None or self._jobs_changed or self._resources_changed:
-            return bool(self._candidates) or self._answer is not None
-        changes = self._measurements_changed or time.monotonic() >= self._answer.next_change
-        interval = max(MIN_INTERVAL, (self._answer.cost + self._explain_cost) / MAX_SHARE)
-        return changes and not self._answered_at <= now < self._answered_at + interval
+        return self.due_at(now) <= now
 
     def question(self) -> Question:
         """Return what is to be decided now."""
