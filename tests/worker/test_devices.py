@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
+from adascale_worker.checkpoint import CheckpointStore
 from adascale_worker.snapshot import Snapshot
+from adascale_worker.state_tree import flatten
 from support.gan import Gan, noise_of
+from support.launch import wait_until
 from support.training import ACCUMULATING, FIXED, MakeTrainer, network, samples
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +197,102 @@ def test_a_snapshot_is_a_copy_in_memory_that_the_device_can_write_to(device: tor
     tensors[0].zero_()
     assert torch.equal(snapshot.weights[0], expected)
     assert snapshot._memory.is_pinned() == (device.type == "cuda")
+
+
+@on_each_device
+def test_a_snapshot_has_the_state_from_before_what_follows_it(device: torch.device) -> None:
+    """The program changes its tensors at once, and the optimizer changes its own in the next step."""
+    weight, moment = torch.randn(1 << 24, device=device), torch.randn(1 << 24, device=device)
+    snapshot, expected = Snapshot(), torch.cat([weight, moment]).cpu()
+    for _ in range(3):
+        snapshot.copy({"weight": weight, "moment": moment}, changed_by_step=[moment])
+        kept = weight.clone(), moment.clone()
+        weight.zero_()
+        snapshot.before_step()
+        moment.zero_()
+        content = torch.frombuffer(bytearray(b"".join(snapshot.parts(1 << 24))), dtype=torch.float32)
+        assert torch.equal(content, expected)
+        weight, moment = kept
+
+
+@on_each_device
+def test_a_snapshot_keeps_what_the_program_deletes(device: torch.device) -> None:
+    snapshot, moment = Snapshot(), torch.randn(1 << 24, device=device)
+    expected = moment.cpu().clone()
+    snapshot.copy({"moment": moment}, changed_by_step=[moment])
+    del moment
+    # On a GPU, this would be given the memory of the deleted tensor.
+    torch.zeros(1 << 24, device=device)
+    content = torch.frombuffer(bytearray(b"".join(snapshot.parts(1 << 26))), dtype=torch.float32)
+    assert torch.equal(content, expected)
+
+
+@pytest.mark.gpu
+def test_neither_a_snapshot_nor_the_next_step_waits_for_the_gpu() -> None:
+    device = torch.device("cuda", 0)
+    matrix, moment = torch.randn(4096, 4096, device=device), torch.randn(1 << 24, device=device)
+    snapshot = Snapshot()
+    snapshot.copy({"matrix": matrix, "moment": moment})  # allocates its memory
+    snapshot.wait()
+    for _ in range(200):
+        matrix = torch.mm(matrix, matrix).sin_()
+    done = torch.cuda.Event()
+    done.record()
+    snapshot.copy({"matrix": matrix, "moment": moment}, changed_by_step=[moment])
+    snapshot.before_step()
+    moment.zero_()
+    assert not done.query(), "the GPU works for a second"
+    snapshot.wait()
+    assert done.query()
+
+
+@on_each_device
+@pytest.mark.parametrize("kind", ["SGD", "AdamW, fused"])
+def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    kind: str,
+) -> None:
+    saved: dict[int, dict[str, Any]] = {}
+    save = CheckpointStore.save
+
+    def save_and_load(store: CheckpointStore, *arguments: Any) -> Manifest:
+        manifest = save(store, *arguments)
+        loaded = store.load(manifest.number)
+        assert loaded is not None
+        saved[manifest.step] = loaded[0]["program"]
+        return manifest
+
+    monkeypatch.setattr(CheckpointStore, "save", save_and_load)
+    make, options = OPTIMIZERS[kind]
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 2)).to(device)
+    optimizer = make(model.parameters(), **options)
+    trainer = make_trainer(**FIXED, device=device, checkpoint_dir=tmp_path, checkpoint_interval=1e-6)
+    trainer.program_reentry(model, optimizer)
+    writer = trainer._trainer.checkpointing._writer
+    assert writer is not None
+    expected: dict[int, list[Tensor]] = {}
+    for epoch in range(4):
+        for _, x, y in trainer.dataloader(samples()):
+            learn(model, optimizer, x.to(device), y.to(device))
+            expected[trainer.steps] = flattened([model.state_dict(), optimizer.state_dict()["state"]])
+            # The checkpoint of the step before, so that the next one is due.
+            wait_until(lambda: not writer.is_busy, "the end of a checkpoint")
+        trainer.step(epoch)
+    trainer.close()
+    # Where a gradient is kept for the next step, none is saved.
+    assert len(saved) >= len(expected) // 2
+    for step, program in saved.items():
+        found = flattened([program["model"], program["optimizer"]["state"]])
+        assert all(map(torch.equal, found, expected[step])), f"the checkpoint of step {step}"
+
+
+def flattened(tree: Any) -> list[Tensor]:
+    """Copies of the tensors of a tree, on the host."""
+    return [tensor.cpu().clone() for tensor in flatten(tree)[1]]
 
 
 @on_each_device

@@ -15,6 +15,7 @@ from adascale_core.messages import Allocation, AllocationView, GainReport
 from adascale_core.pacing import REPORTS_PER_POST
 from adascale_core.views import StoredReports
 from adascale_worker import reporter as reporter_module
+from adascale_worker.device_clock import HostClock
 from adascale_worker.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
@@ -237,7 +238,7 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
     make_reporter = lambda: reporter  # noqa: E731
-    telemetry = Telemetry(BatchBounds(8), group, make_reporter, "NVIDIA-H200")  # type: ignore[arg-type]
+    telemetry = Telemetry(BatchBounds(8), group, make_reporter, HostClock(), "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
 
     def loss_of_report(*losses: torch.Tensor | float, **others: float) -> float | None:

@@ -44,15 +44,18 @@ def test_a_trainer_has_an_exit_code_and_its_last_lines() -> None:
     assert trainer.log.splitlines() == [f"line {number}" for number in range(61, 101)]
 
 
-def test_large_tensors_lie_in_huge_pages_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "default"), [("THP_MEM_ALLOC_ENABLE", "1"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")]
+)
+def test_a_trainer_has_settings_of_torch_unless_the_user_has_others(
+    monkeypatch: pytest.MonkeyPatch, name: str, default: str
 ) -> None:
-    for value, expected in ((None, "1"), ("0", "0")):
+    for value, expected in ((None, default), ("3", "3")):
         if value is None:
-            monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+            monkeypatch.delenv(name, raising=False)
         else:
-            monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
-        trainer, exit_code = shell("echo $THP_MEM_ALLOC_ENABLE")
+            monkeypatch.setenv(name, value)
+        trainer, exit_code = shell(f"echo ${name}")
         assert exit_code() == 0
         assert trainer.log == expected
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -63,11 +64,19 @@ class CheckpointWriter:
         info: CheckpointInfo,
         result: dict[str, float | str],
         weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
     ) -> None:
         """Copy `state`, and begin to write the copy. If a checkpoint is still being written, do nothing.
 
         A failure is reported, once until a checkpoint is saved again. Nothing is written if `weights`, which
         are tensors of the state, are not all finite.
+
+        Args:
+            state: of training.
+            info: its description.
+            result: of training, as the program has reported it.
+            weights: see above.
+            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
 
         Raises:
             UnsupportedStateError: an object in the state cannot be saved.
@@ -75,7 +84,7 @@ class CheckpointWriter:
         if self.is_busy:
             return
         try:
-            self._copy(state, weights)
+            self._copy(state, weights, changed_by_step)
         except CheckpointError as error:
             self._report_failure(str(error))
             return
@@ -90,6 +99,10 @@ class CheckpointWriter:
         )
         self._thread.start()
 
+    def before_step(self) -> None:
+        """Let the step of the optimizer, which comes next, wait for the copy of what it changes."""
+        self._snapshot.before_step()
+
     def save(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> Manifest:
         """Save a checkpoint, and return when it is durable. An earlier one that is being written is given up.
 
@@ -100,6 +113,8 @@ class CheckpointWriter:
         self._cancelled.set()
         self.wait()
         self._copy(state)
+        with _copy_errors():
+            self._snapshot.wait()
         manifest = self._store.save(self._snapshot, info, result)
         self._on_saved(manifest)
         return manifest
@@ -131,21 +146,20 @@ class CheckpointWriter:
         self._snapshot = Snapshot()
         return is_writing
 
-    def _copy(self, state: State, weights: Sequence[Tensor] = ()) -> None:
-        try:
-            self._snapshot.copy(state, weights)
-        except (MemoryError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the state cannot be copied in memory for a checkpoint: {error}. The first replica needs "
-                "the memory of the state (parameters, optimizer) twice: raise its memory limit"
-            ) from error
+    def _copy(
+        self, state: State, weights: Sequence[Tensor] = (), changed_by_step: Iterable[Tensor] = ()
+    ) -> None:
+        with _copy_errors():
+            self._snapshot.copy(state, weights, changed_by_step)
 
     def _write(self, snapshot: Snapshot, info: CheckpointInfo, result: dict[str, float | str]) -> None:
-        if not all_finite(snapshot.weights):
-            # Reading all weights takes as long as copying them, so it is not done before.
-            _print(nonfinite_message(info.step))
-            return
         try:
+            with _copy_errors():
+                snapshot.wait()
+            if not all_finite(snapshot.weights):
+                # Reading all weights takes as long as copying them, so it is not done before.
+                _print(nonfinite_message(info.step))
+                return
             manifest = self._store.save(snapshot, info, result, self._cancelled.is_set)
         except WriteCancelledError:
             return
@@ -164,6 +178,17 @@ class CheckpointWriter:
             # The previous checkpoint is intact, so continuing loses nothing that exiting would keep.
             _print(f"{failure}; training continues without this checkpoint")
         self._reported_failure = failure
+
+
+@contextmanager
+def _copy_errors() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state cannot be copied in memory for a checkpoint: {error}. The first replica needs the "
+            "memory of the state (parameters, optimizer) twice: raise its memory limit"
+        ) from error
 
 
 def _print(message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Checkpointing:
         final: bool = False,
         durable: bool = False,
         weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
     ) -> None:
         """Save a checkpoint. A collective call. Without a location, nothing is written.
 
@@ -107,12 +108,14 @@ class Checkpointing:
             durable: whether to wait until the checkpoint is written.
             weights: tensors of the state. If neither `final` nor `durable`, the copy is written only if they
                 are finite.
+            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
 
         Raises:
             CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
         """
         if self._writer is not None:
-            self._save_with(self._writer, info, make_state, None if durable or final else weights)
+            is_durable = durable or final
+            self._save_with(self._writer, info, make_state, None if is_durable else weights, changed_by_step)
         self._has_final = self._has_final or final
         self._is_final_written = self._has_final
 
@@ -122,12 +125,13 @@ class Checkpointing:
         info: CheckpointInfo,
         make_state: MakeState,
         weights: Sequence[Tensor] | None,
+        changed_by_step: Iterable[Tensor],
     ) -> None:
         """Save a durable checkpoint if `weights` is None, else copy the state."""
         failure = None
         self._saved_at = time.monotonic()
         if self._group.is_main and weights is not None:
-            writer.start(make_state(), info, self._result, weights)
+            writer.start(make_state(), info, self._result, weights, changed_by_step)
         elif self._group.is_main:
             try:
                 writer.save(make_state(), info, self._result)
@@ -137,6 +141,14 @@ class Checkpointing:
             failure = self._group.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)
+
+    def before_step(self) -> None:
+        """Let the step of the optimizer, which comes next, wait for the copy of what it changes.
+
+        On a GPU; the program does not wait.
+        """
+        if self._writer is not None:
+            self._writer.before_step()
 
     def save_on_rank_0(self, info: CheckpointInfo, make_state: MakeState) -> None:
         """Save the end of training on rank 0. Not a collective call.

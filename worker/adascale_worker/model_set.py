@@ -7,13 +7,13 @@ averaged for each optimizer instead, after the pass (`optimizer_gradients`), and
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adascale_worker.device_clock import PendingTimes, clock_of
 from adascale_worker.out_of_memory import forward_without_graph
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
@@ -49,7 +49,10 @@ class ModelSet:
         self.device = device
         self.on_discard: Callable[[], None] = lambda: None
         self._group = group
-        self._exchange_time = 0.0
+        self._clock = clock_of(device)
+        self._exchanges: list[tuple[Any, Any]] = []
+        """The exchanges of gradients of the present step: marks of the clock at their beginning and end."""
+        self._measured: PendingTimes[None] = PendingTimes(self._clock)
         self._sync_time: float | None = None
         for model in models:
             override_call(model, _TrainedForward(model, call_of(model), self))
@@ -77,24 +80,31 @@ class ModelSet:
 
     def begin_timing(self) -> None:
         """Time the exchange of gradients of the next steps only."""
-        self._sync_time, self._exchange_time = None, 0.0
+        self._sync_time = None
+        self._exchanges.clear()
+        self._measured.clear()
 
     def begin_step(self) -> None:
-        """Use the time that was measured in the step before."""
-        if self._exchange_time > 0.0:
-            self._sync_time, self._exchange_time = self._exchange_time, 0.0
+        """Use the times that were measured in the steps before."""
+        if self._exchanges:
+            self._measured.add(None, *self._exchanges)
+            self._exchanges.clear()
+        for _, seconds in self._measured.take():
+            self._sync_time = seconds
 
     def sync_time(self) -> float | None:
-        """Return the seconds of the exchange of gradients in a step; None if they were returned before."""
+        """Return the seconds for which a recent step has waited for the exchange of gradients.
+
+        None if they were returned before.
+        """
         measured, self._sync_time = self._sync_time, None
         return measured
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their means over the replicas, and measure the time of it on a CPU."""
-        started = time.perf_counter()
+        """Replace tensors by their means over the replicas, and measure the time of it."""
+        started = self._clock.mark()
         self._group.average(tensors)
-        if self.device.type == "cpu":
-            self._exchange_time += time.perf_counter() - started
+        self._exchanges.append((started, self._clock.mark()))
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a model's original forward."""

@@ -79,6 +79,11 @@ class OptimizerSet:
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @property
+    def state(self) -> dict[Any, Any]:
+        """What the inner optimizers keep for each parameter."""
+        return {parameter: state for part in self.parts.values() for parameter, state in part.state.items()}
+
+    @property
     def flags(self) -> Sequence[float]:
         """What the replicas exchange with the statistics of the first optimizer."""
         return self.lead.flags

@@ -199,6 +199,7 @@ class SeveralOptimizersLoop(TrainingLoop):
             self.adascale.flags = flags
         try:
             group.wait_for_device()
+            self._trainer.checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
             # AdaScale waits for its all-reduce before it changes anything.

@@ -11,6 +11,7 @@ import torch
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import GainReport
 from adascale_core.names import REPORT_INTERVAL
+from adascale_worker.device_clock import DeviceClock
 from adascale_worker.logged_metrics import LoggedMetrics
 from adascale_worker.optimizer_set import Optimizers
 from adascale_worker.process_group import ReplicaGroup
@@ -26,6 +27,7 @@ class Telemetry:
         bounds: the job's batch size and bounds.
         group: the replicas; rank 0 reports.
         make_reporter: returns what posts the reports; None if there is no metrics service.
+        clock: of the device.
         accelerator: the type of accelerator of the replicas.
     """
 
@@ -34,6 +36,7 @@ class Telemetry:
         bounds: BatchBounds,
         group: ReplicaGroup,
         make_reporter: Callable[[], Reporter | None],
+        clock: DeviceClock,
         accelerator: str = "",
     ) -> None:
         self._bounds = bounds
@@ -44,7 +47,8 @@ class Telemetry:
         self._reported_at = float("-inf")
         self._reported_step = 0
         self._accelerator = accelerator
-        self.step_timer = StepTimer(accelerator)
+        self._clock = clock
+        self.step_timer = StepTimer(accelerator, clock)
         self.measure_sync: Callable[[], float | None] = lambda: None
         """Returns the seconds in which a recent step has waited for the exchange of gradients; None if there
         is no new measurement."""
@@ -72,7 +76,7 @@ class Telemetry:
 
     def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Record the time of a step, and report if the report interval has passed."""
-        self.step_timer.step(plan, time.perf_counter(), self._group.nodes)
+        self.step_timer.step(plan, self._clock.mark(), self._group.nodes)
         asked_for = 0.0 if self._reporter is None else self._reporter.interval
         if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
             self.report(plan, progress, optimizer)

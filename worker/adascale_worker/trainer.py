@@ -44,6 +44,7 @@ from adascale_worker.data_feed import DataFeed, require_evaluable
 from adascale_worker.data_loop import DataLoop
 from adascale_worker.data_parallel import warm_up
 from adascale_worker.device import select_device
+from adascale_worker.device_clock import clock_of
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, describe
@@ -677,6 +678,7 @@ def _components(
             settings.bounds,
             group,
             _make_reporter,
+            clock_of(device),
             environment.read_accelerator(os.environ) or kind_of(device),
         ),
         checkpointing=Checkpointing(settings.checkpoint_dir, settings.checkpoint_interval, group),

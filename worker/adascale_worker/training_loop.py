@@ -548,6 +548,7 @@ class TrainingLoop:
         self._checks.count_passes(trainer.planner.plan.accumulation)
         try:
             trainer.group.wait_for_device()
+            trainer.checkpointing.before_step()
             self._require_one_optimizer().step()
         except (RuntimeError, PeersLostError) as error:
             # AdaScale waits for its all-reduce before it changes anything.
@@ -994,6 +995,7 @@ class TrainingLoop:
             final=final,
             durable=durable,
             weights=self._weights.weights(),
+            changed_by_step=_tensors_of(self.adascale.state),
         )
 
     def _require_finite_weights(self) -> None:
@@ -1023,3 +1025,14 @@ class TrainingLoop:
             step = trainer.progress.step
             print(f"adascale: saved a checkpoint at step {step}; run the same command to resume", flush=True)
         self._exit(128 + received)
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps for its parameters."""
+    return [
+        value
+        for kept in state.values()
+        if isinstance(kept, Mapping)
+        for value in kept.values()
+        if isinstance(value, torch.Tensor)
+    ]

@@ -28,9 +28,12 @@ LOG_LINES = 40
 MAX_LINE_LENGTH = 1000
 OUTPUT_TIMEOUT = 2.0
 """Seconds after the exit of a trainer within which the rest of its output is read."""
-DEFAULTS = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Environment of a trainer unless the user has set it. With this, torch asks for transparent huge pages for
-tensors of 2 MiB and more on the host, which the kernel maps with 512 times fewer faults."""
+DEFAULTS = {"THP_MEM_ALLOC_ENABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Environment of a trainer unless the user has set it.
+
+With the first, torch asks for transparent huge pages for tensors of 2 MiB and more on the host, which the
+kernel maps with 512 times fewer faults. Without the second, torch ends a process whose collective on a GPU
+fails, but a trainer stays in its process when a peer is lost: it aborts the collective itself."""
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 

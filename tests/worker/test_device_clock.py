@@ -1,0 +1,123 @@
+"""Tests of the clocks of devices, on the CPU, and with `make test-gpu` on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from adascale_core.batch import BatchPlan
+from adascale_worker.device_clock import CudaClock, HostClock, PendingTimes, clock_of
+from adascale_worker.step_timer import StepTimer
+
+GPU = torch.device("cuda", 0)
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"}
+"""Calls of CUDA that wait for the device, in the profiler's names."""
+
+
+def test_each_device_has_its_clock() -> None:
+    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+    assert isinstance(clock_of(GPU), CudaClock)
+
+
+def test_the_clock_of_the_host_measures_what_has_happened_between_two_marks() -> None:
+    clock = HostClock()
+    before = time.perf_counter()
+    start = clock.mark()
+    inside = time.perf_counter()
+    end = clock.mark()
+    after = time.perf_counter()
+    assert start <= inside <= end
+    measured = clock.seconds_between(start, end)
+    assert measured is not None
+    assert 0.0 <= measured <= after - before
+
+
+def test_a_measurement_has_the_time_of_all_its_spans() -> None:
+    pending: PendingTimes[str] = PendingTimes(HostClock())
+    pending.add("exchanges", (1.0, 2.0), (5.0, 5.5))
+    pending.add("none")
+    assert list(pending.take()) == [("exchanges", 1.5), ("none", 0.0)]
+    assert list(pending.take()) == []
+
+
+@pytest.fixture
+def work() -> Callable[[], object]:
+    """Launches a tenth of a second of work or so on the GPU; it is loaded and warm."""
+    matrix = torch.randn(4096, 4096, device=GPU)
+
+    def launch() -> object:
+        result = matrix
+        for _ in range(40):
+            result = torch.mm(result, matrix).sin_()
+        return result
+
+    launch()
+    torch.cuda.synchronize(GPU)
+    return launch
+
+
+@pytest.mark.gpu
+def test_events_agree_with_the_clock_of_the_host_around_a_synchronized_device(
+    work: Callable[[], object],
+) -> None:
+    clock = CudaClock(GPU)
+    for _ in range(3):
+        torch.cuda.synchronize(GPU)
+        before = time.perf_counter()
+        start = clock.mark()
+        work()
+        end = clock.mark()
+        torch.cuda.synchronize(GPU)
+        expected = time.perf_counter() - before
+        measured = clock.seconds_between(start, end)
+        assert measured == pytest.approx(expected, rel=0.05, abs=0.001)
+
+
+@pytest.mark.gpu
+def test_a_mark_is_passed_when_the_device_has_done_the_work_before_it(work: Callable[[], object]) -> None:
+    clock = CudaClock(GPU)
+    start = clock.mark()
+    for _ in range(20):
+        work()
+    end = clock.mark()
+    assert clock.seconds_between(start, end) is None, "the device works for seconds"
+    torch.cuda.synchronize(GPU)
+    assert clock.seconds_between(start, end) is not None
+
+
+@pytest.mark.gpu
+def test_marks_are_recorded_in_the_current_stream(work: Callable[[], object]) -> None:
+    clock, side = CudaClock(GPU), torch.cuda.Stream(GPU)
+    for _ in range(20):
+        work()
+    with torch.cuda.stream(side):
+        start, end = clock.mark(), clock.mark()
+    side.synchronize()
+    assert clock.seconds_between(start, end) is not None, "the other stream does not wait for the work"
+    torch.cuda.synchronize(GPU)
+
+
+@pytest.mark.gpu
+def test_timing_steps_never_waits_for_the_device(work: Callable[[], object]) -> None:
+    clock = CudaClock(GPU)
+    timer, plan, steps = StepTimer(clock=clock), BatchPlan(1, 4), 30
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            work()
+            timer.step(plan, clock.mark())
+        timer.lap()
+        timer.step_times()
+        # What ends the profile waits for the device.
+        calls = steps
+    names = Counter(event.name for event in profiled.events())
+    assert names["cudaEventRecord"] + names["cudaEventRecordWithFlags"] >= calls
+    assert sum(names[name] for name in WAITS) <= 1, "the profiler itself waits once"
+    torch.cuda.synchronize(GPU)
+    timer.step(plan, clock.mark())
+    (measured,) = timer.step_times()
+    assert measured.reports == steps - 2, "all but the first step, and the one that ends now"
