@@ -299,10 +299,16 @@ class ReplicaGroup:
             assert work is not None, "this process is a member of the group"
             return work
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive what rank `source` sends next into `tensor`. Not a collective call."""
+    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """Start to receive what rank `source` sends next into `tensor`. Not a collective call.
+
+        Returns:
+            The work to `wait` for. Until then, `tensor` must not be used.
+        """
         with self._guarded():
-            dist.recv(tensor, src=source)
+            work = dist.irecv(tensor, src=source)
+            assert work is not None, "this process is a member of the group"
+            return work
 
     def wait(self, work: dist.Work) -> None:
         """Wait for what was started by this rank."""

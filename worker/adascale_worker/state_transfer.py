@@ -11,12 +11,14 @@ intact.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.receive_memory import SMALL, ReceiveMemory
@@ -24,6 +26,9 @@ from adascale_worker.state_tree import flatten, layouts, unflatten
 
 CHUNK: Final = 32 << 20
 """Bytes of one message. Smaller tensors are sent together."""
+AHEAD: Final = 2
+"""Messages that a member receives at the same time, and those that it sends. With one, the sender would wait
+for each next permission of the receiver to send."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,10 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
     link = _Link(group, route.source, route.target)
     length = torch.zeros(1, dtype=torch.int64, device=device)
     link.exchange(length)
+    link.wait_until_received()
     document = torch.empty(int(length), dtype=torch.uint8, device=device)
     link.exchange(document)
+    link.wait_until_received()
     spec = document.cpu().numpy().tobytes()
     expected = layouts(spec)
     tensors: list[Tensor] = []
@@ -123,6 +130,7 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
         sizes = [layout.bytes for layout in together]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         link.exchange(buffer)
+        link.wait_until_received()
         for layout, received in zip(together, buffer.cpu().split(sizes), strict=True):
             tensor = torch.empty(layout.shape, dtype=layout.dtype)
             _bytes_of(tensor).copy_(received)
@@ -138,28 +146,51 @@ class _Link:
         self._group = group
         self._source = source
         self._target = target
-        self._sent: list[Any] = []
+        self._receiving: deque[tuple[Work, Tensor]] = deque()
+        """What may not have been received yet."""
+        self._sending: deque[tuple[Work, Tensor]] = deque()
         """What may not have been sent yet, with its memory."""
 
     def exchange(self, tensor: Tensor) -> None:
-        """Receive into a tensor of one dimension if there is a source, and send it if there is a target."""
+        """Start to receive into a tensor of one dimension if there is a source, and to send it if not.
+
+        What is received is sent later if there is a target.
+        """
         if not tensor.numel():
             return
         for chunk in tensor.split(CHUNK // tensor.element_size()):
-            if self._source is not None:
-                self._group.receive(chunk, self._source)
-            if self._target is not None:
-                self._sent.append((self._group.send(chunk, self._target), chunk))
-                if len(self._sent) > 1:
-                    self._wait()
+            if self._source is None:
+                self._send(chunk)
+                continue
+            self._receiving.append((self._group.receive(chunk, self._source), chunk))
+            if len(self._receiving) == AHEAD:
+                self._pass_on()
+
+    def wait_until_received(self) -> None:
+        """Wait until all tensors are received."""
+        while self._receiving:
+            self._pass_on()
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
-        while self._sent:
-            self._wait()
+        """Wait until everything is received and sent."""
+        self.wait_until_received()
+        while self._sending:
+            self._wait_for_sent()
 
-    def _wait(self) -> None:
-        work, _ = self._sent.pop(0)
+    def _pass_on(self) -> None:
+        work, chunk = self._receiving.popleft()
+        self._group.wait(work)
+        self._send(chunk)
+
+    def _send(self, chunk: Tensor) -> None:
+        if self._target is None:
+            return
+        self._sending.append((self._group.send(chunk, self._target), chunk))
+        if len(self._sending) == AHEAD:
+            self._wait_for_sent()
+
+    def _wait_for_sent(self) -> None:
+        work, _ = self._sending.popleft()
         self._group.wait(work)
 
 
