@@ -10,6 +10,7 @@ and momentum are 1 GB. For each change the output has, in seconds:
 
 - still: the longest time between two steps, of any replicas, around the first at the new count, until all
   replicas have made steps at it, less the median time of a step at the count of the second of the two;
+- undisturbed: the same for as many steps before the decision. So much of `still` can be noise;
 - decision: from the decision to the first step at the new count, which for a larger count includes the start
   of processes;
 - after a kill, next: from the kill to the first step of the others in another generation, and the steps made
@@ -216,10 +217,17 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
         for index, (_, later) in enumerate(pairs)
         if later.time >= settled[0].time or later.pid not in members
     )
-    pairs = pairs[max(change - 1, 0) :]
-    still = max(later.time - earlier.time - usual.get(later.replicas, 0.0) for earlier, later in pairs)
-    yield f"{name}: still", max(still, 0.0)
+    yield f"{name}: still", longest_wait(pairs[max(change - 1, 0) :], usual)
+    last = [step for step in before if step.era == before[-1].era][-4 * before[-1].replicas - 1 :]
+    yield f"{name}: undisturbed", longest_wait(list(pairwise(last)), usual)
     yield f"{name}: decision", settled[0].time - decided
+
+
+def longest_wait(pairs: Sequence[tuple[Step, Step]], usual: dict[int, float]) -> float:
+    """Return the longest time between two steps, less the usual time of a step at the count of the second."""
+    return max(
+        [0.0, *(later.time - earlier.time - usual.get(later.replicas, 0.0) for earlier, later in pairs)]
+    )
 
 
 def killed(steps: Steps, kill_at: float, victim: int) -> Iterator[tuple[str, float]]:
