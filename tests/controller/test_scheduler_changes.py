@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.schedule.scheduler import MIN_INTERVAL, Scheduler
 from adascale_core.messages import StepTime
 from adascale_core.views import JobView
 from support.observed_jobs import NOW, indexed_job, job, observed, pod, report, view
 
 Nodes = Sequence[Mapping[str, Any]]
-CONTAINER = {"name": "worker", "resources": {"limits": {"gpu": 1}}}
+CONTAINER = {"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}
 TIMES = (StepTime(1, 4, 1, 0.1), StepTime(2, 4, 1, 0.101))
 
 
@@ -73,7 +73,7 @@ def clusters(draw: st.DrawFn) -> Nodes:
             "metadata": {"name": f"node{number}", "resourceVersion": str(version), "labels": {"zone": zone}},
             "status": {
                 "conditions": [{"type": "Ready", "status": "True"}],
-                "allocatable": {"gpu": gpus, "pods": 9},
+                "allocatable": {"nvidia.com/gpu": gpus, "pods": 9},
             },
         }
         for number, (gpus, zone) in enumerate(
@@ -137,3 +137,19 @@ def test_nothing_is_decided_again_if_nothing_has_changed() -> None:
     assert NOW < scheduler.due_at(NOW) < NOW + 1, "an edit: after a pause as long as the decision took"
     assert scheduler.is_due(NOW + 1)
     assert scheduler.is_due(NOW - 1), "the clock was set back"
+
+
+def test_a_job_that_has_become_what_was_decided_is_not_decided_about_at_once() -> None:
+    scheduler = Scheduler()
+    ready = {
+        "conditions": [{"type": "Ready", "status": "True"}],
+        "allocatable": {"nvidia.com/gpu": 1, "pods": 9},
+    }
+    scheduler.set_resources([{"metadata": {"name": "node0", "resourceVersion": "1"}, "status": ready}], ())
+    scheduler.update(waiting(0, None, None))
+    answer(scheduler, NOW)
+    decision = scheduler.decision("team.job-0")
+    assert decision is not None
+    assert decision.replicas == 1
+    scheduler.update(training(0, None, None, 1, measured=False))
+    assert scheduler.due_at(NOW) >= NOW + MIN_INTERVAL

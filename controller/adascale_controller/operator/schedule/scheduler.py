@@ -242,7 +242,12 @@ class Scheduler:
             return
         decision = self._standing.get(job_id)
         kept = decision or Decision(before.state.replicas, "")
-        if not is_answered(candidate.state, before.state, kept) or not _same_demand(candidate, before):
+        decided_type = kept.accelerator.type if kept.accelerator is not None else None
+        if (
+            not is_answered(candidate.state, before.state, kept)
+            or not _same_demand(candidate, before)
+            or candidate.types.present not in (before.types.present, decided_type)
+        ):
             self._jobs_changed = True
         elif (candidate.state, candidate.states) != (before.state, before.states) or (
             candidate.demand != before.demand
@@ -514,11 +519,11 @@ class Scheduler:
 
 
 def _same_demand(candidate: _Candidate, before: _Candidate) -> bool:
-    """Whether what a job requests differs in no more than the nodes of its replicas."""
+    """Whether what a job requests differs in no more than the nodes and the type of its replicas."""
 
     def compared(each: _Candidate) -> object:
         types = {name: (typed.accelerator, typed.demand.nodes) for name, typed in each.types.by_type.items()}
-        return replace(each.demand, placed={}), types, each.types.present
+        return replace(each.demand, placed={}), types
 
     return compared(candidate) == compared(before)
 
