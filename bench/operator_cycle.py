@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import pstats
 import random
 import resource
@@ -27,6 +28,7 @@ from typing import Any
 
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.main import GC_THRESHOLD
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.types.actions import Event
@@ -68,6 +70,7 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> None:
     """Run the jobs until they are stable, and measure."""
+    gc.set_threshold(GC_THRESHOLD)
     world = World(arguments.nodes, arguments.gpus)
     for number in range(arguments.jobs):
         world.submit(number)

@@ -28,7 +28,7 @@ class Cluster(Protocol):
     """The API server. Each call may raise `ClusterError`."""
 
     async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
-        """Return all objects of a resource, and the resource version of the list."""
+        """Return all objects of a resource, with the parts that are cached, and the version of the list."""
 
     async def may_list(self, resource: Resource) -> bool:
         """Whether the operator may list and watch a resource."""

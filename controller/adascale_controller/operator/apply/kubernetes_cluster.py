@@ -14,6 +14,7 @@ from kubernetes.aio.client import ApiClient
 
 from adascale_controller.operator.apply import kubernetes_client
 from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.observe.cached_fields import cached_fields
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import TRACKING_FINALIZER, ApiObject, Resource, timestamp
 from adascale_core import names
@@ -60,7 +61,8 @@ class KubernetesCluster:
         query = {"limit": str(PAGE_SIZE)}
         while True:
             page = await self._call("GET", self._list_path(resource), query)
-            items += page["items"]
+            # Whole, all pods of a large cluster would take more memory than everything else.
+            items += [cached_fields(resource, raw) for raw in page["items"]]
             token = page["metadata"].get("continue")
             if not token:
                 return items, int(page["metadata"]["resourceVersion"])
