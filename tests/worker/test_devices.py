@@ -18,6 +18,7 @@ from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.checkpoint import CheckpointStore
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.state_tree import flatten
+from e2e.local_run import adascale, write_job
 from support.gan import Gan, noise_of
 from support.launch import wait_until
 from support.training import ACCUMULATING, FIXED, MakeTrainer, network, samples
@@ -293,6 +294,25 @@ def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(
 def flattened(tree: Any) -> list[Tensor]:
     """Copies of the tensors of a tree, on the host."""
     return [tensor.cpu().clone() for tensor in flatten(tree)[1]]
+
+
+@pytest.mark.gpu
+def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one GPU; they join, train and leave with gloo."""
+    job = write_job(
+        tmp_path / "job.yaml",
+        [sys.executable, str(ROOT / "examples" / "digits.py")],
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        minReplicas=2,
+        maxReplicas=2,
+        batchSize=4,
+        maxBatchSize=64,
+        localBszBounds={"lower": 4, "upper": 32},
+        scaleInvariantSteps=2000,
+    )
+    run = adascale("run", job, "--state-dir", tmp_path / "state", "--port", 0, timeout=300)
+    assert run.returncode == 0, run.stdout
+    assert "test accuracy" in run.stdout
 
 
 @on_each_device

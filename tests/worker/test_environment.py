@@ -36,10 +36,11 @@ def test_torchruns_variables_set_the_rank_assignment() -> None:
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert read_assignment(environ) == RankAssignment(3, 4, 1, "10.0.0.1", 29500)
+    assert read_assignment(environ) == RankAssignment(3, 4, 1, "10.0.0.1", 29500, 2)
 
 
 def test_job_settings_are_read() -> None:

@@ -2,7 +2,14 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from adascale_worker.process_group import backend_of, has_equal_values
 from support.launch import free_port
 
 PROGRAM = """
@@ -53,3 +60,30 @@ def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     # Gloo writes lines of its own with some versions of torch.
     assert [output.splitlines()[-1:] for output in outputs] == [["3.0"], ["3.0"]]
+
+
+@pytest.mark.parametrize(
+    ("device", "share_a_gpu", "backend"),
+    [
+        ("cpu", False, "gloo"),
+        ("cuda", False, "cpu:gloo,cuda:nccl"),
+        ("cuda", True, "cpu:gloo,cuda:gloo"),  # NCCL refuses two ranks on one GPU
+    ],
+)
+def test_the_backend_suits_the_devices(device: str, share_a_gpu: bool, backend: str) -> None:
+    assert backend_of(torch.device(device), share_a_gpu=share_a_gpu) == backend
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [("abc", False), ("aba", True), ("aaa", True), ("abb", True), ("a", False)]
+)
+def test_all_ranks_learn_whether_two_have_the_same_gpu(gpus: str, expected: bool) -> None:
+    wait = timedelta(seconds=100)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+
+    def answer(rank: int) -> bool:
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
+        return has_equal_values(store, "generation-3/gpu", rank, len(gpus), f"GPU-{gpus[rank]}")
+
+    with ThreadPoolExecutor(len(gpus)) as ranks:
+        assert list(ranks.map(answer, range(len(gpus)))) == [expected] * len(gpus)

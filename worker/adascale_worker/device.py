@@ -20,3 +20,8 @@ def select_device(requested: torch.device | str | None, local_rank: int) -> torc
     elif not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
+
+
+def gpu_id(device: torch.device) -> str:
+    """Return what identifies a GPU among all of a cluster, in every process that uses it."""
+    return str(torch.cuda.get_device_properties(device).uuid)

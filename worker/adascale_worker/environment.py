@@ -44,6 +44,7 @@ class RankAssignment:
         rank: index of the replica, from 0.
         replicas: number of replicas (the world size).
         local_rank: index of the replica on its machine.
+        local_replicas: number of replicas on its machine; 1 if unknown.
         master_addr, master_port: address of rank 0. None if not set.
     """
 
@@ -52,6 +53,7 @@ class RankAssignment:
     local_rank: int
     master_addr: str | None
     master_port: int | None
+    local_replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
         local_rank=_read(environ, "LOCAL_RANK", _non_negative_integer, 0),
         master_addr=environ.get("MASTER_ADDR"),
         master_port=_read(environ, "MASTER_PORT", _positive_integer, None),
+        local_replicas=_read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
     )
 
 

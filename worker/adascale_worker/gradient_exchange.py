@@ -32,7 +32,7 @@ def averaged(
         parts = [gradients.get(p, torch.zeros_like(p)).reshape(-1).to(p.dtype) for p in bucket]
         flat.append(torch.cat(parts))
     # 1 for each gradient that this replica has.
-    present = torch.tensor([float(p in gradients) for p in parameters], device=parameters[0].device)
+    present = _to_device([float(parameter in gradients) for parameter in parameters], parameters[0].device)
     average([*flat, present])
     means = {
         parameter: mean.view(parameter.shape)
@@ -45,6 +45,13 @@ def averaged(
             if share == 0.0:
                 del means[parameter]
     return means
+
+
+def _to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers as a tensor. Does not wait for the device."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from adascale_worker import gloo_sockets, stuck_collective
 from adascale_worker.agent_channel import Assignment
+from adascale_worker.device import gpu_id
 from adascale_worker.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError, listen
 from adascale_worker.torch_private import (
@@ -52,7 +53,8 @@ class ReplicaGroup:
 
     Args:
         assignment: rank of this replica, number of replicas, and the address of rank 0.
-        device: device of the tensors that the replicas exchange; "cuda" selects NCCL, otherwise Gloo.
+        device: device of the tensors that the replicas exchange. "cuda" selects NCCL, or Gloo if two replicas
+            share a GPU, which NCCL refuses. Other devices select Gloo.
         is_elastic: whether membership changes, which an agent controls.
     """
 
@@ -69,6 +71,8 @@ class ReplicaGroup:
         """Called in a thread before the process ends, while the main thread cannot leave a collective call:
         saves the state without the other replicas, and returns whether it did."""
         self._device = device
+        # torchrun starts as many on each node; with an agent, the members find out.
+        self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
         self._formed = False
         self._failed = False
         self._lock = threading.Lock()
@@ -142,6 +146,10 @@ class ReplicaGroup:
                         timeout=FORMATION_TIMEOUT,
                         listen_fd=None,
                     )
+                if self._device.type == "cuda":
+                    key = f"generation-{self.generation}/gpu"
+                    gpu = gpu_id(self._device)
+                    self._share_a_gpu = has_equal_values(store, key, self.rank, self.replicas, gpu)
                 self._initialize(store, FORMATION_TIMEOUT)
                 created = gloo_sockets.open_sockets() - before
                 own_port = [*gloo_sockets.listening_ports(created), 0][0]
@@ -157,14 +165,14 @@ class ReplicaGroup:
             raise PeersLostError
 
     def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
-        on_gpu = self._device.type == "cuda"
+        backend = backend_of(self._device, share_a_gpu=self._share_a_gpu)
         hook = sys.excepthook
         if store is None:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             reset_group_names()
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                backend,
                 store=PrefixStore(f"generation-{self.generation}", store),
                 rank=self.rank,
                 world_size=self.replicas,
@@ -216,7 +224,7 @@ class ReplicaGroup:
             stuck_collective.watch(
                 lambda: not self._failed or self.generation != generation, lambda: self.save_alone()
             )
-        if self._device.type == "cuda" and self._formed:
+        if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
             abort_process_group()
         self.on_failure()
 
@@ -422,6 +430,33 @@ class ReplicaGroup:
         with self._guarded():
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
         return -both[: len(values)], both[len(values) :]
+
+
+def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
+    """Return the backend of the process group of replicas.
+
+    Args:
+        device: of the tensors that they exchange.
+        share_a_gpu: whether two of them use the same GPU.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
+
+
+def has_equal_values(store: TCPStore, key: str, rank: int, ranks: int, value: str) -> bool:
+    """Return whether two ranks have the same `value`. All ranks call this, and get the same answer.
+
+    Args:
+        store: of the ranks.
+        key: the beginning of the keys to use.
+        rank: of this process.
+        ranks: their number.
+        value: of this rank.
+    """
+    keys = [f"{key}/{each}" for each in range(ranks)]
+    store.set(keys[rank], value)
+    return len(set(store.multi_get(keys))) < ranks
 
 
 _CONNECTION_ERRORS = (

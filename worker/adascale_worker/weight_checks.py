@@ -73,7 +73,9 @@ class WeightComparison:
             return
         probes = [_probe(parameter) for _, parameter in named]
         others = _digest(self.others)
-        least, greatest = self._group.extremes(torch.cat([*probes, others.to(probes[0].device)]))
+        extremes = self._group.extremes(torch.cat([*probes, others.to(probes[0].device)]))
+        # From a GPU at once, and not for each parameter.
+        least, greatest = (each.cpu() for each in extremes)
         self._require_equal_others(step, least[-len(others) :], greatest[-len(others) :])
         sizes = [len(probe) for probe in probes]
         least, greatest = least[: sum(sizes)], greatest[: sum(sizes)]
