@@ -17,6 +17,8 @@ MakeTrainer = Callable[..., ElasticTrainer]
 FIXED = {"batch_size": 8}
 ACCUMULATING = {"batch_size": 12, "local_bsz_bounds": (2, 4)}
 """A step has three micro-batches of 4 samples."""
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"}
+"""Calls of CUDA that wait for the GPU, in the profiler's names."""
 
 
 def samples(count: int = 48) -> TensorDataset:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import TensorDataset
 
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
@@ -21,7 +23,7 @@ from adascale_worker.state_tree import flatten
 from e2e.local_run import adascale, write_job
 from support.gan import Gan, noise_of
 from support.launch import wait_until
-from support.training import ACCUMULATING, FIXED, MakeTrainer, network, samples
+from support.training import ACCUMULATING, FIXED, WAITS, MakeTrainer, network, samples
 
 ROOT = Path(__file__).parents[2]
 DEVICES = [
@@ -164,6 +166,27 @@ def test_two_optimizers_make_the_steps_of_a_plain_loop(
         plain.learn(*batch)
     assert same(gan.generator, plain.generator)
     assert same(gan.discriminator, plain.discriminator)
+
+
+@pytest.mark.gpu
+def test_most_steps_of_a_trainer_do_not_wait_for_the_gpu(make_trainer: MakeTrainer) -> None:
+    """A measured step waits once. The data are on the GPU, because a copy from the host waits too."""
+    device, steps = torch.device("cuda", 0), 64
+    model = network().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = make_trainer(batch_size=8, device=device)
+    trainer.program_reentry(model, optimizer)
+    data = TensorDataset(
+        torch.randn(2000, 6, device=device), torch.zeros(2000, dtype=torch.long, device=device)
+    )
+    batches = iter(trainer.dataloader(data))
+    for _ in range(110):  # The first 100 steps are all measured.
+        learn(model, optimizer, *next(batches))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            learn(model, optimizer, *next(batches))
+    waits = [event.name for event in profiled.events() if event.name in WAITS]
+    assert len(waits) <= steps // 4, waits
 
 
 class Memory(nn.Module):

@@ -143,7 +143,8 @@ class GainEstimator:
 
     def gain_tensor(self) -> Tensor:
         """Return the gain of all groups together as a tensor of shape (), on the device of learning rates."""
-        return self._current_averages().gain(self.settings.scale)
+        averages = self._current_averages().to(self.statistics.parameters.lr_device)
+        return averages.gain(self.settings.scale)
 
     def group_gains(self) -> Sequence[float | Tensor]:
         """Return the gain of each group that has averages: tensors if the learning rates are on the
