@@ -85,7 +85,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 trainer = ElasticTrainer(
-    batch_size=4, max_batch_size=128, local_bsz_bounds=(4, 32), scale_invariant_steps=2_000
+    batch_size=4, max_batch_size=128, local_bsz_bounds=(4, "auto"), scale_invariant_steps=2_000
 )
 steps = trainer.scale_invariant_steps or 2_000
 
