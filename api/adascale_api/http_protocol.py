@@ -22,6 +22,8 @@ MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers; a token may have 16 KiB."""
 MAX_HEADS = 32 * 1024 * 1024
 """Bytes of the incomplete request lines and headers of all connections."""
+MAX_UNREAD = 64 * 1024 * 1024
+"""Bytes of the answers of all connections whose clients do not read them as fast as they are sent."""
 SWEEP_INTERVAL = 1.0
 """Seconds between two searches for overdue connections."""
 
@@ -92,8 +94,10 @@ class ConnectionLimits:
             self._abort(next(iter(self._incomplete)))
 
     def unread(self, connection: "LimitedProtocol") -> None:
-        """Start the time in which the client must read."""
+        """Start the time in which the client must read, and close the oldest if too much is unread."""
         self._unread[connection] = self._clock() + RESPONSE_TIMEOUT
+        while sum(each.transport.get_write_buffer_size() for each in self._unread) > MAX_UNREAD:
+            self._abort(next(iter(self._unread)))
 
     def read(self, connection: "LimitedProtocol") -> None:
         """End the time in which the client must read."""

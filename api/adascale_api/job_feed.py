@@ -12,13 +12,14 @@ from dataclasses import asdict
 
 from adascale_api.database import Database
 from adascale_api.errors import UnavailableError
+from adascale_api.followers import Follower, Followers
 from adascale_api.job import UnreadableJobError
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, reports
 from adascale_core.job_summary import JobSummary, summarize
 
 MAX_CLIENTS = 64
-"""Clients at the same time."""
+"""Clients with a token at the same time, and as many without one."""
 MAX_JOBS = 5000
 """Jobs in the stream, the first by id."""
 MIN_INTERVAL = 1.0
@@ -44,7 +45,8 @@ class JobFeed:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._clients = 0
+        self._readers = Followers(MAX_CLIENTS)
+        self._anonymous = Followers(MAX_CLIENTS)
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self._summaries: dict[str, bytes] = {}
@@ -55,53 +57,58 @@ class JobFeed:
         self._events: dict[int, bytes] = {}
         self._next = asyncio.Event()
 
-    def connect(self) -> AsyncIterator[bytes]:
-        """Return the events for a client.
+    def connect(self, address: str, *, is_reader: bool) -> "Subscription":
+        """Return the subscription of a client, which it must end.
+
+        Args:
+            address: the address of the client.
+            is_reader: whether it has a token that may read all jobs.
 
         Raises:
             UnavailableError: there are too many clients, or the service stops.
         """
-        if self._clients >= MAX_CLIENTS:
-            raise UnavailableError(f"{MAX_CLIENTS} clients follow the jobs already; try again later")
         if self._closed:
             raise UnavailableError("the service is stopping; try again")
-        return self._stream()
+        followers = self._readers if is_reader else self._anonymous
+        subscription = Subscription(self, followers, followers.add(address))
+        self._wake()  # another client may have lost its place
+        return subscription
 
     def close(self) -> None:
         """End all streams."""
         self._closed = True
         self._next.set()
 
-    async def _stream(self) -> AsyncIterator[bytes]:
-        self._clients += 1
-        try:
-            if self._task is None:
-                self._task = asyncio.create_task(self._read_repeatedly())
-            revision = 0
-            error = ""
-            ends_at = asyncio.get_running_loop().time() + MAX_SECONDS
-            # Answers at once, also before the first read of the jobs.
-            yield b"retry: 2000\n\n"
-            while not self._closed and asyncio.get_running_loop().time() < ends_at:
-                following = self._next
-                if self._error != error:
-                    error = self._error
-                    yield b"event: problem\ndata: %b\n\n" % json.dumps(error).encode()
-                if self._revision > revision:
-                    event, revision = self._event_since(revision), self._revision
-                    yield event
-                    continue  # what has changed while it was sent follows at once
-                try:
-                    await asyncio.wait_for(following.wait(), KEEP_ALIVE)
-                except TimeoutError:
-                    yield b": no change\n\n"
-        finally:
-            self._clients -= 1
-            if not self._clients and self._task is not None:
-                self._task.cancel()
-                self._task = None
-                self._summaries, self._revisions, self._deleted, self._events = {}, {}, {}, {}
-                self._revision = 0
+    async def events(self, follower: Follower) -> AsyncIterator[bytes]:
+        """Return the events for a client, until another one has its place."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._read_repeatedly())
+        revision = 0
+        error = ""
+        ends_at = asyncio.get_running_loop().time() + MAX_SECONDS
+        # Answers at once, also before the first read of the jobs.
+        yield b"retry: 2000\n\n"
+        while not (self._closed or follower.is_ended) and asyncio.get_running_loop().time() < ends_at:
+            following = self._next
+            if self._error != error:
+                error = self._error
+                yield b"event: problem\ndata: %b\n\n" % json.dumps(error).encode()
+            if self._revision > revision:
+                event, revision = self._event_since(revision), self._revision
+                yield event
+                continue  # what has changed while it was sent follows at once
+            try:
+                await asyncio.wait_for(following.wait(), KEEP_ALIVE)
+            except TimeoutError:
+                yield b": no change\n\n"
+
+    def disconnected(self) -> None:
+        """Stop reading if no client is left."""
+        if not self._readers and not self._anonymous and self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._summaries, self._revisions, self._deleted, self._events = {}, {}, {}, {}
+            self._revision = 0
 
     def _event_since(self, revision: int) -> bytes:
         """Return the event with what has changed since a revision; all summaries since revision 0."""
@@ -164,8 +171,35 @@ class JobFeed:
             return
         self._error = error
         self._events = {}
+        self._wake()
+
+    def _wake(self) -> None:
         following, self._next = self._next, asyncio.Event()
         following.set()
+
+
+class Subscription:
+    """A client of the feed, which has its place until `end`.
+
+    Args:
+        feed: the feed.
+        followers: the clients among which it has its place.
+        follower: the client.
+    """
+
+    def __init__(self, feed: JobFeed, followers: Followers, follower: Follower) -> None:
+        self._feed = feed
+        self._followers = followers
+        self._follower = follower
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Return the events."""
+        return self._feed.events(self._follower)
+
+    def end(self) -> None:
+        """Give the place back."""
+        self._followers.remove(self._follower)
+        self._feed.disconnected()
 
 
 class _Page:

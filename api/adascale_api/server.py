@@ -27,6 +27,10 @@ KEEP_ALIVE = 75
 """Seconds that an idle connection stays open, longer than the interval of heartbeats."""
 
 
+SEND_BUFFER = 64 * 1024
+"""Bytes of an answer that the kernel keeps for a client that does not read. By default these are megabytes,
+which count as memory of the service in a container."""
+
 MAX_CONNECTIONS = 20480
 """Open connections, by default: as many as may wait for changes in 512 MiB, and more than 2,000 jobs of 4
 replicas have."""
@@ -75,6 +79,7 @@ def serve(
         # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
         # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         limits = ConnectionLimits(_max_connections(max_connections), request_timeout)
         app = create_app(Database(database_url), authorizer, settings, connections=limits)
         address, port = listener.getsockname()[:2]

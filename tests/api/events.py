@@ -12,9 +12,9 @@ import urllib3
 class Events:
     """The events of the service."""
 
-    def __init__(self, port: int, token: str | None = None) -> None:
+    def __init__(self, port: int, token: str | None = None, address: str = "127.0.0.1") -> None:
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._pool = urllib3.PoolManager(retries=False, timeout=30)
+        self._pool = urllib3.PoolManager(retries=False, timeout=30, source_address=(address, 0))
         self.answer = self._pool.request(
             "GET", f"http://127.0.0.1:{port}/events", headers=headers, preload_content=False
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import select
 import socket
 import threading
@@ -24,13 +25,16 @@ from adascale_api.errors import InvalidInputError
 from adascale_api.generation_limit import EPOCH, require_reachable
 from adascale_api.http_protocol import MAX_HEAD, MAX_HEADS
 from adascale_api.job import Job
+from adascale_api.job_feed import MAX_CLIENTS
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas
+from adascale_api.store.jobs import MAX_UNDECLARED
 from adascale_core.messages import Allocation, JobSpec, ReplicaState
 from adascale_core.rendezvous import Rendezvous
 from adascale_core.views import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
+from api.events import Events
 
 MEMORY_LIMIT = 512 * 1024
 """KiB: the limit in deploy/base/api.yaml."""
@@ -289,6 +293,28 @@ def test_the_highest_generation_follows_the_desired_one_and_the_age_of_the_job(
         require_reachable(a_registration(**{field: reachable[field] + 1}), job, now)
 
 
+def test_workers_create_a_bounded_number_of_jobs_in_their_namespace(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        client.put("/jobs/crowd.declared", JobSpec(8).to_json())
+        for number in range(MAX_UNDECLARED):
+            client.register(f"crowd.job-{number}", a_registration())
+        refused = [
+            client.call("PUT", "/jobs/crowd.more/replicas/0", a_registration().to_json()),
+            client.call("POST", "/jobs/crowd.more/gain", a_report().to_json()),
+        ]
+        for answer in refused:
+            assert answer.status == 503
+            assert answer.body["error"].startswith("namespace crowd has 200 jobs that were not declared")
+        assert client.call("GET", "/jobs/crowd.more").status == 404
+        client.register("crowd.job-0", a_registration(1))
+        client.post_gain("crowd.declared", a_report())
+        client.post_gain("crow.other", a_report())
+        client.put("/jobs/crowd.more", JobSpec(8).to_json())
+        client.post_gain("crowd.more", a_report())
+        client.call("DELETE", "/jobs/crowd.job-0")
+        client.post_gain("crowd.again", a_report())
+
+
 def test_jobs_with_large_logs_take_bounded_memory(attacked: ServiceProcess) -> None:
     with Client(attacked.port) as client:
         client.put("/jobs/logs/allocation", {"generation": 1, "replicas": 100})
@@ -372,6 +398,75 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
             assert answer["cursor"] != cursor
             cursor = answer["cursor"]
         assert peak_memory(service) < MEMORY_LIMIT / 2
+        assert "Traceback" not in service.log()
+
+
+@pytest.mark.slow
+def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(tmp_path: Path) -> None:
+    count, clients = 100, 80
+    asyncio.run(store_large_jobs(tmp_path / "service.db", count))
+    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
+        unread = []
+        for _ in range(clients):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(30)
+            connection.connect(("127.0.0.1", service.port))
+            connection.sendall(b"GET /jobs?limit=1000&after=default.large HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1, socket.MSG_PEEK) == b"H"
+            unread.append(connection)
+        with Client(service.port) as client:
+            assert client.get("/healthz") == {"status": "ok"}
+            closed = re.compile(r"^adascale_connections_closed_total (\S+)$", re.MULTILINE)
+
+            def most_are_closed() -> bool:
+                found = closed.search(client.call("GET", "/metrics").body)
+                return found is not None and float(found[1]) >= clients / 2
+
+            wait_until(most_are_closed, "the end of unread answers")
+        assert peak_memory(service) < MEMORY_LIMIT / 2
+
+
+@pytest.mark.slow
+def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+        for number in range(300):
+            client.put(f"/jobs/job-{number}", JobSpec(8, max_replicas=2).to_json())
+        silent = []
+        for _ in range(MAX_CLIENTS):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(30)
+            connection.connect(("127.0.0.1", service.port))
+            connection.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1, socket.MSG_PEEK) == b"H"
+            silent.append(connection)
+        before = peak_memory(service)
+
+        def train() -> None:
+            step = 0
+            while not stopped.is_set():
+                step += 1
+                for number in range(300):
+                    client.post_gain(f"job-{number}", a_report(step))
+
+        def is_free() -> bool:
+            events = Events(service.port)
+            events.close()
+            return events.answer.status == 200
+
+        stopped = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            training = threads.submit(train)
+            try:
+                deadline = time.monotonic() + 120
+                while not is_free():
+                    assert time.monotonic() < deadline
+                    assert not training.done()
+            finally:
+                stopped.set()
+            training.result()
+        assert peak_memory(service) - before < 50 * 1024
         assert "Traceback" not in service.log()
 
 

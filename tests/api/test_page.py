@@ -3,12 +3,15 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import pytest
 
+from adascale_api.errors import UnavailableError
+from adascale_api.followers import Followers
 from adascale_api.job_feed import MAX_CLIENTS
 from adascale_core.messages import JobSpec, ReplicaState
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
@@ -127,25 +130,49 @@ def test_the_stream_has_neither_addresses_nor_logs(client: Client, job: str, eve
 
 
 @pytest.mark.slow
-def test_further_clients_than_the_limit_are_refused(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        opened = [Events(service.port) for _ in range(MAX_CLIENTS)]
-        try:
-            for each in opened:
-                assert each.next()[0] == "all"
-            refused = Events(service.port)
-            assert refused.answer.status == 503
-            refused.close()
-        finally:
-            for each in opened:
-                each.close()
+def test_one_address_does_not_keep_others_from_the_stream(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
 
-        def is_free() -> bool:
-            another = Events(service.port)
-            another.close()
-            return another.answer.status == 200
+        def follow(*options: str) -> Events:
+            return stack.enter_context(closing(Events(service.port, *options)))
 
-        wait_until(is_free, "room for another client")
+        opened = [follow() for _ in range(MAX_CLIENTS)]
+        for each in opened:
+            assert each.next()[0] == "all"
+        refused = follow()
+        assert refused.answer.status == 503
+        reader = follow(TOKEN)
+        assert reader.next()[0] == "all"
+        other = follow("", "127.0.0.2")
+        assert other.next()[0] == "all"
+        with pytest.raises(StopIteration):
+            opened[0].next()
+        for each in opened:
+            each.close()
+        wait_until(lambda: follow().answer.status == 200, "room for another client")
+        with Client(service.port) as client:
+            client.put("/jobs/a", JobSpec(8, max_replicas=2).to_json())
+        for each in (reader, other):
+            assert each.of_job("default.a")["id"] == "default.a"
+
+
+def test_the_places_of_followers_are_shared_fairly_by_address() -> None:
+    followers = Followers(4)
+    first, second, *_ = [followers.add("a") for _ in range(4)]
+    with pytest.raises(UnavailableError):
+        followers.add("a")
+    followers.add("b")
+    followers.add("b")
+    assert [first.is_ended, second.is_ended] == [True, True]
+    for address in ("a", "b"):
+        with pytest.raises(UnavailableError):
+            followers.add(address)
+    third = followers.add("c")
+    assert len(followers) == 4
+    for each in (first, third):
+        followers.remove(each)
+    assert len(followers) == 3, "the place of the first was taken"
+    followers.add("a")
 
 
 def test_a_protected_page_has_no_data_without_a_token_and_its_stream_ends_with_the_service(

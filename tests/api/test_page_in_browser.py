@@ -227,6 +227,34 @@ def test_points_of_the_same_time_have_one_label(page: Page, shown: ServiceProces
         client.call("DELETE", "/jobs/team.instant")
 
 
+def test_values_that_were_not_measured_leave_no_gap(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        times = [0.02, 0.0, 0.02, 0.0]
+        client.post_gain(
+            "team.gaps",
+            *(a_report(step, time=1.76e9 + step, step_time=time) for step, time in enumerate(times)),
+        )
+        show(page, shown, "#/jobs/team.gaps")
+        chart = page.get_by_role("slider", name="Goodput")
+        expect(chart).to_have_attribute("aria-valuetext", re.compile(": 100$"))
+        path = chart.locator("path.curve").get_attribute("d")
+        assert path is not None
+        assert path.count("M") == 1
+        client.call("DELETE", "/jobs/team.gaps")
+
+
+def test_numbers_of_replicas_are_whole_and_every_job_is_counted(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown, "#/jobs/team.digits")
+    labels = page.get_by_role("slider", name="Replicas").locator("text.axis[text-anchor=end]")
+    expect(labels.first).to_have_text("0")
+    assert all("." not in label for label in labels.all_inner_texts())
+    show(page, shown)
+    counted = page.locator("dl.facts")
+    expect(counted).to_contain_text(
+        re.compile(r"Jobs\s*3\s*Training\s*1\s*Starting\s*0\s*Queued\s*1\s*Failed\s*1")
+    )
+
+
 def test_logs_need_the_read_token_and_are_shown_as_text(page: Page, shown: ServiceProcess) -> None:
     show(page, shown, "#/jobs/team.failed")
     expect(page.get_by_text("is shown with a read token")).to_be_visible()

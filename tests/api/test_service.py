@@ -479,13 +479,14 @@ def test_the_events_continue_after_any_error(
             raise ZeroDivisionError
 
         database.read = fail  # type: ignore[method-assign]
-        events = JobFeed(database).connect()
+        subscription = JobFeed(database).connect("127.0.0.1", is_reader=True)
+        events = subscription.events()
         received = b""
         async with asyncio.timeout(30):
             while b"event: all" not in received:
                 received += await anext(events)
         assert b"the jobs can't be read" in received
-        await events.aclose()  # type: ignore[attr-defined]
+        subscription.end()
 
     with_database(url, use)
     assert "ZeroDivisionError" in caplog.text

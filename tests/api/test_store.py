@@ -81,6 +81,16 @@ def new_job_id() -> str:
     return f"store.job-{next(numbers)}"
 
 
+def instructions(transaction: Transaction, run: Callable[[], object]) -> int:
+    """Return the hundreds of instructions that SQLite executes, which do not depend on the computer."""
+    hundreds = count()
+    connection: Any = transaction._connection
+    connection.set_progress_handler(lambda: next(hundreds) and None, 100)
+    run()
+    connection.set_progress_handler(None, 0)
+    return next(hundreds)
+
+
 # The examples of a property share a database, each with a job of its own.
 shared_store = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -253,16 +263,9 @@ def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_pla
 def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(
     sqlite_store: Store, query: Callable[[Transaction, Job], object]
 ) -> None:
-    """Measured in instructions of SQLite's virtual machine, which do not depend on the computer."""
-
-    def instructions(transaction: Transaction) -> int:
+    def cost(transaction: Transaction) -> int:
         job = jobs.find_job(transaction, "a.b")
-        hundreds = count()
-        connection: Any = transaction._connection
-        connection.set_progress_handler(lambda: next(hundreds) and None, 100)
-        query(transaction, job)
-        connection.set_progress_handler(None, 0)
-        return next(hundreds)
+        return instructions(transaction, lambda: query(transaction, job))
 
     costs = []
     retention = report_store.Retention(newest=100, earlier=100)
@@ -270,9 +273,54 @@ def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(
         new = [a_report(step, local_bsz=8 + step % 3) for step in range(start, start + 500)]
         sqlite_store.write(report_store.post, job_id="a.b", new=new, now=0.0, retention=retention)
         if start in (500, 19_500):
-            costs.append(sqlite_store.read(instructions))
+            costs.append(sqlite_store.read(cost))
     with_few, with_many = costs
     assert with_many <= with_few * 1.5 + 10
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        partial(jobs.list_jobs, after="", limit=20),
+        partial(report_store.latest_rows, after="", last="a.0019"),
+        partial(report_store.step_time_rows, after="", last="a.0019"),
+        partial(replicas.jobs_with_logs, after="", last="a.0019"),
+    ],
+    ids=["list_jobs", "latest_rows", "step_time_rows", "jobs_with_logs"],
+)
+def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(
+    sqlite_store: Store, query: Callable[[Transaction], object]
+) -> None:
+    def store_jobs(transaction: Transaction, first: int, last: int) -> None:
+        for number in range(first, last):
+            job_id = f"a.{number:04}"
+            failed = a_registration(0, ReplicaState.FAILED, log="log")
+            jobs.declare(transaction, job_id, JobSpec(8), 0.0)
+            replicas.register(transaction, job_id, failed, 0.0)
+            report_store.post(transaction, job_id, [a_report()], 0.0)
+
+    costs = []
+    for first, last in ((0, 50), (50, 2000)):
+        sqlite_store.write(store_jobs, first=first, last=last)
+        costs.append(
+            sqlite_store.read(lambda transaction: instructions(transaction, partial(query, transaction)))
+        )
+    with_few, with_many = costs
+    assert with_many <= with_few * 1.5 + 10
+
+
+def test_the_cost_of_thinning_grows_with_the_number_of_reports_and_not_faster(sqlite_store: Store) -> None:
+    costs = []
+    for kept in (200, 1600):
+        retention = report_store.Retention(newest=kept, earlier=kept)
+        new = [a_report(step) for step in range(retention.limit)]
+        sqlite_store.write(report_store.post, job_id=f"a.{kept}", new=new[:-1], now=0.0, retention=retention)
+        thin = partial(report_store.post, job_id=f"a.{kept}", new=new[-1:], now=0.0, retention=retention)
+        costs.append(sqlite_store.write(lambda each, thin=thin: instructions(each, partial(thin, each))))
+        left = sqlite_store.read(report_store.history, job=sqlite_store.job(f"a.{kept}"), points=10_000)
+        assert len(left.reports) < retention.limit
+    few, many = costs
+    assert many < 16 * few
 
 
 def test_the_rows_of_a_deleted_job_are_removed_in_pieces(

@@ -1,6 +1,7 @@
 // Line charts and stacked areas in SVG, with a cursor for the pointer and the arrow keys.
 
 import { element, setAttributes, setText, svgElement } from "./dom.js";
+import { isMissing } from "./format.js";
 
 const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22, HEIGHT = 176;
 const MAX_MARKS = 200;
@@ -18,10 +19,10 @@ export class Cursor {
   }
 }
 
-// series: [{name, style}]; formatX(x, span) and formatY(y) return texts.
+// series: [{name, style}]; formatX(x, span) and formatY(y) return texts; isWhole: the values are integers.
 export class Chart {
-  constructor({ title, headingLevel = 3, series, formatX, formatY, isStacked = false, isStepped = false, least = null, cursor = new Cursor() }) {
-    Object.assign(this, { title, series, formatX, formatY, isStacked, isStepped, least, cursor });
+  constructor({ title, headingLevel = 3, series, formatX, formatY, isStacked = false, isStepped = false, isWhole = false, least = null, cursor = new Cursor() }) {
+    Object.assign(this, { title, series, formatX, formatY, isStacked, isStepped, isWhole, least, cursor });
     this.xs = [];
     this.ys = [];
     this.marks = [];
@@ -74,7 +75,7 @@ export class Chart {
     const [x0, x1] = this.range ?? extent([xs]);
     let [y0, y1] = extent(curves);
     if (this.isStacked || this.least !== null) y0 = Math.min(this.least ?? 0, y0);
-    const ticks = niceTicks(y0, y1, 4);
+    const ticks = niceTicks(y0, y1, 4, this.isWhole ? 1 : 0);
     [y0, y1] = [Math.min(y0, ticks[0]), Math.max(y1, ticks.at(-1))];
     const right = Math.max(this.width - RIGHT, LEFT + 1);
     this.toX = (x) => LEFT + ((x - x0) / (x1 - x0 || 1)) * (right - LEFT);
@@ -86,12 +87,15 @@ export class Chart {
       parts.push(svgElement("line", { class: "grid", x1: LEFT, x2: right, y1: y, y2: y }));
       parts.push(svgElement("text", { class: "axis", x: LEFT - 6, y: Number(y) + 4, "text-anchor": "end" }, this.formatY(tick)));
     }
-    // All points may have the same place, which has one label then.
+    // All points may have the same place, which has one label then; so have places with the same text.
+    let before = null;
     const places = x0 === x1 ? 1 : Math.max(2, Math.min(5, Math.floor((right - LEFT) / 90)));
     for (let at = 0; at < places && xs.length; at++) {
       const x = at ? x0 + ((x1 - x0) * at) / (places - 1) : x0;
       const anchor = at === 0 ? "start" : at === places - 1 ? "end" : "middle";
-      parts.push(svgElement("text", { class: "axis", x: this.toX(x).toFixed(1), y: HEIGHT - 6, "text-anchor": anchor }, this.formatX(x, x1 - x0)));
+      const label = this.formatX(x, x1 - x0);
+      if (label !== before) parts.push(svgElement("text", { class: "axis", x: this.toX(x).toFixed(1), y: HEIGHT - 6, "text-anchor": anchor }, label));
+      before = label;
     }
     for (const mark of this.marks) {
       if (mark.x < x0 || mark.x > x1) continue;
@@ -115,10 +119,7 @@ export class Chart {
     const { xs } = this;
     for (let at = 0; at < xs.length; at++) {
       const y = curve[at];
-      if (y === null || y === undefined || !Number.isFinite(y)) {
-        isDown = false;
-        continue;
-      }
+      if (isMissing(y)) continue; // not measured since the point before
       const px = this.toX(xs[at]).toFixed(1), py = this.toY(y).toFixed(1);
       d += isDown ? (this.isStepped ? `H${px}V${py}` : `L${px} ${py}`) : `M${px} ${py}h.01`;
       isDown = true;
@@ -157,7 +158,7 @@ export class Chart {
     const { xs, ys, cursor } = this;
     if (!xs.length || !this.toX) return setText(this.readout, "");
     const at = cursor.x === null ? xs.length - 1 : nearest(xs, cursor.x);
-    const values = this.series.map(({ name }, each) => ({ name, value: ys[each][at] }));
+    const values = this.series.map(({ name }, each) => ({ name, value: latest(ys[each], at) }));
     const shown = this.isStacked
       ? [{ name: "all", value: values.reduce((sum, { value }) => sum + value, 0) }, ...values.filter(({ value }) => value > 0)].slice(0, cursor.x === null ? 1 : 9)
       : values;
@@ -184,7 +185,7 @@ function extent(curves) {
   let low = Infinity, high = -Infinity;
   for (const curve of curves) {
     for (const value of curve) {
-      if (value === null || value === undefined || !Number.isFinite(value)) continue;
+      if (isMissing(value)) continue;
       if (value < low) low = value;
       if (value > high) high = value;
     }
@@ -192,12 +193,18 @@ function extent(curves) {
   return low > high ? [0, 1] : [low, high];
 }
 
-// Round numbers that enclose the values.
-function niceTicks(low, high, parts) {
+// The last value up to a point; null if there is none.
+function latest(curve, at) {
+  while (at > 0 && isMissing(curve[at])) at--;
+  return curve[at];
+}
+
+// Round numbers that enclose the values, at least `least` apart.
+function niceTicks(low, high, parts, least) {
   if (high === low) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
-  const raw = (high - low) / parts;
+  const raw = Math.max((high - low) / parts, least);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((each) => each >= raw * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((each) => each >= raw * 0.999 && !(least && each % least));
   const first = Math.floor(low / step + 1e-9), last = Math.ceil(high / step - 1e-9);
   return Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toPrecision(12)));
 }

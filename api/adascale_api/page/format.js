@@ -36,6 +36,6 @@ function two(number) {
   return String(number).padStart(2, "0");
 }
 
-function isMissing(number) {
+export function isMissing(number) {
   return number === null || number === undefined || !Number.isFinite(number);
 }

@@ -13,7 +13,7 @@ const MAX_SHOWN_GENERATIONS = 100;
 const CHARTS = [
   { title: "Gain and scale", series: [["gain", (each) => each.gain], ["scale", (each) => each.scale]], formatY: significant, least: 0 },
   { title: "Efficiency", series: [["efficiency", (each) => each.gain / each.scale]], formatY: percent, least: 0 },
-  { title: "Replicas", series: [["replicas", (each) => each.replicas]], formatY: significant, isStepped: true, least: 0 },
+  { title: "Replicas", series: [["replicas", (each) => each.replicas]], formatY: significant, isStepped: true, isWhole: true, least: 0 },
   { title: "Loss", series: [["loss", (each) => each.loss]], formatY: significant },
   { title: "Learning-rate factor", series: [["factor", (each) => each.lr_factor]], formatY: significant, least: 0 },
   { title: "Goodput (steps at the initial batch size per second)", series: [["goodput", (each) => (each.step_time > 0 ? each.gain / each.step_time : null)]], formatY: significant, least: 0 },

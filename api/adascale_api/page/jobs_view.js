@@ -6,6 +6,8 @@ import { NONE, clock, count, duration, percent, significant } from "./format.js"
 import { get } from "./service.js";
 
 const PHASES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Queued", "Stopped", "Complete"];
+// The counts above the chart, and the phases of their jobs.
+const TALLIES = { Jobs: PHASES, Training: ["Running", "Rescaling", "Recovering"], Starting: ["Starting"], Queued: ["Queued"], Failed: ["Failed"], Complete: ["Complete"] };
 const USAGE_INTERVAL = 5000;
 const RANGES = [["10 minutes", 600], ["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
 
@@ -34,7 +36,7 @@ export class JobsView {
     this.stream = stream;
     this.rows = new Map();
     this.sort = { column: COLUMNS[1], isDescending: false };
-    this.facts = ["Replicas in use", "Jobs", "Running", "Queued", "Complete"].map((name) => ({ name, value: element("dd", {}, NONE) }));
+    this.facts = ["Replicas in use", ...Object.keys(TALLIES)].map((name) => ({ name, value: element("dd", {}, NONE) }));
     this.filter = element("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => this.arrange() });
     this.phase = element("select", { id: "phase", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...PHASES.map((phase) => element("option", {}, phase)));
     this.range = element("select", { id: "range", onchange: () => this.readUsage() }, ...RANGES.map(([name, seconds]) => element("option", { value: seconds, selected: seconds === 3600 }, name)));
@@ -42,7 +44,7 @@ export class JobsView {
     this.body = element("tbody");
     this.heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes(column) }, element("button", { type: "button", onclick: () => this.sortBy(column) }, column.title)));
     this.usage = new Chart({
-      title: "Replicas in use, by job", headingLevel: 2, series: [], isStacked: true, isStepped: true, least: 0,
+      title: "Replicas in use, by job", headingLevel: 2, series: [], isStacked: true, isStepped: true, isWhole: true, least: 0,
       formatX: (x, span) => clock(x, { withSeconds: span < 600, withDate: span > 90000 }), formatY: (y) => significant(y),
     });
     this.node = element(
@@ -71,13 +73,8 @@ export class JobsView {
       if (job) this.updateRow(job);
       else this.rows.delete(id);
     }
-    const tally = new Map();
-    let replicas = 0;
-    for (const job of jobs.values()) {
-      tally.set(job.phase, (tally.get(job.phase) ?? 0) + 1);
-      replicas += job.replicas;
-    }
-    const values = [replicas, jobs.size, tally.get("Running") ?? 0, tally.get("Queued") ?? 0, tally.get("Complete") ?? 0];
+    const all = [...jobs.values()];
+    const values = [all.reduce((sum, job) => sum + job.replicas, 0), ...Object.values(TALLIES).map((phases) => all.filter((job) => phases.includes(job.phase)).length)];
     this.facts.forEach(({ value }, at) => setText(value, count(values[at])));
     this.arrange();
   }
@@ -147,7 +144,9 @@ export class JobsView {
         series.push({ name: `${count(usage.other_jobs)} other job${usage.other_jobs > 1 ? "s" : ""}`, style: 9 });
         ys.push(usage.others);
       }
-      this.usage.setData(ys.length ? xs : [], ys, { series, range: [usage.start, usage.start + seconds] });
+      // From the first use on: a service that has just started has used nothing before.
+      const first = Math.max(xs.findIndex((_, at) => ys.some((curve) => curve[at] > 0)) - 1, 0);
+      this.usage.setData(ys.length ? xs.slice(first) : [], ys.map((curve) => curve.slice(first)), { series, range: [usage.start + first * usage.interval, usage.start + seconds] });
     } catch {
       // The status of the stream shows that the service does not answer.
     }

@@ -86,6 +86,14 @@ def _address(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
+async def _client_address(request: Request) -> str:
+    return _address(request)
+
+
+Address = Annotated[str, Depends(_client_address)]
+"""The address that sent the request."""
+
+
 async def may_read_all(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
     """Whether the answer may have logs and addresses: the request has the role reader for what it reads.
 

@@ -5,9 +5,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from adascale_api.job_feed import Subscription
 from adascale_api.page_files import HEADERS, PageFile, load_page
-from adascale_api.routes.common import READER, ServiceOf, errors
+from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
 from adascale_api.store import generations
 from adascale_core.usage import UsageView, usage
 
@@ -35,11 +37,28 @@ async def get_page_file(request: Request, name: str) -> Response:
     return _answer(request, file)
 
 
-@router.get("/events", dependencies=READER, include_in_schema=False)
-async def get_events(service: ServiceOf) -> Response:
+@router.get("/events", include_in_schema=False)
+async def get_events(service: ServiceOf, address: Address, may_read_all: MayReadAll) -> Response:
     """The summaries of all jobs and their changes, as server-sent events. Without logs and addresses."""
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(service.feed.connect(), headers=headers, media_type="text/event-stream")
+    return _EventStream(service.feed.connect(address, is_reader=may_read_all))
+
+
+class _EventStream(StreamingResponse):
+    """The events of a subscription, which ends with the answer."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, subscription: Subscription) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(subscription.events(), headers=headers)
+        self._subscription = subscription
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the client disconnects or loses its place."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._subscription.end()
 
 
 @router.get(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from adascale_api.errors import UnavailableError
 from adascale_api.job import Job, UnreadableJobError
 from adascale_api.sql import Sql, Transaction
 from adascale_api.tables import OF_A_JOB
@@ -19,6 +20,8 @@ disk the reserve must have room for the transaction, which writes up to two page
 
 MAX_PAGE = 4 * 1024 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
+MAX_UNDECLARED = 200
+"""Jobs of a namespace that workers have created and the controller has not declared."""
 MAX_GENERATIONS = 1000
 """Generations of a job that are kept, the latest."""
 MAX_SILENCE = 60.0
@@ -34,6 +37,16 @@ class JobNotFoundError(AdaScaleError):
     def __init__(self, job_id: str) -> None:
         super().__init__(
             f"job {job_id} does not exist: its first report, allocation, replica or declaration creates it"
+        )
+
+
+class TooManyJobsError(UnavailableError):
+    """The workers of a namespace have created too many jobs."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(
+            f"namespace {namespace} has {MAX_UNDECLARED} jobs that were not declared: declare this one, or "
+            "delete some of them; nothing was stored"
         )
 
 
@@ -211,17 +224,29 @@ def lock(transaction: Transaction, job_id: str) -> int:
     return int(found[0])
 
 
-def lock_or_create(transaction: Transaction, job_id: str, now: float) -> Job:
+def lock_or_create(
+    transaction: Transaction, job_id: str, now: float, *, max_undeclared: int | None = None
+) -> Job:
     """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
+
+    Args:
+        transaction: the transaction.
+        job_id: the full job id.
+        now: the time, in seconds since 1970.
+        max_undeclared: jobs that are not declared which its namespace may have if this creates it; None for
+            any number.
 
     Raises:
         UnreadableJobError: its row has invalid values.
+        TooManyJobsError: it would be one more than `max_undeclared`.
     """
     job = transaction.jobs.get(job_id)
     if job is not None:
         return job
     found = transaction.first(_LOCK, id=job_id)
     if found is None:
+        if max_undeclared is not None:
+            _require_room(transaction, job_id, max_undeclared)
         last_version = transaction.first(_DELETED_VERSION, id=job_id)
         # From the clock, so that versions rise also for agents that outlive a lost database.
         version = max(int(1000 * now), 0 if last_version is None else last_version[0] + 1)
@@ -302,6 +327,14 @@ def _change(transaction: Transaction, job: Job) -> None:
     transaction.changed.add(job.id)
 
 
+def _require_room(transaction: Transaction, job_id: str, max_undeclared: int) -> None:
+    namespace = job_id.partition(".")[0]
+    prefix = f"{namespace}."
+    found = transaction.first(_UNDECLARED, prefix=prefix, length=len(prefix))
+    if found is not None and found[0] >= max_undeclared:
+        raise TooManyJobsError(namespace)
+
+
 def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
     """Return the state of a job, from the cache if it has this version."""
     cached = transaction.cache.get(job_id)
@@ -340,6 +373,7 @@ _PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIM
 _INCOMPLETE_PAGE = Sql(
     "SELECT id, key, version FROM jobs WHERE id > :after AND complete = 0 ORDER BY id LIMIT :limit"
 )
+_UNDECLARED = Sql("SELECT count(*) FROM jobs WHERE spec IS NULL AND substr(id, 1, :length) = :prefix")
 _CREATE = Sql(
     """
     INSERT INTO jobs (id, created_at, changed_at, version, complete, rendezvous)

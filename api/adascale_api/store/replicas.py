@@ -6,7 +6,7 @@ from functools import partial
 
 from adascale_api.job import Job
 from adascale_api.sql import Sql, Transaction
-from adascale_api.store.jobs import Transition, apply, lock_or_create
+from adascale_api.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
 from adascale_core import rendezvous
 from adascale_core.messages import Registration
 
@@ -19,8 +19,11 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
 
     The log is stored separately: a state with the logs of all replicas would be read and written with every
     registration.
+
+    Raises:
+        TooManyJobsError: the job is new, and its namespace has too many that are not declared.
     """
-    job = lock_or_create(transaction, job_id, now)
+    job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
     without_log = replace(registration, log=None)
     transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
     stored = transition.rendezvous.replicas.get(registration.replica)
@@ -69,8 +72,8 @@ def jobs_with_logs(transaction: Transaction, after: str, last: str) -> frozenset
 
 _WITH_LOGS = Sql(
     """
-    SELECT DISTINCT jobs.key FROM jobs JOIN logs ON logs.job_key = jobs.key
-    WHERE jobs.id > :after AND jobs.id <= :last
+    SELECT key FROM jobs
+    WHERE id > :after AND id <= :last AND EXISTS (SELECT 1 FROM logs WHERE job_key = jobs.key)
     """
 )
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")

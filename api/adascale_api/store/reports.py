@@ -17,7 +17,7 @@ from typing import Any
 from adascale_api.job import Job, UnreadableJobError
 from adascale_api.request_models import GainReportBody
 from adascale_api.sql import Row, Sql, Transaction
-from adascale_api.store.jobs import lock_or_create
+from adascale_api.store.jobs import MAX_UNDECLARED, lock_or_create
 from adascale_core.messages import AllocationView, GainReport, StepTime
 from adascale_core.views import StoredReports
 
@@ -107,8 +107,9 @@ def post(
 
     Raises:
         UnreadableJobError: a row of the job that this continues has no valid value.
+        TooManyJobsError: the job is new, and its namespace has too many that are not declared.
     """
-    job = lock_or_create(transaction, job_id, now)
+    job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
     # Before any row is written: an unreadable one must leave the transaction without an effect.
     before = _measurements(transaction, job) or (-1, -1, 0, 0)
     unstored = _unstored(transaction, job.key, new, (before[0], before[1]))
