@@ -247,7 +247,7 @@ def test_numbers_of_replicas_are_whole_and_every_job_is_counted(page: Page, show
     show(page, shown, "#/jobs/team.digits")
     labels = page.get_by_role("slider", name="Replicas").locator("text.axis[text-anchor=end]")
     expect(labels.first).to_have_text("0")
-    assert all("." not in label for label in labels.all_inner_texts())
+    assert all("." not in label for label in labels.all_text_contents())
     show(page, shown)
     counted = page.locator("dl.facts")
     expect(counted).to_contain_text(
