@@ -335,7 +335,7 @@ def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
     )
     run = adascale("run", job, "--state-dir", tmp_path / "state", "--port", 0, timeout=300)
     assert run.returncode == 0, run.stdout
-    assert "test accuracy" in run.stdout
+    assert "Finished at progress" in run.stdout
 
 
 @on_each_device
