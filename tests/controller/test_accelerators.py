@@ -86,8 +86,8 @@ def decide(*jobs: ObservedJob, on: Sequence[ApiObject] | None, label: str | None
     scheduler.set_resources(on, ())
     for each in jobs:
         scheduler.update(each)
-    answer = scheduler.solve(scheduler.question())
-    return [answer.decisions[each.resource.id] for each in jobs]
+    result = scheduler.solve(scheduler.decision_input())
+    return [result.decisions[each.resource.id] for each in jobs]
 
 
 def accelerators(

@@ -10,7 +10,7 @@ from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_core.messages import StepTime
 from adascale_core.views import JobView
-from support.decisions import answered
+from support.decisions import result_of
 from support.observed_jobs import (
     actions_for,
     condition,
@@ -115,8 +115,8 @@ def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = Non
     at_two = replace(at_two, resource=replace(at_two.resource, template=template))
     if pods is not None:
         at_two = replace(at_two, pods=tuple(pods))
-    answer = answered(scheduler, at_two)
-    decision = answer.decisions["team.digits"]
+    result = result_of(scheduler, at_two)
+    decision = result.decisions["team.digits"]
     # The Event of a change has the reason of the decision.
     (explained,) = scheduler.explain()
     assert explained.reason.startswith(decision.reason)

@@ -1,4 +1,4 @@
-"""A scheduler that is told what has changed decides as if it were told everything again."""
+"""A scheduler that gets what has changed decides like one that gets everything again."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def clusters(draw: st.DrawFn) -> Nodes:
 CHANGES = st.lists(st.one_of(jobs(), clusters(), st.integers(0, 3)), min_size=1, max_size=12)
 
 
-def answer(scheduler: Scheduler, now: float) -> None:
+def decide(scheduler: Scheduler, now: float) -> None:
     """Decide if that is due, as the control loop does."""
     if scheduler.is_due(now):
-        scheduler.adopt(scheduler.solve(scheduler.question()), now)
+        scheduler.adopt(scheduler.solve(scheduler.decision_input()), now)
 
 
 @settings(max_examples=60)
@@ -96,30 +96,30 @@ def answer(scheduler: Scheduler, now: float) -> None:
 def test_after_any_changes_the_decisions_are_those_that_a_look_at_everything_finds(
     changes: Sequence[Any],
 ) -> None:
-    told = Scheduler()
+    incremental = Scheduler()
     nodes: Nodes = ()
     present: dict[str, ObservedJob] = {}
-    told.set_resources(nodes, ())
+    incremental.set_resources(nodes, ())
     for moment, change in enumerate(changes):
         if isinstance(change, ObservedJob):
             present[change.resource.id] = change
-            told.update(change)
+            incremental.update(change)
         elif isinstance(change, int):
             present.pop(f"team.job-{change}", None)
-            told.remove(f"team.job-{change}")
+            incremental.remove(f"team.job-{change}")
         else:
             nodes = change
-            told.set_resources(nodes, ())
+            incremental.set_resources(nodes, ())
         # Long enough for a decision about new measurements.
-        answer(told, NOW + 1000 * moment)
-    found = {job_id: told.decision(job_id) for job_id in present}
-    told.set_resources(nodes, ())
+        decide(incremental, NOW + 1000 * moment)
+    found = {job_id: incremental.decision(job_id) for job_id in present}
+    incremental.set_resources(nodes, ())
     for each in present.values():
-        told.update(each)
-    told.decide_again()
-    answer(told, NOW + 1_000_000)
+        incremental.update(each)
+    incremental.decide_again()
+    decide(incremental, NOW + 1_000_000)
     for job_id, before in found.items():
-        after = told.decision(job_id)
+        after = incremental.decision(job_id)
         assert before is not None
         assert after is not None
         assert (before.replicas, before.waiting) == (after.replicas, after.waiting)
@@ -130,7 +130,7 @@ def test_nothing_is_decided_again_if_nothing_has_changed() -> None:
     scheduler.set_resources((), ())
     first = training(0, None, None, 2, measured=True)
     scheduler.update(first)
-    answer(scheduler, NOW)
+    decide(scheduler, NOW)
     scheduler.update(first)
     assert not scheduler.is_due(NOW + 1000)
     scheduler.update(replace(first, resource=waiting(0, 1, None).resource))
@@ -147,7 +147,7 @@ def test_a_job_that_has_become_what_was_decided_is_not_decided_about_at_once() -
     }
     scheduler.set_resources([{"metadata": {"name": "node0", "resourceVersion": "1"}, "status": ready}], ())
     scheduler.update(waiting(0, None, None))
-    answer(scheduler, NOW)
+    decide(scheduler, NOW)
     decision = scheduler.decision("team.job-0")
     assert decision is not None
     assert decision.replicas == 1

@@ -60,6 +60,16 @@ def training_on_four(decisions: SlowDecisions) -> World:
     return world
 
 
+def shrink_during_a_decision(world: World, decisions: SlowDecisions) -> Iterator[Callable[[], bool]]:
+    """Have a decision begin, and limit the job to 2 replicas before it ends."""
+    begun = decisions.begun
+    decisions.may_end.clear()
+    world.edit(maxReplicas=8)
+    yield lambda: decisions.begun > begun
+    world.edit(replicas=2)
+    yield desired(world, 2)
+
+
 def desired(world: World, replicas: int) -> Callable[[], bool]:
     def holds() -> bool:
         allocation = world.service.state.desired
@@ -72,14 +82,10 @@ def test_a_job_shrinks_and_lost_pods_are_replaced_while_a_decision_takes_long(
     decisions: SlowDecisions,
 ) -> None:
     world = training_on_four(decisions)
-    decisions.may_end.clear()
     begun = decisions.begun
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(maxReplicas=8)
-        yield lambda: decisions.begun > begun
-        world.edit(replicas=2)
-        yield desired(world, 2)
+        yield from shrink_during_a_decision(world, decisions)
         pod = next(iter(world.agents))
         world.evict_pod(pod)
         yield lambda: f"delete pod {pod}" in world.writes
@@ -92,14 +98,10 @@ def test_a_job_shrinks_and_lost_pods_are_replaced_while_a_decision_takes_long(
 
 def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None:
     world = training_on_four(decisions)
-    decisions.may_end.clear()
     begun = decisions.begun
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(maxReplicas=8)
-        yield lambda: decisions.begun > begun
-        world.edit(replicas=2)
-        yield desired(world, 2)
+        yield from shrink_during_a_decision(world, decisions)
         world.writes = []
         decisions.may_end.set()
         yield lambda: decisions.ended >= begun + 2

@@ -91,7 +91,7 @@ def operator(
             "--accelerator-label",
             metavar="LABEL",
             help="The label of nodes that names the type of their accelerators. A job runs on one type at a "
-            "time. Empty: types are not told apart.",
+            "time. Empty: types are not distinguished.",
             callback=_require_label,
         ),
     ] = names.DEFAULT_ACCELERATOR_LABEL,

@@ -26,7 +26,7 @@ from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.runtime.work_queue import WorkQueue
-from adascale_controller.operator.schedule.scheduler import Answer, Scheduler
+from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_controller.operator.types.workload import PodSettings
@@ -132,7 +132,7 @@ class ControlLoop:
         self._views: Mapping[str, JobView] | None = None
         self._lost_nodes: frozenset[str] = frozenset()
         self._resources_changed = True
-        self._decision: asyncio.Task[Answer] | None = None
+        self._decision: asyncio.Task[DecisionResult] | None = None
         self._decision_begun_at = 0.0
         self._applying: dict[JobKey, asyncio.Task[None]] = {}
         self._postponed: set[JobKey] = set()
@@ -396,8 +396,8 @@ class ControlLoop:
         jobs, by the decisions before.
         """
         if self._decision is None and self._scheduler.is_due(self._clock()):
-            question = self._scheduler.question()
-            self._decision = asyncio.create_task(asyncio.to_thread(self._scheduler.solve, question))
+            given = self._scheduler.decision_input()
+            self._decision = asyncio.create_task(asyncio.to_thread(self._scheduler.solve, given))
             self._decision.add_done_callback(lambda _: self._cache.changed.set())
             self._decision_begun_at = time.monotonic()
 
@@ -405,9 +405,9 @@ class ControlLoop:
         """Use the decision that was made, if any: the jobs that get another replica count are looked at."""
         if self._decision is None or not self._decision.done():
             return
-        answer, self._decision = self._decision.result(), None
-        self._metrics.cycle_cpu.inc(answer.cost)
-        self._queue.add(_key(job_id) for job_id in sorted(self._scheduler.adopt(answer, self._clock())))
+        result, self._decision = self._decision.result(), None
+        self._metrics.cycle_cpu.inc(result.cost)
+        self._queue.add(_key(job_id) for job_id in sorted(self._scheduler.adopt(result, self._clock())))
 
     def _decision_hangs(self) -> bool:
         return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE

@@ -21,7 +21,7 @@ class OperatorSettings:
         identity: the name of this operator in the lease and in Events.
         liveness: host and port of the liveness probe. None for no probe.
         accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
-            not told apart.
+            not distinguished.
     """
 
     api_url: str

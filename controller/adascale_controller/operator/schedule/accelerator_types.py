@@ -49,7 +49,7 @@ class AcceleratorTypes:
     choose from when they were created.
 
     Args:
-        label: the label whose value is the type. Empty if types are not told apart.
+        label: the label whose value is the type. Empty if types are not distinguished.
         nodes: all nodes.
     """
 

@@ -21,7 +21,7 @@ from adascale_controller.operator.schedule.accelerator_types import AcceleratorT
 from adascale_controller.operator.schedule.node_selection import NodeSelection
 from adascale_controller.operator.schedule.nodes import free_nodes, pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
-from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, is_answered
+from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.accelerators import Accelerator, TypeOptions, choose_types
@@ -112,14 +112,14 @@ class _Resources:
         self,
         candidates: Mapping[str, _Candidate],
         demands: Mapping[str, Demand],
-        before: Answer | None = None,
+        before: DecisionResult | None = None,
     ) -> Capacity:
         """Return what the replicas of jobs have to fit into.
 
         Args:
             candidates: all jobs that may run.
             demands: of the jobs in question.
-            before: the last answer. None if there is none.
+            before: the last decision. None if there is none.
         """
         if self.free is None:
             return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
@@ -129,28 +129,28 @@ class _Resources:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be decided, at one moment.
+class DecisionInput:
+    """The jobs and the nodes that a decision is about, at one moment.
 
     Args:
         candidates: job id -> the job, of all jobs that may run.
         resources: the nodes.
-        before: the last answer. None if there is none.
-        same_jobs: whether no job has changed since the last answer.
+        before: the last decision. None if there is none.
+        same_jobs: whether no job has changed since the last decision.
     """
 
     candidates: Mapping[str, _Candidate]
     resources: _Resources
-    before: Answer | None
+    before: DecisionResult | None
     same_jobs: bool
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A decision about all jobs of a question.
+class DecisionResult:
+    """A decision about all jobs that may run.
 
     Args:
-        question: the question.
+        input: what it is about.
         decisions: job id -> the replica count.
         decided_at: on the monotonic clock.
         problems: the problems that were solved.
@@ -158,7 +158,7 @@ class Answer:
         cost: the seconds of processor time that it took.
     """
 
-    question: Question
+    input: DecisionInput
     decisions: Mapping[str, Decision]
     decided_at: float
     problems: Sequence[DecisionProblem]
@@ -175,7 +175,7 @@ class Scheduler:
 
     Args:
         accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
-            not told apart.
+            not distinguished.
     """
 
     def __init__(self, accelerator_label: str = DEFAULT_ACCELERATOR_LABEL) -> None:
@@ -190,8 +190,8 @@ class Scheduler:
         """Job id -> the replica count that is being requested since the job was observed."""
         self._resources = _Resources(None, ())
         self._standing = StandingDecisions()
-        self._answer: Answer | None = None
-        self._answered_at = -inf
+        self._result: DecisionResult | None = None
+        self._adopted_at = -inf
         self._outdated: set[str] = set()
         self._is_explained = True
         self._explain_cost = 0.0
@@ -244,7 +244,7 @@ class Scheduler:
         kept = decision or Decision(before.state.replicas, "")
         decided_type = kept.accelerator.type if kept.accelerator is not None else None
         if (
-            not is_answered(candidate.state, before.state, kept)
+            not still_applies(candidate.state, before.state, kept)
             or not _same_demand(candidate, before)
             or candidate.types.present not in (before.types.present, decided_type)
         ):
@@ -288,23 +288,23 @@ class Scheduler:
         Args:
             now: seconds since 1970.
         """
-        if self._answer is None:
+        if self._result is None:
             return now if self._candidates else inf
         if self._jobs_changed or self._resources_changed:
-            interval = self._answer.cost
-        elif self._measurements_changed or time.monotonic() >= self._answer.next_change:
-            interval = max(MIN_INTERVAL, (self._answer.cost + self._explain_cost) / MAX_SHARE)
+            interval = self._result.cost
+        elif self._measurements_changed or time.monotonic() >= self._result.next_change:
+            interval = max(MIN_INTERVAL, (self._result.cost + self._explain_cost) / MAX_SHARE)
         else:
             return inf
         # A decision in the future was made before the clock was set back.
-        return self._answered_at + interval if self._answered_at <= now else now
+        return self._adopted_at + interval if self._adopted_at <= now else now
 
     def is_due(self, now: float) -> bool:
         """Whether to decide at `now`, in seconds since 1970."""
         return self.due_at(now) <= now
 
-    def question(self) -> Question:
-        """Return what is to be decided now."""
+    def decision_input(self) -> DecisionInput:
+        """Return what a decision is about now."""
         for job_id, candidate in list(self._candidates.items()):
             memory = self._memories[candidate.observed.resource.uid]
             if candidate.template != memory.measurements.template.reported:
@@ -312,18 +312,18 @@ class Scheduler:
                 self._measurements_changed = True
         same_jobs = not (self._jobs_changed or self._measurements_changed)
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
-        return Question(dict(self._candidates), self._resources, self._answer, same_jobs)
+        return DecisionInput(dict(self._candidates), self._resources, self._result, same_jobs)
 
-    def solve(self, question: Question) -> Answer:
-        """Return the replica count of each job of a question. To be called in a thread, one at a time."""
+    def solve(self, given: DecisionInput) -> DecisionResult:
+        """Return the replica count of each job. To be called in a thread, one at a time."""
         begun = time.thread_time()
         # Durations are measured on the monotonic clock, so the decision gets its time from it too.
         now = time.monotonic()
-        before, candidates, resources = question.before, question.candidates, question.resources
-        same_jobs = question.same_jobs and before is not None and now < before.next_change
-        if before is not None and same_jobs and before.question.resources.free == resources.free:
+        before, candidates, resources = given.before, given.candidates, given.resources
+        same_jobs = given.same_jobs and before is not None and now < before.next_change
+        if before is not None and same_jobs and before.input.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
-            return replace(before, question=question, cost=cost)
+            return replace(before, input=given, cost=cost)
         ordered = sorted(candidates.values(), key=lambda each: (each.state.arrival, each.state.id))
         types: dict[str, str] = {}
         if resources.free is not None:
@@ -351,54 +351,54 @@ class Scheduler:
                 decisions[job_id] = replace(decision, reason=candidate.limit_reason)
         next_change = min((problem.next_change(now) for problem in problems), default=inf)
         cost = time.thread_time() - begun
-        return Answer(question, decisions, now, problems, next_change, cost)
+        return DecisionResult(given, decisions, now, problems, next_change, cost)
 
-    def adopt(self, answer: Answer, now: float) -> set[str]:
-        """Use an answer from now on, except what it says about jobs that have changed since.
+    def adopt(self, result: DecisionResult, now: float) -> set[str]:
+        """Use a decision from now on, except what it says about jobs that have changed since.
 
         Args:
-            answer: to the last question.
+            result: the decision about the last input.
             now: seconds since 1970.
 
         Returns:
             the jobs that get another replica count.
         """
-        asked = {job_id: each.state for job_id, each in answer.question.candidates.items()}
+        decided_on = {job_id: each.state for job_id, each in result.input.candidates.items()}
         present = {job_id: each.state for job_id, each in self._candidates.items()}
         changed, outdated = self._standing.adopt(
-            answer.decisions, asked, present, may_grow=self._still_fits(answer)
+            result.decisions, decided_on, present, may_grow=self._still_fits(result)
         )
         if outdated:
             self._jobs_changed = True
-        # Without the answer before, of which it holds the predictions.
-        self._answer, self._answered_at = replace(answer, question=replace(answer.question, before=None)), now
+        # Without the decision before, of which it holds the predictions.
+        self._result, self._adopted_at = replace(result, input=replace(result.input, before=None)), now
         self._outdated = outdated
         self._is_explained = False
         return changed
 
     def explain(self) -> Sequence[DecisionView]:
-        """Return the explanations to store with the metrics service, of the last answer, once.
+        """Return the explanations to store with the metrics service, of the last decision, once.
 
-        To be called in a thread, while no question is solved.
+        To be called in a thread, while no decision is made.
         """
-        answer = self._answer
-        if answer is None or self._is_explained:
+        result = self._result
+        if result is None or self._is_explained:
             return ()
         self._is_explained = True
         begun = time.thread_time()
         for job_id in self._not_stored:
             self._explanations.repeat(job_id)
         self._not_stored.clear()
-        decisions = {job: each for job, each in answer.decisions.items() if job not in self._outdated}
-        due = self._explanations.due(decisions, answer.decided_at)
+        decisions = {job: each for job, each in result.decisions.items() if job not in self._outdated}
+        due = self._explanations.due(decisions, result.decided_at)
         if self._explanations.has_more:
             self._measurements_changed = True
         if not due:
             return ()
         found: dict[str, DecisionView] = {}
-        for problem in answer.problems:
+        for problem in result.problems:
             found |= explain(
-                problem, answer.decided_at, decisions=answer.decisions, time=time.time(), only=due
+                problem, result.decided_at, decisions=result.decisions, time=time.time(), only=due
             )
         self._explain_cost = time.thread_time() - begun
         return list(found.values())
@@ -420,20 +420,20 @@ class Scheduler:
         decisions = map(self._standing.get, self._candidates)
         return sum(decision is not None and decision.replicas == 0 for decision in decisions)
 
-    def _still_fits(self, answer: Answer) -> bool:
-        """Whether the counts of an answer fit on the present nodes."""
-        asked, present = answer.question.resources, self._resources
-        if asked is present or asked.free == present.free:
+    def _still_fits(self, result: DecisionResult) -> bool:
+        """Whether the counts of a decision fit on the present nodes."""
+        before, present = result.input.resources, self._resources
+        if before is present or before.free == present.free:
             return True
         demands, counts = {}, {}
         for job_id, candidate in self._candidates.items():
-            decision = answer.decisions.get(job_id)
+            decision = result.decisions.get(job_id)
             accelerator = decision.accelerator if decision is not None else None
             name = accelerator.type if accelerator is not None else None
             demands[job_id] = candidate.demand_on(name if name in candidate.types.by_type else None)
             if decision is not None and decision.replicas:
                 counts[job_id] = decision.replicas
-        return present.capacity(self._candidates, demands, answer).fits(counts)
+        return present.capacity(self._candidates, demands, result).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
 
@@ -476,7 +476,8 @@ class Scheduler:
         if self._resources.nodes is not None:
             types = self._accelerator_types.demands(observed, demand)
         present = demand if types.present is None else types.by_type[types.present].demand
-        state = memory.measurements.job_state(job, view, training_target(job, view))
+        target = training_target(job, view)
+        state = memory.measurements.job_state(job, view, target)
         current = observed.current_allocation
         trains_current = view.desired == current and observed.training_replicas > 0
 
@@ -506,7 +507,9 @@ class Scheduler:
         states = {}
         for name, typed in types.by_type.items():
             measured_on = name if typed.accelerator.required else None
-            on_type = memory.measurements.job_state(job, view, training_target(job, view), measured_on)
+            on_type = state
+            if measured_on is not None:
+                on_type = memory.measurements.job_state(job, view, target, measured_on)
             states[name] = replace(
                 state,
                 accelerator=name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from adascale_core.decision import Decision
@@ -14,15 +14,11 @@ class StandingDecisions:
     """The last decision about each job.
 
     A decision takes time, in which jobs and nodes may change. So what it says about a job is adopted only if
-    it is still an answer about that job, and until the next one a job shrinks to what its spec allows.
+    it still applies to that job, and until the next one a job shrinks to what its spec allows.
     """
 
     def __init__(self) -> None:
         self._decisions: dict[str, Decision] = {}
-
-    def retain(self, job_ids: Collection[str]) -> None:
-        """Drop the decisions about all other jobs."""
-        self._decisions = {job: each for job, each in self._decisions.items() if job in job_ids}
 
     def discard(self, job_id: str) -> None:
         """Drop the decision about a job."""
@@ -31,7 +27,7 @@ class StandingDecisions:
     def adopt(
         self,
         decided: Mapping[str, Decision],
-        asked: Mapping[str, JobState],
+        decided_on: Mapping[str, JobState],
         present: Mapping[str, JobState],
         *,
         may_grow: bool,
@@ -40,7 +36,7 @@ class StandingDecisions:
 
         Args:
             decided: job id -> the decision.
-            asked: job id -> the state that it is about.
+            decided_on: job id -> the state that it is about.
             present: job id -> the present state, of all jobs that may run.
             may_grow: whether the nodes still have the room of which the decision knew.
 
@@ -52,7 +48,7 @@ class StandingDecisions:
             state = present.get(job_id)
             if state is None:
                 continue
-            if not is_answered(state, asked[job_id], decision) or (
+            if not still_applies(state, decided_on[job_id], decision) or (
                 decision.replicas > state.replicas and not may_grow
             ):
                 outdated.add(job_id)
@@ -87,9 +83,12 @@ class StandingDecisions:
         )
 
 
-def is_answered(state: JobState, asked: JobState, decision: Decision) -> bool:
-    """Whether a decision about the state `asked` is one about `state`, apart from new measurements."""
-    return constraints(state) == constraints(asked) and state.replicas in (asked.replicas, decision.replicas)
+def still_applies(state: JobState, decided_on: JobState, decision: Decision) -> bool:
+    """Whether a decision about the state `decided_on` holds for `state`: only measurements are new."""
+    return constraints(state) == constraints(decided_on) and state.replicas in (
+        decided_on.replicas,
+        decision.replicas,
+    )
 
 
 def constraints(state: JobState) -> tuple[object, ...]:

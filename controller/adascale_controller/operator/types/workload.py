@@ -22,7 +22,7 @@ class PodSettings:
     Args:
         api_url: base URL of the metrics service, as pods reach it.
         accelerator_label: the label of nodes that names the type of their accelerators; empty if types are
-            not told apart.
+            not distinguished.
     """
 
     api_url: str
