@@ -7,6 +7,8 @@ step it finds the mean gradient of the step there, and in the others no gradient
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,56 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.data_parallel import DataParallelModel
 
 
-class GradientAccumulation:
+class Accumulation(ABC):
+    """Counts the micro-batches of a step, and keeps the gradients of those before the last."""
+
+    def __init__(self) -> None:
+        self.micro_batch = 0
+        """Index of the present micro-batch in its step."""
+        self._accumulation = 1
+
+    @property
+    def at_first_micro_batch(self) -> bool:
+        """Whether the present micro-batch is the first of a step."""
+        return self.micro_batch == 0
+
+    @property
+    def at_last_micro_batch(self) -> bool:
+        """Whether the present micro-batch is the last of a step."""
+        return self.micro_batch == self._accumulation - 1
+
+    def advance(self) -> bool:
+        """Count a micro-batch, and return whether it was the last of its step."""
+        self.micro_batch = (self.micro_batch + 1) % self._accumulation
+        return self.at_first_micro_batch
+
+    @abstractmethod
+    def set_plan(self, plan: BatchPlan, scale: float) -> None:
+        """Use the accumulation of `plan` from the next step on.
+
+        Args:
+            plan: the new batch plan.
+            scale: its scale S.
+        """
+
+    @abstractmethod
+    def restart_step(self) -> None:
+        """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
+
+    @abstractmethod
+    def before_backward(self) -> None:
+        """Prepare for the gradients of the next backward pass."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Add the gradients of a backward pass to those of its step."""
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """Put the gradients back that are set aside, for the optimizer's step."""
+
+
+class GradientAccumulation(Accumulation):
     """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch.
 
     Args:
@@ -25,24 +76,13 @@ class GradientAccumulation:
     """
 
     def __init__(self, optimizer: AdaScale, model: DataParallelModel, program_model: torch.nn.Module) -> None:
+        super().__init__()
         self._optimizer = optimizer
         self._model = model
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
         both = [*program_model.parameters(), *optimized]
         self._parameters = list({id(parameter): parameter for parameter in both}.values())
-        self._accumulation = 1
-        self._micro_batch = 0
         self._set_aside: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def at_first_micro_batch(self) -> bool:
-        """Whether the next micro-batch is the first of a step."""
-        return self._micro_batch == 0
-
-    @property
-    def at_last_micro_batch(self) -> bool:
-        """Whether the next micro-batch is the last of a step."""
-        return self._micro_batch == self._accumulation - 1
 
     @property
     def has_set_aside(self) -> bool:
@@ -63,7 +103,7 @@ class GradientAccumulation:
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
-        self._micro_batch = 0
+        self.micro_batch = 0
         self._set_gradient_sync()
         self.discard_set_aside()
         self._optimizer.zero_grad()
@@ -95,11 +135,11 @@ class GradientAccumulation:
 
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
-        self._micro_batch = (self._micro_batch + 1) % self._accumulation
+        is_complete = super().advance()
         self._set_gradient_sync()
-        if self._micro_batch > 0:
+        if not is_complete:
             self._set_gradients_aside()
-        return self._micro_batch == 0
+        return is_complete
 
     def _set_gradients_aside(self) -> None:
         for parameter in self._parameters:
@@ -110,4 +150,4 @@ class GradientAccumulation:
     def _set_gradient_sync(self) -> None:
         ddp = self._model.ddp
         if ddp is not None:
-            ddp.require_backward_grad_sync = self._micro_batch == self._accumulation - 1
+            ddp.require_backward_grad_sync = self.at_last_micro_batch

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adascale_worker.accumulation import GradientAccumulation
+from adascale_worker.accumulation import Accumulation, GradientAccumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
@@ -63,7 +63,7 @@ class MadeLoop:
 
     loop: TrainingLoop
     program: ProgramState
-    accumulation: GradientAccumulation | SeveralAccumulations
+    accumulation: Accumulation
     patch: Callable[[], None]
     has_stepped: Callable[[], bool]
 

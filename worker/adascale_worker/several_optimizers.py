@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch import BatchPlan
+from adascale_worker.accumulation import Accumulation
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership_links import PeersLostError, StateNumber
 from adascale_worker.model_set import ModelSet
@@ -28,7 +29,7 @@ from adascale_worker.step_undo import StepUndo
 from adascale_worker.training_loop import TrainingLoop
 
 
-class SeveralAccumulations:
+class SeveralAccumulations(Accumulation):
     """Counts the micro-batches of a step, and has the gradients of each optimizer.
 
     Args:
@@ -38,6 +39,7 @@ class SeveralAccumulations:
     """
 
     def __init__(self, optimizers: OptimizerSet, models: ModelSet, group: ReplicaGroup) -> None:
+        super().__init__()
         self._models = models
         self._group = group
         self.parts = [
@@ -48,21 +50,8 @@ class SeveralAccumulations:
         """Whether the program is inside its data loop; other backward passes are left alone."""
         self.handles: Callable[[BaseException], bool] = lambda _: False
         """Whether an error means that the step is discarded."""
-        self._accumulation = 1
-        self.micro_batch = 0
-        """Index of the present micro-batch in its step."""
         self._batch = 0
         self._is_inside_pass = False
-
-    @property
-    def at_first_micro_batch(self) -> bool:
-        """Whether the next micro-batch is the first of a step."""
-        return self.micro_batch == 0
-
-    @property
-    def at_last_micro_batch(self) -> bool:
-        """Whether the present micro-batch is the last of a step."""
-        return self.micro_batch == self._accumulation - 1
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on.
@@ -89,16 +78,11 @@ class SeveralAccumulations:
                 part.discard()
 
     def put_back(self) -> None:
-        """The gradients are where they have to be."""
+        """Do nothing: no gradients are set aside."""
 
     def begin_batch(self) -> None:
         """Count a batch that the program gets."""
         self._batch += 1
-
-    def advance(self) -> bool:
-        """Count a micro-batch, and return whether it was the last of its step."""
-        self.micro_batch = (self.micro_batch + 1) % self._accumulation
-        return self.micro_batch == 0
 
     # -- backward passes ----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from adascale_core.batch import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker import environment
-from adascale_worker.accumulation import GradientAccumulation
+from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.agent_channel import AgentChannel
 from adascale_worker.backward_guard import BackwardGuard
@@ -63,7 +63,6 @@ from adascale_worker.program_parts import ProgramParts, program_parts
 from adascale_worker.program_state import Stateful, require_choice, require_stateful
 from adascale_worker.reporter import Reporter
 from adascale_worker.settings import resolve_settings
-from adascale_worker.several_optimizers import SeveralAccumulations
 from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
 from adascale_worker.step_watchdog import Stall, StepWatchdog
 from adascale_worker.telemetry import Telemetry
@@ -146,7 +145,7 @@ class ElasticTrainer:
         self._watchdog: StepWatchdog | None = None
         self._other_optimizers: OtherOptimizers | None = None
         self._backward_guard: BackwardGuard | None = None
-        self._accumulation: GradientAccumulation | SeveralAccumulations | None = None
+        self._accumulation: Accumulation | None = None
         self._parts: ProgramParts | None = None
         self._logged: set[str] = set()
         arguments = environment.JobSettings(

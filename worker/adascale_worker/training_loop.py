@@ -17,14 +17,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_worker import state_transfer
-from adascale_worker.accumulation import GradientAccumulation
+from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.agent_channel import Assignment
 from adascale_worker.agreement import Agreement, Requests
@@ -58,9 +58,6 @@ from adascale_worker.weight_checks import (
     WeightComparison,
     nonfinite_message,
 )
-
-if TYPE_CHECKING:
-    from adascale_worker.several_optimizers import SeveralAccumulations
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
@@ -102,7 +99,7 @@ class TrainingLoop:
         program: ProgramState,
         model: DataParallelModel | ModelSet,
         buffers: ModelBuffers | None,
-        accumulation: GradientAccumulation | SeveralAccumulations,
+        accumulation: Accumulation,
         checks: LoopChecks | BatchChecks,
         membership: Membership | None,
         adopt_settings: Callable[[Mapping[str, str | None]], None],
