@@ -168,6 +168,18 @@ class NodeCapacity:
         """Return how many replicas of `job` the nodes hold when they are empty."""
         return sum(self._problem.nodes.slots[self._problem.demands[job].kind].values())
 
+    @property
+    def totals(self) -> Sequence[int]:
+        """The free units of each resource on all nodes."""
+        return self._problem.nodes.totals
+
+    def request(self, job: str) -> tuple[int, ...]:
+        """Return the units of each resource that a replica of `job` takes."""
+        units = [0] * len(self.totals)
+        for i, number in self._problem.demands[job].request:
+            units[i] = number
+        return tuple(units)
+
     def dominant_share(self, job: str) -> float:
         """Return the largest share of a resource of all nodes that one replica of `job` requests, 0 to 1."""
         return self._problem.demands[job].dominant_share

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from adascale_core.job_utility import JobUtility
 
-_IMPOSSIBLE = -(10**18)
+IMPOSSIBLE = -(10**18)
+"""Below each sum of utilities."""
 MAX_EXACT_WORK = 10_000_000
 """Above this product of jobs, counts and replicas, the choice is greedy."""
 
@@ -78,7 +80,7 @@ def maximize_greedily(utilities: Sequence[Mapping[int, int]], total: int) -> lis
     steps = [
         (-slope, i, before, after)
         for i, counts in enumerate(utilities)
-        for slope, before, after in _envelope(counts)
+        for slope, before, after in envelope(counts)
     ]
     for _, i, before, after in sorted(steps):
         if chosen[i] == before and after - before <= free:
@@ -95,7 +97,7 @@ def maximize_greedily(utilities: Sequence[Mapping[int, int]], total: int) -> lis
     return chosen
 
 
-def _envelope(counts: Mapping[int, int]) -> list[tuple[float, int, int]]:
+def envelope(counts: Mapping[int, int]) -> list[tuple[float, int, int]]:
     """Return the rising steps of the concave envelope: (utility per replica, count before, count after)."""
     hull: list[tuple[int, int]] = []
     for point in sorted(counts.items()):
@@ -113,24 +115,40 @@ def _slope(before: tuple[int, int], after: tuple[int, int]) -> float:
 def maximize_exactly(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
     """Return one count per job, with the highest total utility and a sum of at most `total`.
 
-    `best[i][free]` is the highest total utility of the last i jobs with `free` replicas. Of several solutions
-    with the same utility, the solution with more replicas for earlier jobs is returned.
+    Of several solutions with the same utility, the solution with more replicas for earlier jobs is returned.
 
     Args:
         utilities: count -> utility for each job.
         total: at least the sum of the smallest counts.
     """
+    best = best_utilities(utilities, total)
+    return counts_of_best(utilities, best, len(best[0]) - 1)
+
+
+def best_utilities(utilities: Sequence[Mapping[int, int]], total: int) -> list[npt.NDArray[np.int64]]:
+    """Return `best`: `best[i][free]` is the highest total utility of the last i jobs with `free` replicas.
+
+    Args:
+        utilities: count -> utility for each job.
+        total: the largest `free`, except that no job can use more than its largest count.
+    """
     total = max(0, min(total, sum(max(counts) for counts in utilities)))
     best = [np.zeros(total + 1, dtype=np.int64)]
     for counts in reversed(utilities):
         rest = best[-1]
-        table = np.full((len(counts), total + 1), _IMPOSSIBLE, dtype=np.int64)
+        table = np.full((len(counts), total + 1), IMPOSSIBLE, dtype=np.int64)
         for row, (count, utility) in zip(table, counts.items(), strict=True):
             if count <= total:
                 row[count:] = rest[: total + 1 - count] + utility
         best.append(table.max(axis=0))
+    return best
+
+
+def counts_of_best(
+    utilities: Sequence[Mapping[int, int]], best: Sequence[npt.NDArray[np.int64]], free: int
+) -> list[int]:
+    """Return the counts that have the utility `best[-1][free]`."""
     chosen = []
-    free = total
     for counts, rest in zip(utilities, reversed(best[:-1]), strict=True):
         fitting = [count for count in counts if count <= free]
         chosen.append(max(fitting, key=lambda count: (rest[free - count] + counts[count], count)))

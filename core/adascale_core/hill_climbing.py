@@ -9,12 +9,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from adascale_core.capacity import NodeCapacity
 from adascale_core.job_utility import JobUtility
 from adascale_core.packing import Packing
+from adascale_core.resource_prices import Consumer, choose_counts
 
 _MAX_ROUNDS = 8
 """How often the search tries to improve every job."""
+_PLANS = 7
+"""How often counts that do not fit are chosen again, for a part of the resources."""
 
 
 def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: float) -> list[int]:
@@ -32,15 +37,51 @@ def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: f
     smallest = {name: utility.counts[0] for name, utility in admitted.items()}
     present = {name: utility.present_count or utility.counts[0] for name, utility in admitted.items()}
     found = []
-    for start, first in ((present, {}), (smallest, present), (smallest, {})):
+    for start, desired in ((present, {}), _planned(utilities, capacity, smallest)):
         packing = capacity.pack(start)
         if packing is not None:
             search = HillClimbing(utilities, capacity, packing, start)
-            search.raise_to(first)
+            search.raise_to(desired)
             search.run()
             found.append(search.result())
     best = max(found, key=lambda counts: sum(utilities[name][count] for name, count in counts.items()))
     return [best.get(utility.job.id, 0) for utility in jobs]
+
+
+def _planned(
+    utilities: Mapping[str, Mapping[int, int]], capacity: NodeCapacity, smallest: Mapping[str, int]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return counts that fit, and counts that fit if the nodes are taken for a single one.
+
+    Args:
+        utilities: job id -> count -> utility.
+        capacity: the nodes.
+        smallest: job id -> smallest count; these fit.
+    """
+    consumers = [Consumer(counts, capacity.request(name)) for name, counts in utilities.items()]
+    totals = np.array(capacity.totals, dtype=np.float64)
+    least = sum(
+        (smallest[name] * np.array(each.request) for name, each in zip(utilities, consumers, strict=True)),
+        start=np.zeros(len(totals)),
+    )
+
+    def counts(share: float) -> dict[str, int]:
+        """Return the best counts for a share of what the smallest counts leave free."""
+        chosen = choose_counts(consumers, least + share * (totals - least))
+        return dict(zip(utilities, chosen, strict=True))
+
+    planned = counts(1.0)
+    if capacity.fits(planned):
+        return planned, {}
+    fitting, low, high = smallest, 0.0, 1.0
+    for _ in range(_PLANS):
+        share = (low + high) / 2
+        fewer = counts(share)
+        if capacity.fits(fewer):
+            fitting, low = fewer, share
+        else:
+            high = share
+    return fitting, planned
 
 
 def _admit(jobs: Sequence[JobUtility], capacity: NodeCapacity) -> dict[str, JobUtility]:

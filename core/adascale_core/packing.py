@@ -7,14 +7,15 @@ onto the first node with enough free resources (first fit decreasing).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from adascale_core.kind_shares import Integers, Kind, Request, as_int64, even_shares, mixed_shares
 
 PODS = "pods"
 """The resource of which every replica takes at least one unit."""
@@ -22,11 +23,8 @@ PODS = "pods"
 MAX_KINDS = 1024
 """Kinds of demands beyond the number of jobs that are remembered."""
 
-_REPACKING_BUDGET = 200_000
+_REPACKING_BUDGET = 50_000
 """How many (job, node) pairs `Packing.resize` may examine in all to pack everything again."""
-
-Request = tuple[tuple[int, int], ...]
-"""(index of a resource, units) for each resource that one replica takes."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,10 @@ class NodeTable:
         node -> its position in this order."""
         self.positions: list[dict[int, int]] = []
         """For each kind of demand, node -> its position in this order."""
-        self._orders: list[tuple[int, ...]] = []
+        self.orders: list[tuple[int, ...]] = []
+        """For each kind of demand, the nodes that hold any replica, in the order in which they are tried."""
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._matrix = np.array([[_as_int64(units) for units in row] for row in self.free], dtype=np.int64)
+        self._matrix = np.array([[as_int64(units) for units in row] for row in self.free], dtype=np.int64)
         self._kinds: dict[tuple[Request, frozenset[str] | None], int] = {}
         self._kinds_by_order: dict[tuple[Request, tuple[int, ...]], int] = {}
 
@@ -137,7 +136,7 @@ class NodeTable:
             job=job,
             demand=demand,
             request=request,
-            node_order=self._orders[kind],
+            node_order=self.orders[kind],
             kind=kind,
             placed=placed,
             shared_node=_most_used_node(placed) if demand.one_node else None,
@@ -149,9 +148,9 @@ class NodeTable:
         if key not in self._kinds:
             found = _slots_in_order(self.names, self._matrix, request, allowed)
             order = tuple(found)
-            kind = self._kinds[key] = self._kinds_by_order.setdefault((request, order), len(self._orders))
-            if kind == len(self._orders):
-                self._orders.append(order)
+            kind = self._kinds[key] = self._kinds_by_order.setdefault((request, order), len(self.orders))
+            if kind == len(self.orders):
+                self.orders.append(order)
                 self.slots.append(found)
                 nodes = sorted(found)
                 index = {node: i for i, node in enumerate(nodes)}
@@ -203,11 +202,6 @@ class PackingProblem:
         return cls(table, indexed)
 
 
-def _as_int64(units: int) -> int:
-    """Return a number of units, limited to what a signed integer of 64 bits holds."""
-    return min(max(units, -(2**62)), 2**62)
-
-
 def _slots_in_order(
     node_names: Sequence[str], free: Integers, request: Request, allowed: frozenset[str] | None
 ) -> dict[int, int]:
@@ -225,7 +219,7 @@ def _slots_in_order(
     if not len(free):
         return {}
     requested = [i for i, _ in request]
-    slots = np.min(free[:, requested] // np.array([_as_int64(units) for _, units in request]), axis=1)
+    slots = np.min(free[:, requested] // np.array([as_int64(units) for _, units in request]), axis=1)
     if allowed is not None:
         slots = np.where([name in allowed for name in node_names], slots, 0)
     unrequested = np.count_nonzero(np.delete(free, requested, axis=1) > 0, axis=1)
@@ -245,21 +239,110 @@ def _most_used_node(placed: Mapping[int, int]) -> int | None:
 
 def slots(free: Sequence[int], request: Request) -> int:
     """Return how many replicas fit into the free units of a node."""
-    return max(min([free[i] // units for i, units in request], default=0), 0)
+    least = min([free[i] // units for i, units in request], default=0)
+    return least if least > 0 else 0
 
 
 def pack(problem: PackingProblem, counts: Mapping[str, int]) -> Packing | None:
     """Return the packing of all `counts` (job id -> replicas); None if none is found."""
-    packing = Packing(problem)
     demands = [problem.demands[job] for job, count in counts.items() if count > 0]
-    for demand in demands:
-        packing.keep_placed(demand, counts[demand.job])
     sizes = {
         demand.job: demand.dominant_share * (counts[demand.job] if demand.one_node else 1)
         for demand in demands
     }
     demands.sort(key=lambda demand: (-sizes[demand.job], len(demand.node_order), demand.job))
-    return packing if all(packing.place_new(demand, counts[demand.job]) for demand in demands) else None
+    packing = _with_placed(problem, demands, counts)
+    if all(packing.place_new(demand, counts[demand.job]) for demand in demands):
+        return packing
+    if len({demand.kind for demand in demands}) == 1:
+        return None
+    for shares_of in (even_shares, mixed_shares):
+        packing = _with_placed(problem, demands, counts)
+        if _place_by_kind(packing, demands, counts, shares_of):
+            return packing
+    return None
+
+
+def _with_placed(
+    problem: PackingProblem, demands: Sequence[IndexedDemand], counts: Mapping[str, int]
+) -> Packing:
+    """Return a packing of the replicas that are placed."""
+    packing = Packing(problem)
+    for demand in demands:
+        packing.keep_placed(demand, counts[demand.job])
+    return packing
+
+
+def _place_by_kind(
+    packing: Packing,
+    demands: Sequence[IndexedDemand],
+    counts: Mapping[str, int],
+    shares_of: Callable[[Integers, Sequence[Kind]], Sequence[Integers] | None],
+) -> bool:
+    """Add the new replicas of all jobs such that unlike replicas share nodes.
+
+    First fit fills the first nodes with the largest replicas, which leaves resources there that only other
+    replicas could use. Here the number of each kind of replicas on each node is chosen first.
+
+    Args:
+        packing: with the replicas that are placed.
+        demands: of the jobs, the largest first.
+        counts: job id -> number of replicas.
+        shares_of: chooses the numbers, from the free units of the nodes, of shape (nodes, resources).
+
+    Returns:
+        whether nodes are found for all of them.
+    """
+    jobs: dict[int, list[IndexedDemand]] = {}
+    for demand in demands:
+        if demand.one_node:
+            if not packing.place_new(demand, counts[demand.job]):
+                return False
+        else:
+            jobs.setdefault(demand.kind, []).append(demand)
+    ranks = [[packing.missing(demand, counts[demand.job]) for demand in same] for same in jobs.values()]
+    kinds = [
+        Kind(same[0].request, np.array(same[0].node_order, dtype=np.int64), sum(map(len, missing)))
+        for same, missing in zip(jobs.values(), ranks, strict=True)
+    ]
+    chosen = shares_of(packing.free, [kind for kind in kinds if kind.number])
+    if chosen is None:
+        return False
+    shares = iter(chosen)
+    return all(
+        _hand_out(packing, kind.nodes.tolist(), next(shares).tolist(), same, missing)
+        for kind, same, missing in zip(kinds, jobs.values(), ranks, strict=True)
+        if kind.number
+    )
+
+
+def _hand_out(
+    packing: Packing,
+    nodes: Sequence[int],
+    shares: Sequence[int],
+    demands: Sequence[IndexedDemand],
+    ranks: Sequence[Sequence[int]],
+) -> bool:
+    """Give each job of a kind the next places, and return whether the nodes have them.
+
+    Args:
+        packing: gets the replicas.
+        nodes, shares: the nodes of the kind, and how many places each has.
+        demands, ranks: of each job, and its ranks that need a place.
+    """
+    places = ((node, share) for node, share in zip(nodes, shares, strict=True) if share)
+    node, free = 0, 0
+    for demand, missing in zip(demands, ranks, strict=True):
+        placed = 0
+        while placed < len(missing):
+            if not free:
+                node, free = next(places)
+                if packing.room(demand, node) < free:
+                    return False
+            number = min(free, len(missing) - placed)
+            packing.add(demand, missing[placed : placed + number], node)
+            placed, free = placed + number, free - number
+    return True
 
 
 class _OpenNodes:
@@ -388,7 +471,7 @@ class Packing:
         self._remove(demand, changed)
         for rank, node in before.items():
             if rank not in ranks:
-                self._add(demand, rank, node)
+                self.add(demand, (rank,), node)
         # All nodes are as before, so no kind has to look at them again.
         del self._freed[freed:]
         for position in self._closed:
@@ -401,18 +484,32 @@ class Packing:
             False if new replicas take resources that the placed ones need.
         """
         ranks = self._nodes.setdefault(demand.job, {})
+        missing = [(node, rank) for rank, node in demand.placed.items() if rank < count and rank not in ranks]
         fits = True
-        for rank, node in demand.placed.items():
-            if rank < count and rank not in ranks:
-                self._add(demand, rank, node)
-                free = self._free[node]
-                fits = fits and not (self._new[node] and any(free[i] < 0 for i, _ in demand.request))
+        for node, group in groupby(missing, key=itemgetter(0)):
+            self.add(demand, [rank for _, rank in group], node)
+            free = self._free[node]
+            fits = fits and not (self._new[node] and any(free[i] < 0 for i, _ in demand.request))
         return fits
+
+    def missing(self, demand: IndexedDemand, count: int) -> Sequence[int]:
+        """Return the ranks below `count` that have no node."""
+        assigned = self._nodes.setdefault(demand.job, {})
+        return [rank for rank in range(count) if rank not in assigned] if assigned else range(count)
+
+    def room(self, demand: IndexedDemand, node: int) -> int:
+        """Return how many more replicas of a job fit on a node."""
+        return slots(self._free[node], demand.request)
+
+    @property
+    def free(self) -> Integers:
+        """The free units of the nodes, of shape (nodes, resources)."""
+        rows = [[as_int64(units) for units in row] for row in self._free]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), len(self._problem.nodes.resources))
 
     def place_new(self, demand: IndexedDemand, count: int) -> bool:
         """Add the other replicas below rank `count`, and return whether nodes are found for all of them."""
-        assigned = self._nodes.setdefault(demand.job, {})
-        ranks = [rank for rank in range(count) if rank not in assigned]
+        ranks = self.missing(demand, count)
         self._closed.clear()
         if not ranks:
             return True
@@ -425,8 +522,8 @@ class Packing:
                 return False
             node = order[position]
             available = slots(self._free[node], demand.request)
-            for rank in ranks[placed : placed + available]:
-                self._add(demand, rank, node)
+            if available:
+                self.add(demand, ranks[placed : placed + available], node)
             placed += available
             if placed < len(ranks) or available == 0:
                 nodes.close()
@@ -440,8 +537,7 @@ class Packing:
             order = (demand.shared_node,) if demand.shared_node in order else ()
         for node in order:
             if slots(self._free[node], demand.request) >= len(ranks):
-                for rank in ranks:
-                    self._add(demand, rank, node)
+                self.add(demand, ranks, node)
                 return True
         return False
 
@@ -456,25 +552,32 @@ class Packing:
         nodes.seen = len(self._freed)
         return nodes
 
-    def _add(self, demand: IndexedDemand, rank: int, node: int) -> None:
-        self._nodes[demand.job][rank] = node
-        self._new[node] += demand.placed.get(rank) != node
-        free, total = self._free[node], self._total
-        for i, units in demand.request:
-            before = free[i]
-            free[i] = after = before - units
-            total[i] += max(after, 0) - max(before, 0)
+    def add(self, demand: IndexedDemand, ranks: Sequence[int], node: int) -> None:
+        """Add replicas of a job to a node."""
+        self._nodes[demand.job].update(dict.fromkeys(ranks, node))
+        self._new[node] += _new_on(demand, ranks, node)
+        self._use(demand.request, node, len(ranks))
 
     def _remove(self, demand: IndexedDemand, ranks: Iterable[int]) -> None:
-        last = None
-        for rank in ranks:
-            node = self._nodes[demand.job].pop(rank)
-            self._new[node] -= demand.placed.get(rank) != node
-            free, total = self._free[node], self._total
-            for i, units in demand.request:
-                before = free[i]
-                free[i] = after = before + units
-                total[i] += max(after, 0) - max(before, 0)
-            if node != last:
-                self._freed.append(node)
-                last = node
+        nodes = self._nodes.setdefault(demand.job, {})
+        removed = [(nodes.pop(rank), rank) for rank in ranks]
+        for node, group in groupby(removed, key=itemgetter(0)):
+            on_node = [rank for _, rank in group]
+            self._new[node] -= _new_on(demand, on_node, node)
+            self._use(demand.request, node, -len(on_node))
+            self._freed.append(node)
+
+    def _use(self, request: Request, node: int, count: int) -> None:
+        """Take the resources of replicas of a node, or give them back if `count` is negative."""
+        free, total = self._free[node], self._total
+        for i, units in request:
+            before = free[i]
+            free[i] = after = before - units * count
+            total[i] += (after if after > 0 else 0) - (before if before > 0 else 0)
+
+
+def _new_on(demand: IndexedDemand, ranks: Sequence[int], node: int) -> int:
+    """Return how many of these replicas are not placed on the node yet."""
+    if not demand.placed:
+        return len(ranks)
+    return sum(demand.placed.get(rank) != node for rank in ranks)

@@ -152,6 +152,29 @@ def test_the_capacity_for_equal_replicas_is_a_number(
     assert capacity.simplified_for(demands) == (capacity if number is None else number)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "kinds"),
+    [
+        (4, {(1, 4): 16, (1, 8): 16}),
+        (16, {(1, 4): 36, (2, 4): 24, (1, 12): 44}),
+        (5, {(1, 4): 20, (1, 8): 20}),
+        (3, {(4, 16): 3, (2, 8): 3, (1, 12): 6}),
+    ],
+)
+def test_unlike_replicas_that_use_every_resource_of_every_node_fit(
+    nodes: int, kinds: dict[tuple[int, int], int]
+) -> None:
+    """First fit would fill the first nodes with one kind, and leave the rest of their resources unused."""
+    all_nodes = [Node(f"node-{i}", {GPU: 8, "cpu": 48, "pods": 100}) for i in range(nodes)]
+    demands = {f"job-{kind}": Demand({GPU: kind[0], "cpu": kind[1]}) for kind in kinds}
+    counts = {f"job-{kind}": number for kind, number in kinds.items()}
+    packing = NodeCapacity(all_nodes, demands).pack(counts)
+    assert packing is not None
+    assert packing.counts == counts
+    assert fits_together(all_nodes, demands, packing.placements)
+    assert NodeCapacity(all_nodes[1:], demands).pack(counts) is None
+
+
 def test_a_resize_that_does_not_fit_changes_nothing() -> None:
     packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).empty_packing()
     assert packing.resize("a", 1)
