@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -206,6 +207,34 @@ def test_an_invalid_file_is_refused_with_its_name(
     assert str(tmp_path) in str(raised.value) or "none" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("a,nan,small,1,16", "time must be a finite number of at least 0, got 'nan'"),
+        ("a,-1,small,1,16", "time must be a finite number of at least 0, got '-1'"),
+        ("a,1,small,0,16", "num_replicas of a must be a whole number of at least 1, got '0'"),
+        ("a,1,small,1.5,16", "num_replicas of a must be a whole number of at least 1, got '1.5'"),
+        ("a,1,small,1,8", "batch_size of a must be a whole number from 16 to 256, got '8'"),
+        ("a,1,small,1,512", "batch_size of a must be a whole number from 16 to 256, got '512'"),
+        ("a,1,small,1,16\na,2,small,1,16", "two jobs of the name 'a'"),
+    ],
+)
+def test_an_invalid_row_is_refused_with_what_is_allowed(
+    files: Path, tmp_path: Path, rows: str, message: str
+) -> None:
+    path = tmp_path / "workload.csv"
+    path.write_text(f"name,time,application,num_replicas,batch_size\n{rows}\n")
+    with pytest.raises(AdaScaleError, match=re.escape(message)):
+        read_workload(path, files / "profiles")
+
+
+@pytest.mark.parametrize("policy", ["tiresias", "fcfs"])
+def test_a_job_that_never_fits_is_named_before_the_simulation(files: Path, policy: str) -> None:
+    arguments = ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles")]
+    result = CliRunner().invoke(app, [*arguments, "--nodes", "1", "--gpus", "3", "--policy", policy])
+    assert "job job-0 runs on 4 replicas with this policy, and the nodes hold 3" in str(result.exception)
+
+
 def test_a_workload_or_profiles_that_are_missing_are_named() -> None:
     assert "WORKLOAD is needed" in CliRunner().invoke(app, ["simulate"]).output
     assert "needs --profiles" in CliRunner().invoke(app, ["simulate", "x.csv"]).output
@@ -242,3 +271,5 @@ def test_a_recorded_workload_is_replayed(tmp_path: Path) -> None:
     assert len(json.loads(result.stdout)["jobs"]) == 3
     write(tmp_path / "other.json", ("a",), [])
     assert CliRunner().invoke(app, ["simulate", str(tmp_path / "other.json")]).exit_code != 0
+    path.write_text('{"version": 1, "jobs": 5}')
+    assert "has no list of jobs" in str(CliRunner().invoke(app, ["simulate", str(path)]).exception)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from adascale_controller.simulation.profiles import read_workload
 from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results_table import render_results
 from adascale_core import names
+from adascale_core.simulation.application import ProfileError
 from adascale_core.simulation.cluster import PlacementMode
 from adascale_core.simulation.engine import Policy, Settings, Submission, simulate
 from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Optimus, Tiresias
@@ -111,6 +113,8 @@ def simulate_workload(
     settings = Settings([gpus] * nodes, restart, interval, prepare)
     random = Random(seed)
     submissions = _submissions(workload, profiles, from_service)
+    if policy in (PolicyName.TIRESIAS, PolicyName.FCFS):
+        _require_room(submissions, settings)
     jobs = simulate(
         submissions, _policy(policy, placement), settings, lambda: random.lognormvariate(0.0, noise)
     )
@@ -134,6 +138,20 @@ def _submissions(workload: Path | None, profiles: Path | None, url: str | None) 
     if profiles is None:
         raise typer.BadParameter("a workload in CSV needs --profiles DIR", param_hint="--profiles")
     return read_workload(workload, profiles)
+
+
+def _require_room(submissions: Sequence[Submission], settings: Settings) -> None:
+    """Check that each job fits with its number of replicas, for policies that use no other number.
+
+    Raises:
+        ProfileError: a job does not fit.
+    """
+    largest = max(submissions, key=lambda each: each.replicas)
+    if largest.replicas > settings.total:
+        raise ProfileError(
+            f"job {largest.name} runs on {largest.replicas} replicas with this policy, and the nodes hold "
+            f"{settings.total}: raise --nodes or --gpus, or choose another --policy"
+        )
 
 
 def _policy(name: PolicyName, placement: PlacementMode) -> Policy:

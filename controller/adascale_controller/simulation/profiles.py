@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
+from math import inf, isfinite
 from pathlib import Path
 
 from adascale_core.batch import BatchBounds
 from adascale_core.simulation.application import (
-    Application,
     Placement,
     ProfiledApplication,
     ProfileError,
@@ -34,24 +34,27 @@ def read_workload(path: Path, profiles: Path) -> list[Submission]:
     Raises:
         ProfileError: a file is missing, or has an invalid value.
     """
-    applications: dict[str, Application] = {}
-    submissions = []
+    applications: dict[str, ProfiledApplication] = {}
+    submissions: dict[str, Submission] = {}
     for row in _rows(path, ("name", "time", "application", "num_replicas", "batch_size")):
+        if row["name"] in submissions:
+            raise ProfileError(
+                f"{path} has two jobs of the name {row['name']!r}: each needs a name of its own"
+            )
         name = row["application"]
         if name not in applications:
             applications[name] = read_application(profiles / name)
-        submissions.append(
-            Submission(
-                row["name"],
-                _number(path, row, "time"),
-                applications[name],
-                int(_number(path, row, "num_replicas")),
-                int(_number(path, row, "batch_size")),
-            )
+        sizes = applications[name].runs
+        submissions[row["name"]] = Submission(
+            row["name"],
+            _number(path, row, "time", least=0),
+            applications[name],
+            _whole_number(path, row, "num_replicas", 1, None),
+            _whole_number(path, row, "batch_size", min(sizes), max(sizes)),
         )
     if not submissions:
         raise ProfileError(f"{path} has no jobs: it needs a row for each job below the header")
-    return submissions
+    return list(submissions.values())
 
 
 def read_application(folder: Path) -> ProfiledApplication:
@@ -126,8 +129,22 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
         raise ProfileError(f"{path} is not a text file in UTF-8: a workload or profile is CSV") from error
 
 
-def _number(path: Path, row: Mapping[str, str], column: str) -> float:
+def _number(path: Path, row: Mapping[str, str], column: str, least: float = -inf) -> float:
     try:
-        return float(row[column])
+        number = float(row[column])
     except (TypeError, ValueError) as error:
         raise ProfileError(f"{path}: {column} must be a number, got {row[column]!r}") from error
+    if not (isfinite(number) and number >= least):
+        allowed = f" of at least {least:g}" if isfinite(least) else ""
+        raise ProfileError(f"{path}: {column} must be a finite number{allowed}, got {row[column]!r}")
+    return number
+
+
+def _whole_number(path: Path, row: Mapping[str, str], column: str, least: int, most: int | None) -> int:
+    number = _number(path, row, column)
+    if number != int(number) or number < least or (most is not None and number > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ProfileError(
+            f"{path}: {column} of {row['name']} must be a whole number {allowed}, got {row[column]!r}"
+        )
+    return int(number)

@@ -70,6 +70,8 @@ def read_recording(path: Path) -> list[Submission]:
             f"{path} is not a recorded workload of version {FORMAT_VERSION}: record it again with "
             "`adascale simulate --from-service`"
         )
+    if not isinstance(document.get("jobs"), list):
+        raise ProfileError(f"{path} has no list of jobs: see docs/scheduling.md for the format")
     return _submissions(document, str(path))
 
 

@@ -1,0 +1,99 @@
+"""`adascale simulate --from-service`: jobs of a real metrics service are recorded, saved and replayed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from adascale_client import MetricsServiceClient
+from adascale_controller.cli.app import app
+from adascale_core.messages import Allocation, GainReport, JobSpec
+from support.service import TOKEN, Service
+
+SIZES = ((1, 32, 1.0), (2, 32, 1.8), (2, 64, 2.5))
+"""Replicas, local batch size, gain."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with two jobs that can be replayed, one that did not report, and one without a known end."""
+    started = Service(tmp_path_factory.mktemp("service"))
+    client = MetricsServiceClient(started.url, TOKEN)
+    for name, spec in {
+        "default.first": JobSpec(32, 512, (16, 64), 1, 4, 4000),
+        "team.second": JobSpec(32, None, None, 1, 2, 3000),
+        "default.silent": JobSpec(32, 512, (16, 64), 1, 4, 4000),
+        "default.endless": JobSpec(32, 512, (16, 64), 1, 4),
+    }.items():
+        client.declare_job(name, spec)
+        client.allocate(name, Allocation(1, 1))
+        if name != "default.silent":
+            client.post_gain(name, reports(1 if spec.max_batch_size is None else len(SIZES)))
+    client.close()
+    yield started
+    started.stop()
+
+
+def reports(sizes: int) -> list[GainReport]:
+    found = []
+    for i, (replicas, local_bsz, gain) in enumerate(SIZES[:sizes]):
+        report = GainReport(
+            1, 100 * (i + 1), 150.0 * (i + 1), 0, replicas, local_bsz, 1, replicas * local_bsz / 32, gain,
+            1.0, 5.0 + i, 0.05 + 0.001 * local_bsz, 1000.0 + 20 * i,
+        )  # fmt: skip
+        found += [report, replace(report, step=report.step + 50, progress=report.progress + 75.0)]
+    return found
+
+
+def simulate(*arguments: str, **environ: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments, "--nodes", "1", "--output", "json"], env=environ)
+
+
+def results(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("policy", ["adascale", "tiresias", "optimus", "fcfs", "equal"])
+def test_the_jobs_of_a_service_are_replayed_and_saved(service: Service, tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "recorded.json"
+    recorded = results(
+        simulate("--from-service", service.url, str(path), "--policy", policy, ADASCALE_TOKEN=TOKEN)
+    )
+    assert [job["name"] for job in recorded["jobs"]] == ["default.first", "team.second"]
+    assert results(simulate(str(path), "--policy", policy)) == recorded
+    document = json.loads(path.read_text())
+    assert document["version"] == 1
+    assert [each["progress"] for each in document["jobs"][0]["reports"]][-1] == 525.0
+    assert {each["replicas"] for each in document["jobs"][0]["step_times"]} == {1, 2}
+
+
+def test_a_job_alone_takes_as_long_as_it_reported(service: Service, tmp_path: Path) -> None:
+    """3,000 steps of a fixed batch on one replica, at 0.05 + 0.032 s, after a restart of 30 s."""
+    path = tmp_path / "recorded.json"
+    results(simulate("--from-service", service.url, str(path), ADASCALE_TOKEN=TOKEN))
+    document = json.loads(path.read_text())
+    document["jobs"] = document["jobs"][1:]
+    document["jobs"][0]["time"] = 0.0
+    path.write_text(json.dumps(document))
+    (job,) = results(simulate(str(path), "--policy", "fcfs"))["jobs"]
+    assert job["completion_time"] == pytest.approx(30 + 3000 * 0.082, rel=0.01)
+
+
+def test_a_service_that_refuses_the_token_or_has_no_job_is_reported(service: Service, tmp_path: Path) -> None:
+    refused = simulate("--from-service", service.url, ADASCALE_TOKEN="wrong")
+    assert refused.exit_code != 0
+    assert "Traceback" not in refused.output
+    empty = Service(tmp_path)
+    try:
+        result = simulate("--from-service", empty.url, ADASCALE_TOKEN=TOKEN)
+    finally:
+        empty.stop()
+    assert result.exit_code != 0
+    assert "no job to replay" in str(result.exception)
