@@ -34,6 +34,9 @@ def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: f
     """
     admitted = _admit(jobs, capacity)
     utilities = {name: utility.utilities(now)[0] for name, utility in admitted.items()}
+    wanted = {name: _most_useful(counts, admitted[name].job.replicas) for name, counts in utilities.items()}
+    if capacity.fits(wanted):
+        return [wanted.get(utility.job.id, 0) for utility in jobs]
     smallest = {name: utility.counts[0] for name, utility in admitted.items()}
     present = {name: utility.present_count or utility.counts[0] for name, utility in admitted.items()}
     found = []
@@ -46,6 +49,11 @@ def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: f
             found.append(search.result())
     best = max(found, key=lambda counts: sum(utilities[name][count] for name, count in counts.items()))
     return [best.get(utility.job.id, 0) for utility in jobs]
+
+
+def _most_useful(utilities: Mapping[int, int], present: int) -> int:
+    """Return the count of the highest utility; of several, the present one, else the smallest."""
+    return max(utilities, key=lambda count: (utilities[count], count == present, -count))
 
 
 def _planned(
@@ -86,14 +94,14 @@ def _planned(
 
 def _admit(jobs: Sequence[JobUtility], capacity: NodeCapacity) -> dict[str, JobUtility]:
     """Return the jobs whose smallest count fits beside those of the jobs before them."""
+    runnable = {utility.job.id: utility for utility in jobs if utility.counts}
+    if capacity.fits({name: utility.counts[0] for name, utility in runnable.items()}):
+        return runnable
     packing = capacity.empty_packing()
     admitted: dict[str, JobUtility] = {}
     # A count that did not fit does not fit beside even more jobs.
     rejected: dict[object, int] = {}
-    for utility in jobs:
-        name = utility.job.id
-        if not utility.counts:
-            continue
+    for name, utility in runnable.items():
         smallest, equivalence_class = utility.counts[0], capacity.equivalence_class(name)
         if equivalence_class in rejected and smallest >= rejected[equivalence_class]:
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import groupby
 from operator import itemgetter
@@ -176,6 +177,14 @@ class PackingProblem:
     nodes: NodeTable
     demands: Mapping[str, IndexedDemand]
 
+    @cached_property
+    def with_all_placed(self) -> Packing:
+        """A packing of all replicas that are placed."""
+        packing = Packing(self)
+        for demand in self.demands.values():
+            packing.keep_placed(demand, len(demand.placed) and max(demand.placed) + 1)
+        return packing
+
     @classmethod
     def of(
         cls, nodes: Iterable[Node], demands: Mapping[str, Demand], before: PackingProblem | None = None
@@ -251,25 +260,23 @@ def pack(problem: PackingProblem, counts: Mapping[str, int]) -> Packing | None:
         for demand in demands
     }
     demands.sort(key=lambda demand: (-sizes[demand.job], len(demand.node_order), demand.job))
-    packing = _with_placed(problem, demands, counts)
+    packing = _with_placed(problem, counts)
     if all(packing.place_new(demand, counts[demand.job]) for demand in demands):
         return packing
     if len({demand.kind for demand in demands}) == 1:
         return None
     for shares_of in (even_shares, mixed_shares):
-        packing = _with_placed(problem, demands, counts)
+        packing = _with_placed(problem, counts)
         if _place_by_kind(packing, demands, counts, shares_of):
             return packing
     return None
 
 
-def _with_placed(
-    problem: PackingProblem, demands: Sequence[IndexedDemand], counts: Mapping[str, int]
-) -> Packing:
+def _with_placed(problem: PackingProblem, counts: Mapping[str, int]) -> Packing:
     """Return a packing of the replicas that are placed."""
-    packing = Packing(problem)
-    for demand in demands:
-        packing.keep_placed(demand, counts[demand.job])
+    packing = problem.with_all_placed.copy()
+    for job, demand in problem.demands.items():
+        packing.keep_below(demand, counts.get(job, 0))
     return packing
 
 
@@ -476,6 +483,21 @@ class Packing:
         del self._freed[freed:]
         for position in self._closed:
             self._open[demand.kind].reopen(position)
+
+    def copy(self) -> Packing:
+        """Return a packing of the same replicas."""
+        copied = Packing(self._problem)
+        copied._free = [list(free) for free in self._free]
+        copied._total = list(self._total)
+        copied._new = list(self._new)
+        copied._nodes = {job: dict(ranks) for job, ranks in self._nodes.items()}
+        return copied
+
+    def keep_below(self, demand: IndexedDemand, count: int) -> None:
+        """Remove the replicas from rank `count` on."""
+        ranks = [rank for rank in self._nodes.get(demand.job, ()) if rank >= count]
+        if ranks:
+            self._remove(demand, ranks)
 
     def keep_placed(self, demand: IndexedDemand, count: int) -> bool:
         """Add the replicas below rank `count` that are placed on a node.
