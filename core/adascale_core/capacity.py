@@ -153,12 +153,13 @@ class NodeCapacity:
         demands = [self._problem.demands[job] for job in jobs]
         if len({demand.kind for demand in demands}) < 2:
             return [jobs] if jobs else []
-        groups = _Groups()
-        for kind in sorted({demand.kind for demand in demands}):
-            groups.join([("kind", kind), *(("node", node) for node in self._problem.nodes.slots[kind])])
+        nodes = self._problem.nodes
+        groups = nodes.groups(tuple(sorted({demand.kind for demand in demands})))
         for demand in demands:
             # A replica may be placed on a node that its job may no longer use.
-            groups.join([("kind", demand.kind), *(("node", node) for node in set(demand.placed.values()))])
+            others = {node for node in demand.placed.values() if node not in nodes.slots[demand.kind]}
+            if others:
+                groups.join([("kind", demand.kind), *(("node", node) for node in others)])
         found: dict[object, list[str]] = {}
         for demand in demands:
             found.setdefault(groups.of(("kind", demand.kind)), []).append(demand.job)
@@ -199,25 +200,3 @@ class NodeCapacity:
     def empty_packing(self) -> Packing:
         """Return a packing without replicas, to be resized job by job."""
         return Packing(self._problem)
-
-
-class _Groups:
-    """Groups of elements, of which some are joined to one."""
-
-    def __init__(self) -> None:
-        self._parents: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def of(self, element: tuple[str, int]) -> tuple[str, int]:
-        """Return an element that is the same for all elements of a group."""
-        parent = self._parents.setdefault(element, element)
-        while parent != element:
-            above = self._parents[parent]
-            self._parents[element] = above
-            element, parent = parent, above
-        return element
-
-    def join(self, elements: Sequence[tuple[str, int]]) -> None:
-        """Join the groups of some elements."""
-        first = self.of(elements[0])
-        for element in elements[1:]:
-            self._parents[self.of(element)] = first

@@ -16,6 +16,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from adascale_core.groups import Groups
 from adascale_core.kind_shares import Integers, Kind, Request, as_int64, even_shares, mixed_shares
 
 PODS = "pods"
@@ -123,8 +124,18 @@ class NodeTable:
         """For each kind of demand, the nodes that hold any replica, in the order in which they are tried."""
         self._index = {name: i for i, name in enumerate(self.names)}
         self._matrix = np.array([[as_int64(units) for units in row] for row in self.free], dtype=np.int64)
+        self._groups: tuple[tuple[int, ...], Groups] | None = None
         self._kinds: dict[tuple[Request, frozenset[str] | None], int] = {}
         self._kinds_by_order: dict[tuple[Request, tuple[int, ...]], int] = {}
+
+    def groups(self, kinds: tuple[int, ...]) -> Groups:
+        """Return groups of these kinds and the nodes that they may use, such that no two share a node."""
+        if self._groups is None or self._groups[0] != kinds:
+            groups = Groups()
+            for kind in kinds:
+                groups.join([("kind", kind), *(("node", node) for node in self.slots[kind])])
+            self._groups = kinds, groups
+        return self._groups[1].copy()
 
     def indexed(self, job: str, demand: Demand) -> IndexedDemand:
         """Return the demand of a job with nodes and resources as indices."""
