@@ -13,11 +13,13 @@ from adascale_api.body_limit import MAX_BODY
 from adascale_api.cli import DEFAULT_DATABASE, main
 from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
+from adascale_api.generation_limit import LOST_GENERATIONS
+from adascale_api.http_protocol import MAX_UNREAD, RESPONSE_TIMEOUT
 from adascale_api.job_feed import BYTES_PER_SECOND, MAX_CLIENTS, MAX_JOBS
 from adascale_api.request_models import MAX_REPORTS, GainReportBody
 from adascale_api.service_accounts import DEFAULT_CONTROLLER
 from adascale_api.shared_token import SharedToken
-from adascale_api.store.jobs import MAX_GENERATIONS
+from adascale_api.store.jobs import MAX_GENERATIONS, MAX_UNDECLARED
 from adascale_api.token_review_cache import ACCEPTED_TTL, OUTAGE_TTL, REJECTED_TTL
 from adascale_core.job_summary import JobPhase
 from adascale_core.messages import ReplicaState
@@ -68,7 +70,12 @@ def test_the_page_lists_exactly_the_options_of_the_command(
         f"first {HEARTBEAT_TIMEOUT:.0f} seconds after the service starts",
         f"The maximum is {MAX_REPLICAS} for replica counts, {MAX_BATCH_SIZE} for batch sizes",
         f"larger than {MAX_BODY // 2**20} MiB",
-        f"At most {MAX_CLIENTS} clients may follow",
+        f"At most {MAX_CLIENTS} clients with a token",
+        f"may follow, and {MAX_CLIENTS} others",
+        f"A namespace may have {MAX_UNDECLARED} jobs that were not declared",
+        f"above the desired one by more than {LOST_GENERATIONS:,}",
+        f"the unread parts of all answers have more than {MAX_UNREAD // 2**20} MiB",
+        f"unread for {RESPONSE_TIMEOUT:.0f} seconds",
         f"at most {BYTES_PER_SECOND // 1024} KiB a second",
         f"the first {MAX_JOBS:,} jobs",
         f"its latest {MAX_GENERATIONS:,} generations",
