@@ -17,12 +17,14 @@ class Backoff:
 
     def __init__(self) -> None:
         self._next = MIN_BACKOFF
+        # Of its own: a program that trains may rely on the numbers of the common generator.
+        self._random = random.Random()
 
     def next(self) -> float:
         """Return the seconds to wait after one more failure."""
         seconds = self._next
         self._next = min(2 * seconds, MAX_BACKOFF)
-        return seconds * random.uniform(0.5, 1.0)
+        return seconds * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Begin with the shortest time again, after a success."""

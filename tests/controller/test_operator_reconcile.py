@@ -18,6 +18,7 @@ from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
 from adascale_controller.operator.reconcile.status import has_changed
+from adascale_controller.operator.runtime.control_loop import is_waited_for
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_core.messages import Allocation, JobSpec, ReplicaState, StepTime
@@ -630,3 +631,22 @@ def test_waiting_replicas_do_not_keep_their_pods() -> None:
     waiting = tuple(replica(rank, ReplicaState.WAITING, 0) for rank in range(4))
     starting = observed(job((1, 4)), view((1, 4), replicas=waiting), indexed_job(4))
     assert writes(actions_for(starting, 2)) == {"allocate": Allocation(2, 2), "resize": 2}
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        pytest.param({"create_indexed_job": 1}, True, id="a new job"),
+        pytest.param({"delete_pods": ("pod",)}, True, id="a lost pod"),
+        pytest.param({"status": {"observedGeneration": 2}}, True, id="an edit"),
+        pytest.param({"delete_job": True}, True, id="the end of a job"),
+        pytest.param({"allocate": Allocation(2, 4), "resize": 4}, False, id="another replica count"),
+    ],
+)
+def test_what_someone_waits_for_comes_before_changes_of_replica_counts(
+    actions: dict[str, Any], expected: bool
+) -> None:
+    observed_job = observed(job((1, 1), status={"observedGeneration": 1}), view(), indexed_job(1))
+    assert (
+        is_waited_for(observed_job, Actions(**{"status": {"observedGeneration": 1}, **actions})) is expected
+    )

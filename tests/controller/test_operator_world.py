@@ -24,7 +24,7 @@ from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core import names
 from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.messages import ReplicaState
+from adascale_core.messages import Allocation, ReplicaState
 from support.world import World
 
 COUNTS = st.integers(0, 4)
@@ -354,6 +354,20 @@ def test_a_job_moves_to_another_type_of_accelerator_when_the_nodes_of_its_own_ar
     world.edit(suspend=False)
     world.run_cycles(15)
     assert world.job["status"]["accelerator"] == "h200", "without replicas it may get another type"
+
+
+def test_a_job_that_was_decided_about_without_nodes_stays_where_its_pods_are() -> None:
+    world = World(types=("h200", "l4"))
+    for name in ("h200", "l4"):
+        world.remove_node(name)
+    world.submit(minReplicas=3, maxReplicas=3)
+    world.kill_before = 1
+    world.cycle()
+    for name in ("h200", "l4"):
+        world.add_node(name)
+    world.run_cycles(15)
+    assert world.service.state.desired == Allocation(1, 3)
+    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING] * 3
 
 
 def test_a_job_of_an_earlier_operator_whose_pods_are_on_two_types_is_moved_to_one() -> None:

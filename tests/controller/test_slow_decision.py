@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from adascale_controller.operator.runtime import control_loop
+from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import Allocation, AllocationView
 from support.world import World
@@ -150,6 +151,37 @@ def test_a_decision_knows_of_replicas_that_are_being_requested(
     run_steps(world, steps())
     world.run_cycles(5)
     assert world.service.state.desired == Allocation(1, 4)
+
+
+def test_what_is_planned_is_dropped_with_its_job(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_loop, "MAX_CONCURRENT", 1)
+    world = training_on_four(decisions)
+    may_answer, is_asked = threading.Event(), threading.Event()
+    allocate = world.service.allocate
+
+    def slow(job_id: str, allocation: Allocation) -> AllocationView:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return allocate(job_id, allocation)
+
+    monkeypatch.setattr(world.service, "allocate", slow)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.edit(replicas=2)
+        yield is_asked.is_set
+        ended = decisions.ended
+        world.submit("other")
+        yield lambda: decisions.ended > ended
+        yield lambda: "adascale_operator_pending_jobs 2.0" in world.metrics.text().decode()
+        world.delete(Resource.ADASCALEJOBS, "other")
+        yield lambda: "adascale_operator_pending_jobs 1.0" in world.metrics.text().decode()
+        may_answer.set()
+        yield desired(world, 2)
+
+    run_steps(world, steps())
+    assert "other" not in world.objects[Resource.JOBS]
 
 
 def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from adascale_core.views import (
     ReplicaView,
     StoredReports,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
 # The scale of a report is positive: the efficiency divides by it.
 st.register_type_strategy(GainReport, st.builds(GainReport, scale=st.floats(1e-9, 1e9)))

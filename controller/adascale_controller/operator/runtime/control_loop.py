@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
@@ -137,7 +137,10 @@ class ControlLoop:
         self._applying: dict[JobKey, asyncio.Task[None]] = {}
         self._postponed: set[JobKey] = set()
         """The jobs to look at as soon as their actions are carried out."""
-        self._apply_limit = asyncio.Semaphore(MAX_CONCURRENT)
+        self._planned: dict[JobKey, tuple[ObservedJob, Actions]] = {}
+        """The jobs whose actions are begun when there is room, with those of the last look at them."""
+        self._running = 0
+        """The jobs whose actions are carried out, without those of which only telemetry is written."""
         self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
         self._reads = 0
         self._report_cost = 0.0
@@ -154,6 +157,7 @@ class ControlLoop:
 
     async def _cancel_writes(self) -> None:
         """End what goes on beside the cycles: another operator may write as soon as this one has ended."""
+        self._planned.clear()
         tasks = [*self._applying.values(), *([self._decision] if self._decision is not None else [])]
         for task in tasks:
             task.cancel()
@@ -238,12 +242,13 @@ class ControlLoop:
         self._update_resources()
         self._applier.jobs = len(self._jobs)
         urgent, telemetry = await self._reconcile_all(looked_at)
-        are_others_written = len(self._applying) > 0
-        self._start(urgent, self._apply_limit)
+        are_others_written = bool(self._applying or self._planned)
+        self._plan(urgent, looked_at)
         self._begin_decision()
         if not are_others_written:
-            oldest = self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_STARTED)
-            self._start(oldest, self._telemetry_limit)
+            for job, actions in self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_STARTED):
+                self._begin(job, self._write_telemetry(job, actions))
+        self._metrics.pending.set(len(self._applying) + len(self._planned))
         await self._applied(apply_wait)
         await self._store_decisions()
         self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
@@ -355,6 +360,8 @@ class ControlLoop:
     def _drop(self, keys: Collection[JobKey]) -> None:
         """Have each phase drop its memory of jobs that are deleted. Others' Jobs and pods have none."""
         self._queue.discard(keys)
+        for key in keys:
+            self._planned.pop(key, None)
         with_pods = {key for key in keys if self._cache.pods_of(key)}
         self._resources_changed |= bool(with_pods | self._without_job.intersection(keys))
         self._without_job = (self._without_job - set(keys)) | with_pods
@@ -466,15 +473,43 @@ class ControlLoop:
 
     # -- apply ----------------------------------------------------------------------------------------------
 
-    def _start(self, planned: Iterable[tuple[ObservedJob, Actions]], limit: asyncio.Semaphore) -> None:
-        """Begin to carry out the actions for these jobs, as many at a time as the limit allows."""
-        for job, actions in planned:
+    def _plan(self, urgent: Iterable[tuple[ObservedJob, Actions]], looked_at: Iterable[JobKey]) -> None:
+        """Carry out the actions of these jobs as soon as there is room, and no others of jobs `looked_at`.
+
+        A job keeps its place if it is planned already, so its turn comes however often it is looked at.
+        """
+        planned = {job.resource.key: (job, actions) for job, actions in urgent}
+        for key in looked_at:
+            if key not in planned:
+                self._planned.pop(key, None)
+        self._planned.update(planned)
+        self._begin_planned()
+
+    def _begin_planned(self) -> None:
+        """Begin to carry out actions that are planned, of `MAX_CONCURRENT` jobs at a time."""
+        while self._planned and self._running < MAX_CONCURRENT:
+            waited_for = (key for key, (job, actions) in self._planned.items() if is_waited_for(job, actions))
+            job, actions = self._planned.pop(next(waited_for, next(iter(self._planned))))
             if actions.allocate is not None:
                 self._scheduler.note_request(job.resource.id, actions.allocate.replicas)
-            key = job.resource.key
-            self._applying[key] = asyncio.create_task(self._apply(job, actions, limit))
-            self._applying[key].add_done_callback(partial(self._wake_if_postponed, key))
-        self._metrics.pending.set(len(self._applying))
+            self._running += 1
+            self._begin(job, self._apply_planned(job, actions))
+
+    async def _apply_planned(self, job: ObservedJob, actions: Actions) -> None:
+        try:
+            await self._apply(job, actions)
+        finally:
+            self._running -= 1
+        self._begin_planned()
+
+    def _begin(self, job: ObservedJob, writes: Coroutine[Any, Any, None]) -> None:
+        key = job.resource.key
+        self._applying[key] = asyncio.create_task(writes)
+        self._applying[key].add_done_callback(partial(self._wake_if_postponed, key))
+
+    async def _write_telemetry(self, job: ObservedJob, actions: Actions) -> None:
+        async with self._telemetry_limit:
+            await self._apply(job, actions)
 
     def _wake_if_postponed(self, key: JobKey, _: asyncio.Task[None]) -> None:
         if key in self._postponed:
@@ -482,9 +517,11 @@ class ControlLoop:
 
     async def _applied(self, wait: float | None) -> None:
         """Wait for the actions that are carried out, but not longer than `wait` seconds."""
-        if self._applying:
+        while self._applying:
             await asyncio.wait(self._applying.values(), timeout=wait)
             self._drop_applied()
+            if wait is not None:
+                break
 
     def _drop_applied(self) -> None:
         """Have the jobs whose actions are carried out looked at again, if that was postponed."""
@@ -496,22 +533,20 @@ class ControlLoop:
                     self._postponed.remove(key)
                     self._queue.add([key])
 
-    async def _apply(self, job: ObservedJob, actions: Actions, limit: asyncio.Semaphore) -> None:
-        async with limit:
-            if actions.allocate is not None:
-                current = job.current_allocation
-                before = 0 if current is None else current.replicas
-                self._metrics.count_allocation(before, actions.allocate.replicas)
-            with self._errors.isolate(job.resource.id):
-                applied = await self._applier.apply(job, actions)
-                if applied.claim_created:
-                    self._fetcher.expire_claim(job.resource.uid)
-                if applied.template_rejection is not None:
-                    self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
-                    self._look_at(job.resource.key)
-                self._errors.clear(job.resource.id)
-            self._metrics.pending.dec()
-            self._on_progress()
+    async def _apply(self, job: ObservedJob, actions: Actions) -> None:
+        if actions.allocate is not None:
+            current = job.current_allocation
+            before = 0 if current is None else current.replicas
+            self._metrics.count_allocation(before, actions.allocate.replicas)
+        with self._errors.isolate(job.resource.id):
+            applied = await self._applier.apply(job, actions)
+            if applied.claim_created:
+                self._fetcher.expire_claim(job.resource.uid)
+            if applied.template_rejection is not None:
+                self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
+                self._look_at(job.resource.key)
+            self._errors.clear(job.resource.id)
+        self._on_progress()
 
     def _expect_allocated(self, job_id: str, view: AllocationView) -> None:
         self._follower.expect(job_id, view.version)
@@ -533,6 +568,12 @@ class ControlLoop:
             self._scheduler.decide_again()
         except ClusterError as error:
             logger.warning("%s; the watches continue", error)
+
+
+def is_waited_for(job: ObservedJob, actions: Actions) -> bool:
+    """Whether someone waits for the actions: a new job, an edit, a lost pod, a deletion. They come first."""
+    edited = actions.status.get("observedGeneration") != job.resource.status.get("observedGeneration")
+    return bool(actions.create_indexed_job or actions.delete_pods or actions.delete_job or edited)
 
 
 def _key(job_id: str) -> JobKey:

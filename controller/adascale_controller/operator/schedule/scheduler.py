@@ -410,8 +410,14 @@ class Scheduler:
             return None
         decision = self._standing.decision(candidate.state)
         last = self._standing.get(job_id)
-        if decision is not None and decision is not last and candidate.limit_reason is not None:
+        if decision is None:
+            return None
+        if decision is not last and candidate.limit_reason is not None:
             decision = replace(decision, reason=candidate.limit_reason)
+        decided_type = decision.accelerator.type if decision.accelerator is not None else None
+        if decided_type is not None and decided_type in candidate.types.by_type:
+            # The type is what was decided. Whether its pods have to require it depends on where they are now.
+            decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
         return decision
 
     @property
