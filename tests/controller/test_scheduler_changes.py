@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.scheduler import MIN_INTERVAL, Scheduler
+from adascale_core.accelerators import Accelerator
+from adascale_core.decision import Decision
 from adascale_core.messages import StepTime
+from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.views import JobView
 from support.observed_jobs import NOW, indexed_job, job, observed, pod, report, view
 
@@ -153,3 +156,32 @@ def test_a_job_that_has_become_what_was_decided_is_not_decided_about_at_once() -
     assert decision.replicas == 1
     scheduler.update(training(0, None, None, 1, measured=False))
     assert scheduler.due_at(NOW) >= NOW + MIN_INTERVAL
+
+
+def test_a_decision_for_another_type_does_not_hold_for_a_job_that_has_begun_on_one() -> None:
+    """Otherwise it would be stopped for that type, and resumed by the decision made meanwhile, and so on."""
+    scheduler = Scheduler()
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    resources = {"nvidia.com/gpu": 1, "pods": 9}
+    nodes: Nodes = [
+        {
+            "metadata": {"name": name, "resourceVersion": "1", "labels": {DEFAULT_ACCELERATOR_LABEL: name}},
+            "status": {**ready, "allocatable": resources},
+        }
+        for name in ("h200", "l4")
+    ]
+    scheduler.set_resources(nodes, ())
+    scheduler.update(waiting(0, None, None))
+    decide(scheduler, NOW)
+    first = scheduler.decision("team.job-0")
+    assert first is not None
+    assert first.accelerator == Accelerator("h200", required=True)
+    begun = training(0, None, None, 1, measured=False)
+    status = {**begun.resource.status, "accelerator": "l4"}
+    scheduler.update(replace(begun, resource=replace(begun.resource, status=status)))
+    assert scheduler.decision("team.job-0") == Decision(1, "unchanged")
+    decide(scheduler, NOW + 1)
+    second = scheduler.decision("team.job-0")
+    assert second is not None
+    assert second.accelerator is not None
+    assert second.accelerator.type == "l4"

@@ -9,6 +9,7 @@ from torch import nn
 from adascale_worker.data_parallel import DataParallelModel, warm_up
 from adascale_worker.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
+from support.memory import release_free_memory
 
 SIZE = 3000
 """Of a square matrix with over 32 MiB, for which glibc always maps new memory."""
@@ -27,6 +28,7 @@ def test_the_memory_of_gradients_is_mapped_before_the_first_step_and_no_gradient
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
     parallel = DataParallelModel(model, torch.device("cpu"), group)
     warm_up()
+    release_free_memory()
     before = resident_bytes()
     parallel.prepare()
     assert resident_bytes() - before >= 0.95 * first.weight.nbytes

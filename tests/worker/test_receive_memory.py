@@ -9,6 +9,7 @@ import torch
 
 from adascale_worker.receive_memory import SMALL, ReceiveMemory, expected_sizes
 from adascale_worker.state_tree import TensorLayout, flatten
+from support.memory import release_free_memory
 
 LARGE = TensorLayout(torch.float32, (1024, 9001))
 """Over 32 MiB, for which glibc always maps new memory: smaller tensors may lie in pages used before."""
@@ -25,6 +26,7 @@ def resident_pages(tensor: torch.Tensor) -> int:
 
 
 def test_each_part_is_mapped_before_it_is_used_and_used_once() -> None:
+    release_free_memory()
     memory = ReceiveMemory([LARGE.bytes, LARGE.bytes, SMALL])
     assert memory.prepared_bytes == 2 * LARGE.bytes
     first, second, third = (memory.tensor(LARGE) for _ in range(3))

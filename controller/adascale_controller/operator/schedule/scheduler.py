@@ -186,6 +186,8 @@ class Scheduler:
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
         self._candidates: dict[str, _Candidate] = {}
+        self._present_types: dict[str, str | None] = {}
+        """Job id -> the type on which its replicas were when the decision that holds was made."""
         self._requested: dict[str, int] = {}
         """Job id -> the replica count that is being requested since the job was observed."""
         self._resources = _Resources(None, ())
@@ -269,6 +271,7 @@ class Scheduler:
         self._requested.pop(job_id, None)
         if self._candidates.pop(job_id, None) is not None:
             self._standing.discard(job_id)
+            self._present_types.pop(job_id, None)
             self._jobs_changed = True
 
     def explain_again(self, job_id: str) -> None:
@@ -368,7 +371,10 @@ class Scheduler:
         changed, outdated = self._standing.adopt(
             result.decisions, decided_on, present, may_grow=self._still_fits(result)
         )
-        if outdated:
+        for job_id, each in result.input.candidates.items():
+            if job_id not in outdated:
+                self._present_types[job_id] = each.types.present
+        if outdated or any(map(self._is_about_another_type, self._candidates.values())):
             self._jobs_changed = True
         # Without the decision before, of which it holds the predictions.
         self._result, self._adopted_at = replace(result, input=replace(result.input, before=None)), now
@@ -414,11 +420,26 @@ class Scheduler:
             return None
         if decision is not last and candidate.limit_reason is not None:
             decision = replace(decision, reason=candidate.limit_reason)
+        if self._is_about_another_type(candidate):
+            replicas = candidate.state.replicas
+            return Decision(replicas, "unchanged") if replicas else None
         decided_type = decision.accelerator.type if decision.accelerator is not None else None
         if decided_type is not None and decided_type in candidate.types.by_type:
             # The type is what was decided. Whether its pods have to require it depends on where they are now.
             decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
         return decision
+
+    def _is_about_another_type(self, candidate: _Candidate) -> bool:
+        """Whether a job has left the type of accelerator on which it was when it was decided about.
+
+        A job without replicas may get any type, so both decisions would hold in turn.
+        """
+        job_id = candidate.state.id
+        decision = self._standing.get(job_id)
+        if decision is None or decision.accelerator is None or decision.accelerator.type is None:
+            return False
+        before = self._present_types.get(job_id)
+        return candidate.types.present not in (before, decision.accelerator.type)
 
     @property
     def waiting(self) -> int:
