@@ -115,12 +115,14 @@ def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None
     assert world.job["status"]["replicas"] == 2
 
 
-def test_a_decision_knows_of_replicas_that_are_being_requested(
-    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without that, a job alternates between two counts where requests take longer than decisions."""
-    monkeypatch.setattr(control_loop, "APPLY_WAIT", 0.01)
-    world = World()
+def hold_back_allocations(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Have the metrics service not answer requested allocations.
+
+    Returns:
+        the event that lets it answer, and the one that is set once it was asked.
+    """
     may_answer, is_asked = threading.Event(), threading.Event()
     allocate = world.service.allocate
 
@@ -130,6 +132,16 @@ def test_a_decision_knows_of_replicas_that_are_being_requested(
         return allocate(job_id, allocation)
 
     monkeypatch.setattr(world.service, "allocate", slow)
+    return may_answer, is_asked
+
+
+def test_a_decision_knows_of_replicas_that_are_being_requested(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that, a job alternates between two counts where requests take longer than decisions."""
+    monkeypatch.setattr(control_loop, "APPLY_WAIT", 0.01)
+    world = World()
+    may_answer, is_asked = hold_back_allocations(world, monkeypatch)
 
     def steps() -> Iterator[Callable[[], bool]]:
         world.submit()
@@ -158,15 +170,7 @@ def test_what_is_planned_is_dropped_with_its_job(
 ) -> None:
     monkeypatch.setattr(control_loop, "MAX_CONCURRENT", 1)
     world = training_on_four(decisions)
-    may_answer, is_asked = threading.Event(), threading.Event()
-    allocate = world.service.allocate
-
-    def slow(job_id: str, allocation: Allocation) -> AllocationView:
-        is_asked.set()
-        assert may_answer.wait(60)
-        return allocate(job_id, allocation)
-
-    monkeypatch.setattr(world.service, "allocate", slow)
+    may_answer, is_asked = hold_back_allocations(world, monkeypatch)
 
     def steps() -> Iterator[Callable[[], bool]]:
         world.edit(replicas=2)

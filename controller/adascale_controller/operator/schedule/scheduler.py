@@ -372,7 +372,7 @@ class Scheduler:
             result.decisions, decided_on, present, may_grow=self._still_fits(result)
         )
         for job_id, each in result.input.candidates.items():
-            if job_id not in outdated:
+            if job_id in self._candidates and job_id not in outdated:
                 self._present_types[job_id] = each.types.present
         if outdated or any(map(self._is_about_another_type, self._candidates.values())):
             self._jobs_changed = True
