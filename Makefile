@@ -18,7 +18,7 @@ LOWEST_READY := $(LOWEST_VENV)/.ready
 # the command line, which need newer versions of typer and rich to be free of warnings.
 LOWEST_TESTS := $(filter-out $(addprefix tests/worker/test_,adascale_frameworks.py agent.py reentry.py reporter.py shutdown.py), \
 	$(wildcard tests/worker/test_*.py)) tests/api/test_token_review.py $(filter-out tests/controller/test_local_% \
-	tests/controller/test_cli.py tests/controller/test_display.py tests/controller/test_simulate.py tests/controller/test_docs.py,$(wildcard tests/controller/test_*.py))
+	tests/controller/test_cli.py tests/controller/test_display.py tests/controller/test_simulate.py tests/controller/test_simulate_recording.py tests/controller/test_docs.py,$(wildcard tests/controller/test_*.py))
 
 .PHONY: help
 help: ## list the targets
