@@ -15,7 +15,7 @@ unlike replicas of more kinds are decided, also at smaller sizes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from time import process_time
@@ -109,9 +109,8 @@ def solved(
     jobs: list[JobState], capacity: int | NodeCapacity, before: DecisionProblem | None = None
 ) -> tuple[float, DecisionProblem, list[int]]:
     """Return the processor time of a decision, its problem, and the counts."""
-    known = {utility.job.id: utility for utility in before.queue} if before is not None else {}
     start = process_time()
-    problem = DecisionProblem.of(jobs, capacity, known)
+    problem = DecisionProblem.of(jobs, capacity, () if before is None else (before,))
     counts = problem.solve(0.0)
     return process_time() - start, problem, counts
 
@@ -128,7 +127,10 @@ def mixtures(kinds: Sequence[Kind], node: Kind) -> list[tuple[int, ...]]:
 
 
 def optimum(
-    utilities: list[dict[int, int]], kind_of: list[int], patterns: Sequence[tuple[int, ...]], nodes: int
+    utilities: Sequence[Mapping[int, int]],
+    kind_of: list[int],
+    patterns: Sequence[tuple[int, ...]],
+    nodes: int,
 ) -> float:
     """Return the highest total utility, by HiGHS.
 
@@ -161,7 +163,7 @@ def optimum(
     return float(-result.fun)
 
 
-def distance(best: float, utilities: list[dict[int, int]], counts: list[int]) -> float:
+def distance(best: float, utilities: Sequence[Mapping[int, int]], counts: list[int]) -> float:
     """Return how far counts are from the best total utility, as a share of what can be chosen."""
     reached = sum(table[count] for table, count in zip(utilities, counts, strict=True)) / UTILITY_UNIT
     lowest = sum(table[min(table)] for table in utilities) / UTILITY_UNIT

@@ -18,10 +18,9 @@ to change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from types import MappingProxyType
 from typing import Self
 
 from adascale_core.accelerators import Accelerator
@@ -30,7 +29,7 @@ from adascale_core.exact_allocation import allocate_replicas
 from adascale_core.goodput_table import candidate_counts
 from adascale_core.hill_climbing import allocate_on_nodes
 from adascale_core.job_state import JobState
-from adascale_core.job_utility import JobUtility, change_allowed_at, weighted
+from adascale_core.job_utility import JobUtility, UtilityTables, change_allowed_at, utilities_of, weighted
 from adascale_core.node_slots import SlotCapacity
 from adascale_core.slot_allocation import allocate_slots
 
@@ -53,6 +52,23 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class _Solution:
+    """What counts of interchangeable replicas were chosen from, and the counts.
+
+    Args:
+        jobs: their ids.
+        tables: their utilities.
+        room: the slots of the nodes, or how many replicas fit.
+        counts: of each job.
+    """
+
+    jobs: Sequence[str]
+    tables: Sequence[UtilityTables]
+    room: SlotCapacity | int
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True)
 class DecisionProblem:
     """What a decision is about: jobs that share capacity, with their predictions, and that capacity.
 
@@ -61,26 +77,29 @@ class DecisionProblem:
         bound: the capacity.
         valid: the ids of the jobs that have a valid count.
         slots: the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes.
+        solutions: of the problems before, then of this one.
     """
 
     queue: Sequence[JobUtility]
     bound: Capacity
     valid: Sequence[str]
     slots: SlotCapacity | None
+    solutions: list[_Solution] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(
         cls,
         jobs: Iterable[JobState],
         capacity: int | Capacity,
-        before: Mapping[str, JobUtility] = MappingProxyType({}),
+        before: Iterable[DecisionProblem] = (),
     ) -> Self:
         """Return the problem.
 
         Args:
             jobs, capacity: as for `decide`.
-            before: job id -> predictions for an earlier state, which are used again where they are the same.
+            before: the problems of the decision before. What is the same is not computed again.
         """
+        before = list(before)
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
         valid = [
@@ -88,25 +107,23 @@ class DecisionProblem:
         ]
         slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
         fills_nodes = slots is not None and slots.is_uniform
+        known = {utility.job.id: utility for problem in before for utility in problem.queue}
         queue = weighted(
-            [
-                JobUtility.of(
-                    job,
-                    slots.node_size if slots else bound.node_size(job.id),
-                    fills_nodes=fills_nodes,
-                    before=before.get(job.id),
-                )
-                for job in ordered
-            ]
+            utilities_of(
+                ordered,
+                [slots.node_size if slots else bound.node_size(job.id) for job in ordered],
+                fills_nodes=fills_nodes,
+                before=known,
+            )
         )
-        return cls(queue, bound, valid, slots)
+        return cls(queue, bound, valid, slots, [each for problem in before for each in problem.solutions])
 
     @classmethod
     def independent(
         cls,
         jobs: Iterable[JobState],
         capacity: int | Capacity,
-        before: Mapping[str, JobUtility] = MappingProxyType({}),
+        before: Iterable[DecisionProblem] = (),
     ) -> list[Self]:
         """Return the problems that can be solved one by one, because their jobs share no node.
 
@@ -116,16 +133,25 @@ class DecisionProblem:
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         by_id = {job.id: job for job in jobs}
         groups = bound.independent(list(by_id))
+        before = list(before)
         return [cls.of([by_id[name] for name in group], bound, before) for group in groups]
 
     def solve(self, now: float) -> list[int]:
         """Return the count of each job of the queue."""
-        if self.slots is not None:
-            return allocate_slots(self.queue, self.slots, now)
-        simplified = self.bound.simplified_for(self.valid)
-        if isinstance(simplified, int):
-            return allocate_replicas(self.queue, simplified, now)
-        return allocate_on_nodes(self.queue, simplified, now)
+        tables = [utility.utilities(now) for utility in self.queue]
+        room = self.bound.simplified_for(self.valid) if self.slots is None else self.slots
+        if isinstance(room, NodeCapacity):
+            return allocate_on_nodes(self.queue, [one for one, _ in tables], room)
+        jobs = [utility.job.id for utility in self.queue]
+        for known in self.solutions:
+            if (known.jobs, known.room, known.tables) == (jobs, room, tables):
+                return list(known.counts)
+        if isinstance(room, SlotCapacity):
+            counts = allocate_slots(self.queue, tables, room)
+        else:
+            counts = allocate_replicas(self.queue, [one for one, _ in tables], room)
+        self.solutions[:] = [_Solution(jobs, tables, room, tuple(counts))]
+        return counts
 
     def next_change(self, now: float) -> float:
         """Return the first moment after `now` at which time alone may change the decision, or infinity."""

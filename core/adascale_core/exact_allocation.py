@@ -20,15 +20,16 @@ MAX_EXACT_WORK = 10_000_000
 """Above this product of jobs, counts and replicas, the choice is greedy."""
 
 
-def allocate_replicas(jobs: Sequence[JobUtility], total: int, now: float) -> list[int]:
+def allocate_replicas(
+    jobs: Sequence[JobUtility], utilities: Sequence[Mapping[int, int]], total: int
+) -> list[int]:
     """Return one replica count per job, with the highest total utility that `total` replicas allow.
 
     Args:
         jobs: the jobs, in the order of their arrival.
+        utilities: count -> utility for each job.
         total: how many replicas fit.
-        now: the time, in seconds.
     """
-    utilities = [job.utilities(now)[0] if job.counts else {0: 0} for job in jobs]
     return maximize(admitted_utilities(jobs, total, utilities), total)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import log2
 
 from adascale_core.capacity import Capacity
 from adascale_core.decision import Decision, DecisionProblem
@@ -188,10 +189,22 @@ class _Explainer:
         if utility.present_count == chosen and change.factor is None:
             return Verdict.NO_CHANGE, change.reason
         if chosen not in table or table[count] <= table[chosen]:
-            return Verdict.NOT_WORTH, _not_worth(utility, chosen, count)
+            return Verdict.NOT_WORTH, self._not_worth(utility, chosen, count)
         if given:
             return Verdict.OTHER_JOBS, "other jobs would lose more than this job would gain"
         return Verdict.NODES, "the free places on the nodes do not allow it, or make it slower"
+
+    def _not_worth(self, utility: JobUtility, chosen: int, count: int) -> str:
+        before, after = utility.goodput(chosen), utility.goodput(count)
+        if before is None or after is None:
+            return "it is not measured yet"
+        factor = f"{after / before:.2f} times the progress per second"
+        if after <= before:
+            return f"not faster: {factor}"
+        needed = float(MIN_SPEEDUP ** max(log2(count / chosen), 0.0))
+        if utility.present_count == chosen:
+            needed *= utility.change(self._now).factor or 1.0
+        return f"{factor}: the change and its replicas must be worth {needed:.2f} times"
 
     def _limits(self, utility: JobUtility, count: int) -> Iterable[LimitView]:
         job, counts = utility.job, utility.counts
@@ -244,17 +257,3 @@ def _not_measured(utility: JobUtility) -> str:
     return (
         f"it grows step by step, to at most {MAX_GROWTH} times the largest measured count: {reach} at present"
     )
-
-
-def _not_worth(utility: JobUtility, chosen: int, count: int) -> str:
-    before, after = utility.goodput(chosen), utility.goodput(count)
-    if before is None or after is None:
-        return "it is not measured yet"
-    factor = f"{after / before:.2f} times the progress per second"
-    if after <= before:
-        return f"not faster: {factor}"
-    if count > chosen:
-        return (
-            f"{factor}: less than {MIN_SPEEDUP} for each doubling of the replicas, or than the restart costs"
-        )
-    return f"{factor}: less than the restart costs"

@@ -22,18 +22,20 @@ _PLANS = 7
 """How often counts that do not fit are chosen again, for a part of the resources."""
 
 
-def allocate_on_nodes(jobs: Sequence[JobUtility], capacity: NodeCapacity, now: float) -> list[int]:
+def allocate_on_nodes(
+    jobs: Sequence[JobUtility], tables: Sequence[Mapping[int, int]], capacity: NodeCapacity
+) -> list[int]:
     """Return one replica count per job, of the highest total utility that is found.
 
     The present counts are among the candidates, so they change only for a higher total utility.
 
     Args:
         jobs: the jobs, in the order of their arrival.
+        tables: count -> utility for each job.
         capacity: the nodes and the demands of the jobs.
-        now: the time, in seconds.
     """
     admitted = _admit(jobs, capacity)
-    utilities = {name: utility.utilities(now)[0] for name, utility in admitted.items()}
+    utilities = {job.job.id: table for job, table in zip(jobs, tables, strict=True) if job.job.id in admitted}
     wanted = {name: _most_useful(counts, admitted[name].job.replicas) for name, counts in utilities.items()}
     if capacity.fits(wanted):
         return [wanted.get(utility.job.id, 0) for utility in jobs]

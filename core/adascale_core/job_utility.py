@@ -7,23 +7,28 @@ cost of the change to it. `docs/scheduling.md` has the formula, with a reason fo
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import inf, log
+from math import exp, inf, log, sqrt
 from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from adascale_core.batch import is_valid_replicas
+from adascale_core.batched_fit import fit_all
 from adascale_core.goodput_table import Floats, Goodputs, candidate_counts, goodputs
 from adascale_core.job_state import JobState
 from adascale_core.prediction import Prediction
-from adascale_core.throughput import StepTimeModel
+from adascale_core.throughput import NOISE, StepTimeModel
 
 MIN_SPEEDUP = 1.05
-"""The least factor of goodput for which the replica count changes, and for each doubling of the replicas."""
+"""The least factor of goodput for each doubling of the replicas."""
+MIN_CHANGE = exp(2 * sqrt(2) * NOISE)
+"""The least factor of goodput for which the replica count changes: two standard deviations of the ratio of
+two goodputs that are as uncertain as a measured step time. A smaller factor may be noise."""
 MAX_GROWTH = 2
 """A job grows to at most this many times the largest count on which it was measured."""
 HORIZON = 600.0
@@ -55,17 +60,42 @@ def change_allowed_at(job: JobState) -> float:
     return inf if job.stable_since is None else job.stable_since + stabilization_seconds(job.restart_seconds)
 
 
+UtilityTables = tuple[Mapping[int, int], Mapping[int, int]]
+"""Count -> utility, in `UTILITY_UNIT`, for replicas on one node, as far as they fit on it, and on several."""
+
+
 @dataclass(frozen=True)
 class Change:
     """What a change of the replica count has to be worth.
 
     Args:
         factor: of the goodput; None if the count changes only for lack of capacity.
-        reason: why.
+        text: why, with a placeholder for each value.
+        values: the values. A decision needs the text of few jobs, so it is not formatted before.
     """
 
     factor: float | None
-    reason: str
+    text: str
+    values: tuple[float, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self.text.format(*self.values)
+
+
+@dataclass
+class _Memory:
+    """What was computed of predictions, for the next decision with the same.
+
+    Args:
+        values: counts; utilities without the weight and the cost of a change, on one node and on several;
+            and 1 for each count that is a change.
+        tables: weight and cost of a change, and the utilities.
+    """
+
+    values: tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]] | None = None
+    tables: tuple[tuple[float, int], UtilityTables] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +117,9 @@ class JobUtility:
     table: Goodputs | None
     node_size: int | None = None
     fills_nodes: bool = False
-    weight: float = field(default=1.0)
+    weight: float = 1.0
     model: StepTimeModel | None = None
+    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -98,6 +129,7 @@ class JobUtility:
         *,
         fills_nodes: bool = False,
         before: JobUtility | None = None,
+        model: StepTimeModel | None = None,
     ) -> JobUtility:
         """Return the candidate counts and predictions of `job`.
 
@@ -106,19 +138,20 @@ class JobUtility:
             node_size: how many replicas fit on a node; None if not known.
             fills_nodes: whether to consider only counts that divide a node or fill nodes.
             before: of an earlier state of the job, from which predictions are taken that are the same.
+            model: of its step times; None if it is not known yet.
         """
         if (
             before is not None
             and (before.node_size, before.fills_nodes) == (node_size, fills_nodes)
             and _prediction_inputs(before.job) == _prediction_inputs(job)
         ):
-            return replace(before, job=job)
+            return before._with(job, before.weight)
         counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         if job.limit is not None:
             counts = counts[: bisect_right(counts, job.limit)] or counts[:1]
         if node_size is not None and fills_nodes:
             counts = _filling_nodes(counts, node_size, job.replicas)
-        model = _model(job, before)
+        model = model or StepTimeModel.fit(job.step_times, job.template_step_times)
         utility = cls(job, counts, None, node_size, fills_nodes, model=model)
         if job.estimate is None or model is None or not counts:
             return utility
@@ -159,6 +192,12 @@ class JobUtility:
         goodput = self.goodput(self.counts[0])
         return None if goodput is None else self.job.remaining / goodput
 
+    def _with(self, job: JobState, weight: float) -> JobUtility:
+        """Return the same predictions for a later state of the job, and with a weight."""
+        return JobUtility(
+            job, self.counts, self.table, self.node_size, self.fills_nodes, weight, self.model, self._memory
+        )
+
     def _log_goodputs(self) -> tuple[tuple[int, ...], Floats, Floats]:
         """Return counts, and the logarithms of their goodputs on one node and on several nodes."""
         if self.table is not None:
@@ -175,25 +214,31 @@ class JobUtility:
         logs = np.log(np.array(counts, dtype=np.float64))
         return counts, logs, logs
 
-    def utilities(self, now: float) -> tuple[dict[int, int], dict[int, int]]:
+    def utilities(self, now: float) -> UtilityTables:
         """Return count -> utility, in `UTILITY_UNIT`, of the counts that the job may have next.
 
-        The first dictionary is for replicas on one node, as far as they fit on it, the second for replicas
-        on several nodes.
+        The first table is for replicas on one node, as far as they fit on it, the second for replicas on
+        several nodes. Both are empty if no count is valid.
 
         Args:
             now: the time, in seconds on the clock of `JobState.stable_since`.
         """
-        counts, *both = self._log_goodputs()
-        before = self.present_count or self.counts[0]
+        if not self.counts:
+            return {}, {}
         change = self._cost_of_change(now) if self.present_count else 0
-        penalty, is_change = _growth_penalty(counts, before)
-        costs = change * is_change
-        tables = []
-        for logs in both:
-            values = np.rint(UTILITY_UNIT * self.weight * (logs - penalty)).astype(np.int64) - costs
-            tables.append(dict(zip(counts, values.tolist(), strict=True)))
-        return tables[0], tables[1]
+        if self._memory.tables is None or self._memory.tables[0] != (self.weight, change):
+            self._memory.tables = (self.weight, change), self._utilities(change)
+        return self._memory.tables[1]
+
+    def _utilities(self, change: int) -> UtilityTables:
+        if self._memory.values is None:
+            counts, *both = self._log_goodputs()
+            penalty, is_change = _growth_penalty(counts, self.present_count or self.counts[0])
+            self._memory.values = counts, np.array([logs - penalty for logs in both]), is_change
+        counts, values, is_change = self._memory.values
+        weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - change * is_change
+        one, several = weighted.tolist()
+        return dict(zip(counts, one, strict=True)), dict(zip(counts, several, strict=True))
 
     def _cost_of_change(self, now: float) -> int:
         factor = self.change(now).factor
@@ -211,7 +256,9 @@ class JobUtility:
         window, age = stabilization_seconds(job.restart_seconds), now - job.stable_since
         if age < window:
             return Change(
-                None, f"it changed {age:.0f} s ago, and changes again after {window:.0f} s at the earliest"
+                None,
+                "it changed {:.0f} s ago, and changes again after {:.0f} s at the earliest",
+                (age, window),
             )
         goodput = self.goodput(job.replicas)
         if goodput is None:
@@ -222,11 +269,12 @@ class JobUtility:
         if left <= job.restart_seconds:
             return Change(None, "it ends before a change would pay off")
         # The factor of goodput at which the job has made the same progress at its end as without the change.
-        factor = max(1 / (1 - job.restart_seconds / left), MIN_SPEEDUP)
+        factor = max(1 / (1 - job.restart_seconds / left), MIN_CHANGE)
         return Change(
             factor,
-            f"a change interrupts training for {job.restart_seconds:.3g} s, "
-            f"and must be worth {factor:.2f} times the progress per second",
+            "a change interrupts training for {:.3g} s, "
+            "and must be worth {:.2f} times the progress per second",
+            (job.restart_seconds, factor),
         )
 
     def prediction(self, count: int) -> Prediction | None:
@@ -283,13 +331,41 @@ _prediction_inputs = attrgetter(
 """All of a job's state that its counts and their goodputs depend on."""
 
 
-def _model(job: JobState, before: JobUtility | None) -> StepTimeModel | None:
-    """Return the model of the step times of a job, which takes long to fit, from before if it is the same."""
-    if before is not None:
-        measured = before.job.step_times, before.job.template_step_times
-        if measured == (job.step_times, job.template_step_times):
-            return before.model
-    return StepTimeModel.fit(job.step_times, job.template_step_times)
+def utilities_of(
+    jobs: Sequence[JobState],
+    node_sizes: Sequence[int | None],
+    *,
+    fills_nodes: bool = False,
+    before: Mapping[str, JobUtility] = MappingProxyType({}),
+) -> list[JobUtility]:
+    """Return `JobUtility.of` for each job.
+
+    Args:
+        jobs: the jobs.
+        node_sizes: how many replicas of each job fit on a node.
+        fills_nodes: whether to consider only counts that divide a node or fill nodes.
+        before: job id -> an earlier state, from which is taken what is the same.
+    """
+    models: dict[str, StepTimeModel | None] = {}
+    unknown = []
+    for job in jobs:
+        known = before.get(job.id)
+        if known is not None and _measured(known.job) == _measured(job):
+            models[job.id] = known.model
+        else:
+            unknown.append(job)
+    # Fitting takes most of the time of a first decision.
+    fitted = fit_all([_measured(job) for job in unknown])
+    models |= {job.id: model for job, model in zip(unknown, fitted, strict=True)}
+    return [
+        JobUtility.of(
+            job, node_size, fills_nodes=fills_nodes, before=before.get(job.id), model=models[job.id]
+        )
+        for job, node_size in zip(jobs, node_sizes, strict=True)
+    ]
+
+
+_measured = attrgetter("step_times", "template_step_times")
 
 
 def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
@@ -306,7 +382,11 @@ def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
         name: number * ((i / number) ** exponent - ((i - 1) / number) ** exponent)
         for i, (_, name) in enumerate(ranked, 1)
     }
-    return [replace(utility, weight=weights.get(utility.job.id, 1.0)) for utility in jobs]
+    return [
+        each if each.weight == weight else each._with(each.job, weight)
+        for each in jobs
+        for weight in (weights.get(each.job.id, 1.0),)
+    ]
 
 
 @lru_cache(maxsize=4096)

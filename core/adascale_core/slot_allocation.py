@@ -11,20 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adascale_core.exact_allocation import admitted_utilities, maximize
-from adascale_core.job_utility import JobUtility
+from adascale_core.job_utility import JobUtility, UtilityTables
 from adascale_core.node_slots import NodeSlots, SlotCapacity, free_slots
 
 
-def allocate_slots(jobs: Sequence[JobUtility], capacity: SlotCapacity, now: float) -> list[int]:
+def allocate_slots(
+    jobs: Sequence[JobUtility], tables: Sequence[UtilityTables], capacity: SlotCapacity
+) -> list[int]:
     """Return one replica count per job, of a high total utility on the nodes.
 
     Args:
         jobs: the jobs, in the order of their arrival.
+        tables: the utilities of each job.
         capacity: the nodes, and the jobs' present nodes.
-        now: the time, in seconds.
     """
     free = free_slots(capacity.slots, (capacity.placed.get(job.job.id, ()) for job in jobs))
-    options = [_Options.of(job, capacity, free, now) for job in jobs]
+    options = [_Options.of(job.job.id, *each, capacity, free) for job, each in zip(jobs, tables, strict=True)]
     planned = maximize(
         admitted_utilities(jobs, capacity.total, [each.planned for each in options]), capacity.total
     )
@@ -36,29 +38,31 @@ class _Options:
     """The counts of a job.
 
     Args:
-        name: the job id.
         nodes: its present nodes, by rank.
-        present: its present count; None if it has none that it can keep.
         planned: count -> utility where it is likely to run.
         one_node, several_nodes: count -> utility.
     """
 
-    name: str
     nodes: Sequence[int]
-    present: int | None
     planned: Mapping[int, int]
     one_node: Mapping[int, int]
     several_nodes: Mapping[int, int]
 
     @classmethod
-    def of(cls, job: JobUtility, capacity: SlotCapacity, free: Sequence[int], now: float) -> _Options:
-        nodes = tuple(capacity.placed.get(job.job.id, ()))
-        if not job.counts:
-            return cls(job.job.id, nodes, None, {0: 0}, {}, {})
-        one, several = job.utilities(now)
+    def of(
+        cls,
+        job: str,
+        one_node: Mapping[int, int],
+        several_nodes: Mapping[int, int],
+        capacity: SlotCapacity,
+        free: Sequence[int],
+    ) -> _Options:
+        nodes = tuple(capacity.placed.get(job, ()))
+        if not one_node:
+            return cls(nodes, {0: 0}, {}, {})
         most = _most_on_one_node(nodes, capacity.node_size, free)
-        planned = {count: one[count] if count <= most else several[count] for count in one}
-        return cls(job.job.id, nodes, job.present_count, planned, one, several)
+        planned = {count: one_node[count] if count <= most else several_nodes[count] for count in one_node}
+        return cls(nodes, planned, one_node, several_nodes)
 
     def utility(self, count: int, nodes: Sequence[int]) -> int:
         return (self.one_node if len(set(nodes)) < 2 else self.several_nodes)[count]

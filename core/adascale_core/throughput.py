@@ -21,7 +21,7 @@ other jobs with the same template, their model is the prior.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
 from typing import Final, Self
@@ -35,14 +35,16 @@ MAX_OVERLAP = 10.0
 MAX_MEASUREMENTS = 32
 """A fit uses at most this many measurements, spread over plans and nodes."""
 
-_NOISE = 0.03
+NOISE = 0.03
 """Standard deviation of the logarithm of a measured step time."""
-_OUTLIER = 4.0
+OUTLIER = 4.0
 """The error is quadratic below this many standard deviations, and linear above."""
-_ITERATIONS = 40
-_PRECISION = 1e-5
+ITERATIONS = 40
+PRECISION = 1e-5
 """The fit ends when a step improves the error, in squared standard deviations, by less than this share."""
-_LIMIT = 30.0
+DAMPING, MIN_DAMPING, MAX_DAMPING = 1e-3, 1e-9, 1e7
+"""Of the first step, and the bounds; it changes by a factor of 10. The fit ends above the upper bound."""
+LIMIT = 30.0
 """Logarithms of parameters stay within this distance of zero, in units of the reference micro-batch."""
 
 # The parameters, as logarithms: fixed, per_sample, sync, sync_per_replica, node_sync, node_sync_per_replica
@@ -50,7 +52,7 @@ _LIMIT = 30.0
 _PRIOR: Final = (log(0.5), log(0.5), log(2e-3), log(5e-5), log(4e-3), log(1e-4), log(1.0))
 _SPREAD: Final = (1.0, 1.0, 2.5, 2.5, 2.5, 2.5, 0.3)
 _TEMPLATE_SPREAD: Final = (0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.1)
-_LINK_SPREAD = 1.5
+LINK_SPREAD = 1.5
 """How far communication between nodes is from that on one node, where only one of both is measured."""
 
 
@@ -108,7 +110,7 @@ class StepTimeModel:
             measurements: of the job.
             template: of other jobs with the same template.
         """
-        fitted = _fit(_usable(tuple(measurements)), _usable(tuple(template)))
+        fitted = _fit(usable(tuple(measurements)), usable(tuple(template)))
         return None if fitted is None else cls(**vars(fitted))
 
 
@@ -121,8 +123,8 @@ def _overlapped(compute: float, sync: float, overlap: float) -> float:
     return float(larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap))
 
 
-@lru_cache(maxsize=1024)
-def _usable(measurements: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
+@lru_cache(maxsize=16384)
+def usable(measurements: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
     """Return valid measurements, at most `MAX_MEASUREMENTS`, spread over plans and nodes."""
     usable = sorted(
         (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_order
@@ -156,19 +158,12 @@ def _order(measured: StepTime) -> tuple[int, int, int, int, float]:
 def _fit(measurements: tuple[StepTime, ...], template: tuple[StepTime, ...]) -> StepTimeModel | None:
     if not measurements:
         return _fit(template, ()) if template else None
-    separates = len({each.local_bsz for each in measurements}) > 1
-    if template:
-        model = _fit(template, ())
-        assert model is not None
-        separates = separates or model.separates_batch_size
-        problem = _Problem.of(measurements, model)
-    else:
-        problem = _Problem.of(measurements, None)
-    return replace(problem.solve(), separates_batch_size=separates)
+    problem = FitProblem.of(measurements, _fit(template, ()) if template else None)
+    return problem.model(problem.solve())
 
 
 @dataclass(frozen=True)
-class _Problem:
+class FitProblem:
     """A fit in units of a reference micro-batch, in which all parameters are of the order of 1.
 
     Args:
@@ -177,6 +172,7 @@ class _Problem:
             the step time.
         prior, spread: mean and standard deviation of each parameter's logarithm.
         is_linked: whether communication on one node and between nodes are tied together.
+        separates_batch_size: whether the measurements cover two local batch sizes.
     """
 
     seconds: float
@@ -185,10 +181,18 @@ class _Problem:
     prior: Sequence[float]
     spread: Sequence[float]
     is_linked: bool
+    separates_batch_size: bool
 
     @classmethod
-    def of(cls, measurements: Sequence[StepTime], template: StepTimeModel | None) -> _Problem:
+    def of(cls, measurements: Sequence[StepTime], template: StepTimeModel | None) -> FitProblem:
+        """Return the problem.
+
+        Args:
+            measurements: of the job, valid and at least one.
+            template: the model of other jobs with the same template; None if there is none.
+        """
         first = measurements[0]
+        separates = len({each.local_bsz for each in measurements}) > 1
         seconds, samples = first.step_time / first.accumulation, first.local_bsz
         rows = [
             (
@@ -201,7 +205,9 @@ class _Problem:
             for each in measurements
         ]
         if template is None:
-            return cls(seconds, samples, rows, _PRIOR, _SPREAD, is_linked=True)
+            return cls(
+                seconds, samples, rows, _PRIOR, _SPREAD, is_linked=True, separates_batch_size=separates
+            )
         node_sync = template.sync if template.node_sync is None else template.node_sync
         per_replica = template.node_sync_per_replica
         values = (
@@ -213,30 +219,45 @@ class _Problem:
             template.sync_per_replica if per_replica is None else per_replica,
         )
         prior = [log(max(value / seconds, 1e-12)) for value in values]
-        return cls(seconds, samples, rows, [*prior, log(template.overlap)], _TEMPLATE_SPREAD, is_linked=False)
+        return cls(
+            seconds,
+            samples,
+            rows,
+            [*prior, log(template.overlap)],
+            _TEMPLATE_SPREAD,
+            is_linked=False,
+            separates_batch_size=separates or template.separates_batch_size,
+        )
 
-    def solve(self) -> StepTimeModel:
-        """Return the most probable model, by damped Gauss-Newton steps (Levenberg 1944, Marquardt 1963)."""
-        x = self._start()
-        damping = 1e-3
+    def solve(self) -> Sequence[float]:
+        """Return the most probable parameters, by damped Gauss-Newton steps (Levenberg 1944, Marquardt 1963).
+
+        `batched_fit` does the same for many problems at once.
+        """
+        x = self.start()
+        damping = DAMPING
         matrix, column, error = self._normal_equations(x)
-        for _ in range(_ITERATIONS):
+        for _ in range(ITERATIONS):
             if (x[6] <= 0.0 and column[6] < 0.0) or (x[6] >= log(MAX_OVERLAP) and column[6] > 0.0):
                 _fix(matrix, column, 6)
             step = _solve(matrix, column, 1 + damping)
-            trial = [min(max(value + change, -_LIMIT), _LIMIT) for value, change in zip(x, step, strict=True)]
+            trial = [min(max(value + change, -LIMIT), LIMIT) for value, change in zip(x, step, strict=True)]
             trial[6] = min(max(trial[6], 0.0), log(MAX_OVERLAP))
             new_matrix, new_column, new_error = self._normal_equations(trial)
             if new_error < error:
-                is_small = error - new_error < _PRECISION * (1 + new_error)
+                is_small = error - new_error < PRECISION * (1 + new_error)
                 x, matrix, column, error = trial, new_matrix, new_column, new_error
-                damping = max(damping / 10, 1e-9)
+                damping = max(damping / 10, MIN_DAMPING)
                 if is_small:
                     break
             else:
                 damping *= 10
-                if damping > 1e7:
+                if damping > MAX_DAMPING:
                     break
+        return x
+
+    def model(self, x: Sequence[float]) -> StepTimeModel:
+        """Return the model of some parameters."""
         fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
         nodes = {row[1] > 1 for row in self.rows if row[0] > 1}
         if self.is_linked and True not in nodes:
@@ -249,13 +270,13 @@ class _Problem:
             self.seconds * per_sample / self.samples,
             self.seconds * sync,
             self.seconds * per_replica,
-            False,
+            self.separates_batch_size,
             self.seconds * node_sync,
             self.seconds * node_per_replica,
             overlap,
         )
 
-    def _start(self) -> list[float]:
+    def start(self) -> list[float]:
         """Return where to start: the prior, with communication from what computation does not explain.
 
         A parameter that is much too small has no influence, so a search could not leave it.
@@ -288,12 +309,12 @@ class _Problem:
             error += residual * residual
         if self.is_linked:
             for near, far in ((2, 4), (3, 5)):
-                residual = (x[near] - x[far] - (self.prior[near] - self.prior[far])) / _LINK_SPREAD
-                matrix[near][near] += 1 / _LINK_SPREAD**2
-                matrix[far][far] += 1 / _LINK_SPREAD**2
-                matrix[far][near] -= 1 / _LINK_SPREAD**2
-                column[near] -= residual / _LINK_SPREAD
-                column[far] += residual / _LINK_SPREAD
+                residual = (x[near] - x[far] - (self.prior[near] - self.prior[far])) / LINK_SPREAD
+                matrix[near][near] += 1 / LINK_SPREAD**2
+                matrix[far][far] += 1 / LINK_SPREAD**2
+                matrix[far][near] -= 1 / LINK_SPREAD**2
+                column[near] -= residual / LINK_SPREAD
+                column[far] += residual / LINK_SPREAD
                 error += residual * residual
         row_0, row_1, row_6 = matrix[0], matrix[1], matrix[6]
         for replicas, nodes, size, accumulation, measured in self.rows:
@@ -312,16 +333,16 @@ class _Problem:
                 total = (accumulation - 1) * compute + last
                 of_compute = (accumulation - 1 + (compute / last) ** (overlap - 1)) / total
                 by_0, by_1 = of_compute * fixed, of_compute * per_sample * size
-            residual = (measured - log(total)) / _NOISE
-            spread = (1 + (residual / _OUTLIER) ** 2) ** 0.5
-            weight = 1 / (spread * _NOISE)
-            error += 2 * _OUTLIER**2 * (spread - 1)
+            residual = (measured - log(total)) / NOISE
+            spread = (1 + (residual / OUTLIER) ** 2) ** 0.5
+            weight = 1 / (spread * NOISE)
+            error += 2 * OUTLIER**2 * (spread - 1)
             left = by_0 * weight
             column[0] += left * residual
-            row_0[0] += left / _NOISE * by_0
+            row_0[0] += left / NOISE * by_0
             left = by_1 * weight
             column[1] += left * residual
-            left /= _NOISE
+            left /= NOISE
             row_1[0] += left * by_0
             row_1[1] += left * by_1
             if replicas == 1:
@@ -333,14 +354,14 @@ class _Problem:
             second = first + 1
             left = by_first * weight
             column[first] += left * residual
-            left /= _NOISE
+            left /= NOISE
             row = matrix[first]
             row[0] += left * by_0
             row[1] += left * by_1
             row[first] += left * by_first
             left = by_second * weight
             column[second] += left * residual
-            left /= _NOISE
+            left /= NOISE
             row = matrix[second]
             row[0] += left * by_0
             row[1] += left * by_1
@@ -348,7 +369,7 @@ class _Problem:
             row[second] += left * by_second
             left = by_6 * weight
             column[6] += left * residual
-            left /= _NOISE
+            left /= NOISE
             row_6[0] += left * by_0
             row_6[1] += left * by_1
             row_6[first] += left * by_first

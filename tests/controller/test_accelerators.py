@@ -167,10 +167,10 @@ def test_a_job_grows_only_on_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     step_times = [
         StepTime(replicas, size, 1, seconds, accelerator=H200)
         for replicas in (1, 2)
-        for size, seconds in ((4, 1.0), (16, 1.1))
+        for size, seconds in ((4, 1.0), (16, 3.5))
     ]
     present = running(["h200", "h200"], required=H200, step_times=step_times)
-    for free, replicas in ((4, 4), (3, 2), (2, 2)):
+    for free, replicas in ((4, 4), (3, 3), (2, 2)):
         # Each reading of the clock is after the stabilization window of what was measured before.
         monkeypatch.setattr("time.monotonic", count(0, 1000).__next__)
         (decision,) = decide(present, on=nodes(h200=free, l4=8))

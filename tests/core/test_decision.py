@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf
+from math import inf, log2
 from random import Random
 
 import pytest
@@ -18,6 +18,8 @@ from adascale_core.job_state import JobState
 from adascale_core.job_utility import (
     HORIZON,
     MAX_GROWTH,
+    MIN_CHANGE,
+    MIN_SPEEDUP,
     STABILIZATION_RESTARTS,
     STABILIZATION_SECONDS,
     JobUtility,
@@ -38,6 +40,7 @@ from support.job_states import (
     allowed,
     capacities,
     job,
+    job_states,
     several_jobs,
     unmeasured,
 )
@@ -714,13 +717,40 @@ def test_a_problem_with_predictions_from_the_problem_before_has_the_same_decisio
     capacity = NodeCapacity(nodes, demands)
     # Some jobs are as before, some have changed, and some are new.
     before = DecisionProblem.of([*earlier, *jobs[: len(jobs) // 2]], 8)
-    again = DecisionProblem.of(jobs, capacity, {utility.job.id: utility for utility in before.queue})
+    again = DecisionProblem.of(jobs, capacity, (before,))
     fresh = DecisionProblem.of(jobs, capacity)
     assert again.decide(NOW) == fresh.decide(NOW)
     for reused, made in zip(again.queue, fresh.queue, strict=True):
         assert (reused.counts, reused.model, reused.weight) == (made.counts, made.model, made.weight)
         if made.counts:
             assert reused.utilities(NOW) == made.utilities(NOW)
+
+
+@given(several_jobs, capacities, st.data())
+def test_a_solved_problem_with_changed_jobs_has_the_decision_of_a_new_one(
+    jobs: Sequence[JobState], capacity: int, data: st.DataObject
+) -> None:
+    solved = DecisionProblem.of(jobs, capacity)
+    assert solved.decide(NOW) == solved.decide(NOW) == decide(jobs, capacity, NOW)
+    changed = list(jobs)
+    for i in data.draw(st.sets(st.integers(0, len(jobs) - 1)) if jobs else st.just(set[int]())):
+        changed[i] = replace(data.draw(job_states(jobs[i].id)), arrival=jobs[i].arrival)
+    size = data.draw(st.sampled_from([capacity, capacity + 1]))
+    now = NOW + data.draw(st.sampled_from([0.0, 10.0]))
+    assert DecisionProblem.of(changed, size, (solved,)).decide(now) == decide(changed, size, now)
+
+
+@given(several_jobs, capacities)
+def test_a_job_with_enough_capacity_changes_only_for_more_than_the_noise_of_its_goodputs(
+    jobs: Sequence[JobState], capacity: int
+) -> None:
+    for utility in (JobUtility.of(state) for state in jobs):
+        before, after = utility.present_count, counts([utility.job], capacity)[utility.job.id]
+        if before is not None and before <= capacity and after != before:
+            old, new = utility.goodput(before), utility.goodput(after)
+            assert old is not None
+            assert new is not None
+            assert new / old >= MIN_CHANGE * MIN_SPEEDUP ** max(log2(after / before), 0.0) * (1 - 1e-6)
 
 
 @given(jobs_on_nodes())

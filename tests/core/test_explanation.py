@@ -121,7 +121,7 @@ def test_it_names_what_limits_the_count() -> None:
     )
     assert limits(replace(job("a", 2), limit=3))[LimitKind.SCHEDULING].startswith("at most 3 replicas")
     assert "changed 1 s ago" in limits(job("a", 2, stable_for=1.0))[LimitKind.CHANGE]
-    assert "1.05 times" in limits(job("a", 2))[LimitKind.CHANGE]
+    assert "1.09 times" in limits(job("a", 2))[LimitKind.CHANGE]
     assert "minReplicas 9" in limits(replace(job("a"), min_replicas=9))[LimitKind.BOUNDS]
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_core.batch import BatchBounds, BatchPlan, plan_batch
+from adascale_core.batched_fit import fit_all
 from adascale_core.capacity import NodeCapacity
 from adascale_core.decision import DecisionProblem
 from adascale_core.gain import GradientEstimate
 from adascale_core.goodput_table import PlanGrid, goodputs
 from adascale_core.job_state import JobState
-from adascale_core.job_utility import JobUtility
-from adascale_core.messages import ActiveAllocation, Allocation, JobSpec
+from adascale_core.messages import ActiveAllocation, Allocation, JobSpec, StepTime
 from adascale_core.packing import Demand, Node
 from adascale_core.simulation.application import Application
 from adascale_core.simulation.cluster import PlacementMode, place
@@ -38,11 +38,13 @@ class AdaScalePolicy:
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
         self._jobs: dict[str, Job] = {}
-        self._predicted: Mapping[str, JobUtility] = {}
+        self._problems: Sequence[DecisionProblem] = ()
         self._capacity: NodeCapacity | None = None
         self._nodes: list[Node] = []
         self._demands: dict[str, tuple[tuple[int, ...], Demand]] = {}
-        self._trainer_models: dict[str, tuple[int, StepTimeModel]] = {}
+        self._trainer_models: dict[str, tuple[Sequence[StepTime], StepTimeModel]] = {}
+        self._plans: dict[str, tuple[object, BatchPlan]] = {}
+        """Job name -> what its last plan depends on, and the plan."""
         self._grids: dict[tuple[BatchBounds, int], PlanGrid] = {}
 
     def allocate(
@@ -57,9 +59,10 @@ class AdaScalePolicy:
         demands = {job.name: self._demand(job) for job in jobs}
         self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
         states = [self._state(job, settings, now) for job in jobs]
-        problem = DecisionProblem.of(states, self._capacity, self._predicted)
-        self._predicted = {utility.job.id: utility for utility in problem.queue}
+        problem = DecisionProblem.of(states, self._capacity, self._problems)
+        self._problems = (problem,)
         counts = {name: decision.replicas for name, decision in problem.decide(now).items()}
+        self._fit_trainer_models(jobs)
         present = {job.name: job.nodes for job in jobs}
         return place(present, counts, settings.nodes, self._placement)
 
@@ -78,22 +81,33 @@ class AdaScalePolicy:
             return fixed_plan(application, replicas, application.pinned_batch_size)
         if job.report is None:
             return plan_batch(application.bounds, replicas)
-        model = self._trainer_model(job)
         estimate = GradientEstimate(job.report.grad_sqr, job.report.grad_var)
-        # The same plans and rules as `plan_batch`, which is slower.
-        key = application.bounds, replicas
-        if key not in self._grids:
-            self._grids[key] = PlanGrid.of(application.bounds, (replicas,))
-        table = goodputs(application.bounds, (replicas,), estimate, model, self._grids[key])
-        return table.plan(0, on_one_node=len(set(job.training_nodes)) < 2)
-
-    def _trainer_model(self, job: SimulatedJob) -> StepTimeModel:
-        known = self._trainer_models.get(job.name)
-        if known is None or known[0] != len(job.measured):
-            model = StepTimeModel.fit(job.step_times)
-            assert model is not None
-            known = self._trainer_models[job.name] = (len(job.measured), model)
+        on_one_node = len(set(job.training_nodes)) < 2
+        question = replicas, on_one_node, estimate, job.step_times
+        known = self._plans.get(job.name)
+        if known is None or known[0] != question:
+            if self._needs_fit(job):
+                self._fit_trainer_models([job])
+            # The same plans and rules as `plan_batch`, which is slower.
+            key = application.bounds, replicas
+            if key not in self._grids:
+                self._grids[key] = PlanGrid.of(application.bounds, (replicas,))
+            model = self._trainer_models[job.name][1]
+            table = goodputs(application.bounds, (replicas,), estimate, model, self._grids[key])
+            known = self._plans[job.name] = question, table.plan(0, on_one_node=on_one_node)
         return known[1]
+
+    def _needs_fit(self, job: SimulatedJob) -> bool:
+        known = self._trainer_models.get(job.name)
+        return bool(job.step_times) and (known is None or known[0] is not job.step_times)
+
+    def _fit_trainer_models(self, jobs: Iterable[SimulatedJob]) -> None:
+        """Fit the models of trainers that have measured another step time."""
+        outdated = [job for job in jobs if self._needs_fit(job)]
+        models = fit_all([(job.step_times, ()) for job in outdated])
+        for job, model in zip(outdated, models, strict=True):
+            assert model is not None
+            self._trainer_models[job.name] = job.step_times, model
 
     def _state(self, job: SimulatedJob, settings: Settings, now: float) -> JobState:
         if job.name not in self._jobs:

@@ -334,12 +334,7 @@ class Scheduler:
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
         capacity = resources.capacity(candidates, demands, before)
-        predicted = {
-            utility.job.id: utility
-            for problem in (before.problems if before is not None else ())
-            for utility in problem.queue
-        }
-        problems = DecisionProblem.independent(states, capacity, predicted)
+        problems = DecisionProblem.independent(states, capacity, before.problems if before else ())
         decisions: dict[str, Decision] = {}
         for problem in problems:
             decisions |= problem.decide(now)
