@@ -203,7 +203,8 @@ class _Explainer:
             return f"not faster: {factor}"
         needed = float(MIN_SPEEDUP ** max(log2(count / chosen), 0.0))
         if utility.present_count == chosen:
-            needed *= utility.change(self._now).factor or 1.0
+            change, is_trial = utility.change(self._now), count > max(utility.largest_measured, chosen)
+            needed *= (change.trial_factor if is_trial else change.factor) or 1.0
         return f"{factor}: the change and its replicas must be worth {needed:.2f} times"
 
     def _limits(self, utility: JobUtility, count: int) -> Iterable[LimitView]:

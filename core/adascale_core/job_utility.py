@@ -25,10 +25,12 @@ from adascale_core.prediction import Prediction
 from adascale_core.throughput import NOISE, StepTimeModel
 
 MIN_SPEEDUP = 1.05
-"""The least factor of goodput for each doubling of the replicas."""
+"""The least factor of goodput for each doubling of the replicas, and for a larger count than those that were
+measured."""
 MIN_CHANGE = exp(2 * sqrt(2) * NOISE)
-"""The least factor of goodput for which the replica count changes: two standard deviations of the ratio of
-two goodputs that are as uncertain as a measured step time. A smaller factor may be noise."""
+"""The least factor of goodput for another change: two standard deviations of the ratio of two goodputs that
+are as uncertain as a measured step time. A smaller factor may be noise, and the job would change back. A
+larger count is measured once it is tried."""
 MAX_GROWTH = 2
 """A job grows to at most this many times the largest count on which it was measured."""
 HORIZON = 600.0
@@ -70,11 +72,13 @@ class Change:
 
     Args:
         factor: of the goodput; None if the count changes only for lack of capacity.
+        trial_factor: the same for a larger count than those that were measured.
         text: why, with a placeholder for each value.
         values: the values. A decision needs the text of few jobs, so it is not formatted before.
     """
 
     factor: float | None
+    trial_factor: float | None
     text: str
     values: tuple[float, ...] = ()
 
@@ -90,12 +94,12 @@ class _Memory:
 
     Args:
         values: counts; utilities without the weight and the cost of a change, on one node and on several;
-            and 1 for each count that is a change.
-        tables: weight and cost of a change, and the utilities.
+            1 for each count that is a change to a measured count, and 1 for each that is a trial.
+        tables: weight and costs of a change and of a trial, and the utilities.
     """
 
     values: tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]] | None = None
-    tables: tuple[tuple[float, int], UtilityTables] | None = None
+    tables: tuple[tuple[float, tuple[int, int]], UtilityTables] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,7 @@ class JobUtility:
         utility = cls(job, counts, None, node_size, fills_nodes, model=model)
         if job.estimate is None or model is None or not counts:
             return utility
-        measured = (*job.step_times, *job.template_step_times)
-        largest = max([job.largest, *(each.replicas for each in measured)])
+        largest = utility.largest_measured
         next_larger = counts[bisect_right(counts, largest) :][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
         reachable = counts[: bisect_right(counts, limit)]
@@ -173,6 +176,12 @@ class JobUtility:
     def present_count(self) -> int | None:
         """The present count if the job can keep it; None if it has none, or it is no longer valid."""
         return self.job.replicas if self.job.replicas in self.counts else None
+
+    @property
+    def largest_measured(self) -> int:
+        """The largest count on which the job or its template was measured; 0 if there is none."""
+        job = self.job
+        return max([job.largest, *(each.replicas for each in (*job.step_times, *job.template_step_times))])
 
     def goodput(self, count: int) -> float | None:
         """Return the goodput of a count on as few nodes as hold it; None if it is not predicted."""
@@ -225,23 +234,33 @@ class JobUtility:
         """
         if not self.counts:
             return {}, {}
-        change = self._cost_of_change(now) if self.present_count else 0
-        if self._memory.tables is None or self._memory.tables[0] != (self.weight, change):
-            self._memory.tables = (self.weight, change), self._utilities(change)
+        costs = (0, 0)
+        if self.present_count:
+            change = self.change(now)
+            costs = self._cost(change.factor), self._cost(change.trial_factor)
+        if self._memory.tables is None or self._memory.tables[0] != (self.weight, costs):
+            self._memory.tables = (self.weight, costs), self._utilities(*costs)
         return self._memory.tables[1]
 
-    def _utilities(self, change: int) -> UtilityTables:
+    def _utilities(self, change: int, trial: int) -> UtilityTables:
         if self._memory.values is None:
             counts, *both = self._log_goodputs()
-            penalty, is_change = _growth_penalty(counts, self.present_count or self.counts[0])
-            self._memory.values = counts, np.array([logs - penalty for logs in both]), is_change
+            present = self.present_count or self.counts[0]
+            penalty = _growth_penalty(counts, present)
+            is_trial = np.array(counts) > max(self.largest_measured, present)
+            is_change = np.array(counts) != present
+            self._memory.values = (
+                counts,
+                np.array([logs - penalty for logs in both]),
+                np.array([is_change & ~is_trial, is_trial], dtype=np.int64),
+            )
         counts, values, is_change = self._memory.values
-        weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - change * is_change
+        costs = change * is_change[0] + trial * is_change[1]
+        weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - costs
         one, several = weighted.tolist()
         return dict(zip(counts, one, strict=True)), dict(zip(counts, several, strict=True))
 
-    def _cost_of_change(self, now: float) -> int:
-        factor = self.change(now).factor
+    def _cost(self, factor: float | None) -> int:
         return FORCED_CHANGE_COST if factor is None else round(UTILITY_UNIT * self.weight * log(factor))
 
     def change(self, now: float) -> Change:
@@ -252,29 +271,32 @@ class JobUtility:
         """
         job = self.job
         if job.stable_since is None:
-            return Change(None, "its last change is in progress")
+            return Change(None, None, "its last change is in progress")
         window, age = stabilization_seconds(job.restart_seconds), now - job.stable_since
         if age < window:
             return Change(
+                None,
                 None,
                 "it changed {:.0f} s ago, and changes again after {:.0f} s at the earliest",
                 (age, window),
             )
         goodput = self.goodput(job.replicas)
         if goodput is None:
-            return Change(None, "it is not measured yet")
+            return Change(None, None, "it is not measured yet")
         left = HORIZON
         if job.remaining is not None:
             left = job.remaining / goodput - job.prepare_seconds
         if left <= job.restart_seconds:
-            return Change(None, "it ends before a change would pay off")
+            return Change(None, None, "it ends before a change would pay off")
         # The factor of goodput at which the job has made the same progress at its end as without the change.
-        factor = max(1 / (1 - job.restart_seconds / left), MIN_CHANGE)
+        restart = 1 / (1 - job.restart_seconds / left)
+        factor, trial_factor = max(restart, MIN_CHANGE), max(restart, MIN_SPEEDUP)
         return Change(
             factor,
-            "a change interrupts training for {:.3g} s, "
-            "and must be worth {:.2f} times the progress per second",
-            (job.restart_seconds, factor),
+            trial_factor,
+            "a change interrupts training for {:.3g} s, and must be worth {:.2f} times the progress per "
+            "second, or {:.2f} times on more replicas than were measured",
+            (job.restart_seconds, factor, trial_factor),
         )
 
     def prediction(self, count: int) -> Prediction | None:
@@ -390,10 +412,10 @@ def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
 
 
 @lru_cache(maxsize=4096)
-def _growth_penalty(counts: tuple[int, ...], before: int) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Return what each count has to be worth for its growth from `before`, and 1 for each other count."""
-    array = np.array(counts)
-    return log(MIN_SPEEDUP) * np.maximum(np.log2(array / before), 0.0), (array != before).astype(np.int64)
+def _growth_penalty(counts: tuple[int, ...], before: int) -> Floats:
+    """Return the logarithm of what each count has to be worth for its growth from `before`."""
+    penalty: Floats = log(MIN_SPEEDUP) * np.maximum(np.log2(np.array(counts) / before), 0.0)
+    return penalty
 
 
 @lru_cache(maxsize=4096)
