@@ -1,18 +1,20 @@
 """The HTTP connections of the service, with limits that uvicorn does not have.
 
 A connection is closed if its request is incomplete for too long, if the request line and headers are too
-large, or if its client does not read the answer. At the maximum number of connections, a new one replaces the
-one whose request has been incomplete longest, or else the one that has been idle longest. Times are measured
-by one sweep per second rather than by a timer for each request.
+large, if a request follows before the answer to the one before, or if its client does not read the answer. At
+the maximum number of connections, a new one replaces the one whose request has been incomplete longest, or
+else the one that has been idle longest. Times are measured by one sweep per second rather than by a timer for
+each request. What a request has sent is released with its answer, as an idle connection may stay open for
+long.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 REQUEST_TIMEOUT = 15.0
 """Seconds for a request to arrive, by default."""
@@ -20,8 +22,13 @@ RESPONSE_TIMEOUT = 30.0
 """Seconds for which a client may leave a full answer unread."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers; a token may have 16 KiB."""
+SMALL_HEAD = 8 * 1024
+"""Bytes of a request line with its headers that are not counted once they are complete."""
 MAX_HEADS = 32 * 1024 * 1024
-"""Bytes of the incomplete request lines and headers of all connections."""
+"""Bytes of the request lines and headers of all connections that are incomplete, or larger than `SMALL_HEAD`
+and not answered yet."""
+METHODS_WITH_BODY = frozenset({b"POST", b"PUT"})
+"""The methods whose bodies are kept, for the application to read."""
 MAX_UNREAD = 64 * 1024 * 1024
 """Bytes of the answers of all connections whose clients do not read them as fast as they are sent."""
 SWEEP_INTERVAL = 1.0
@@ -52,6 +59,7 @@ class ConnectionLimits:
         self._incomplete: OrderedDict[LimitedProtocol, float] = OrderedDict()
         self._unread: OrderedDict[LimitedProtocol, float] = OrderedDict()
         self._idle: OrderedDict[LimitedProtocol, None] = OrderedDict()
+        self._large_heads: OrderedDict[LimitedProtocol, None] = OrderedDict()
         self._heads = 0
         self.closed = 0
 
@@ -66,8 +74,7 @@ class ConnectionLimits:
     def lost(self, connection: "LimitedProtocol") -> None:
         """Forget a connection."""
         self._open -= 1
-        for connections in (self._incomplete, self._unread, self._idle):
-            connections.pop(connection, None)
+        self._forget(connection)
 
     def expect_request(self, connection: "LimitedProtocol") -> None:
         """Start the time of a request."""
@@ -84,14 +91,25 @@ class ConnectionLimits:
             self._idle[connection] = None
 
     def head_grows(self, size: int) -> None:
-        """Count bytes of an incomplete head, and close the oldest incomplete requests if there are too many.
+        """Count bytes of a head.
+
+        While there are too many, the oldest request with a large head is closed, or else the oldest that is
+        incomplete.
 
         Args:
             size: how many; negative if they are no longer kept.
         """
         self._heads += size
-        while size > 0 and self._heads > MAX_HEADS and self._incomplete:
-            self._abort(next(iter(self._incomplete)))
+        while size > 0 and self._heads > MAX_HEADS and (self._large_heads or self._incomplete):
+            self._abort(next(iter(self._large_heads or self._incomplete)))
+
+    def head_is_large(self, connection: "LimitedProtocol") -> None:
+        """Note that a request with a large head waits for its answer."""
+        self._large_heads[connection] = None
+
+    def head_is_released(self, connection: "LimitedProtocol") -> None:
+        """Note that the head of a request is no longer kept."""
+        self._large_heads.pop(connection, None)
 
     def unread(self, connection: "LimitedProtocol") -> None:
         """Start the time in which the client must read, and close the oldest if too much is unread."""
@@ -114,11 +132,15 @@ class ConnectionLimits:
                 self._abort(connection)
 
     def _abort(self, connection: "LimitedProtocol") -> None:
-        for connections in (self._incomplete, self._unread, self._idle):
-            connections.pop(connection, None)
+        self._forget(connection)
         self.closed += 1
         connection.forget_head()
+        connection.disconnect()
         connection.transport.abort()
+
+    def _forget(self, connection: "LimitedProtocol") -> None:
+        for connections in (self._incomplete, self._unread, self._idle, self._large_heads):
+            connections.pop(connection, None)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -129,6 +151,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_size = 0
+        """Bytes of the head that `limits` counts."""
+        self._framing = 0
+        """Bytes since the last of the body: of chunk headers and trailers."""
         self._in_head = True
         self._made = False
 
@@ -146,39 +171,91 @@ class LimitedProtocol(HttpToolsProtocol):
             self.limits.lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, unless the head of the request is too large."""
+        """Parse data, unless the head or what frames the body is too large."""
         if self._in_head:
             self._head_size += len(data)
             self.limits.head_grows(len(data))
+        else:
+            self._framing += len(data)
         super().data_received(data)
-        if self._in_head and self._head_size > MAX_HEAD and not self.transport.is_closing():
+        if self._in_head and self._head_size > MAX_HEAD:
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
+        elif self._framing > MAX_HEAD:
+            self.send_400_response(f"The chunk headers and trailers exceed {MAX_HEAD} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer with 400 and close the connection, unless it is closed already."""
+        if not self.transport.is_closing():
+            self.disconnect()
+            super().send_400_response(msg)
+
+    def disconnect(self) -> None:
+        """Let the application send nothing more, before the connection is closed."""
+        if self._has_unanswered_request:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    @property
+    def _has_unanswered_request(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        return cycle is not None and not cycle.response_complete
 
     def on_message_begin(self) -> None:
-        """Start the time of the request."""
+        """Start the time of the request.
+
+        Raises:
+            PipelineError: the request before has no answer yet. Each that waits would take memory.
+        """
+        if self._has_unanswered_request:
+            self.send_400_response("Wait for the answer to a request before sending the next one.")
+            raise PipelineError
         super().on_message_begin()
         self._in_head = True
         self.limits.expect_request(self)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; a trailer is dropped."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        """Count no further bytes as headers."""
+        """Count only the bytes of the head itself, and only if they are many."""
         self._in_head = False
+        self._framing = 0
+        is_large = self._head_size > SMALL_HEAD
         self.forget_head()
+        if is_large:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > SMALL_HEAD:
+                self._head_size = size
+                self.limits.head_is_large(self)
+                self.limits.head_grows(size)
         super().on_headers_complete()
 
     def forget_head(self) -> None:
         """Count the bytes of the head no longer."""
         self.limits.head_grows(-self._head_size)
+        self.limits.head_is_released(self)
         self._head_size = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body, if the application may read it."""
+        self._framing = 0
+        if self.parser.get_method() in METHODS_WITH_BODY:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """End the time of the request."""
         self._in_head = True
+        self._framing = 0
         self.limits.request_complete(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Regard the connection as idle."""
+        """Release the request, and regard the connection as idle."""
+        self.forget_head()
+        self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
+        self.cycle.scope, self.cycle.body = self.scope, bytearray()
         super().on_response_complete()
         self.limits.response_complete(self)
 
@@ -191,6 +268,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """End the time in which the client must read."""
         super().resume_writing()
         self.limits.read(self)
+
+
+class PipelineError(Exception):
+    """A client does not wait for the answer to a request; ends the parsing of what it has sent."""
 
 
 def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:

@@ -96,7 +96,10 @@ class JobFeed:
             if self._revision > revision:
                 event, revision = self._event_since(revision), self._revision
                 yield event
-                continue  # what has changed while it was sent follows at once
+                # Returns once the client has read nearly all of it: the next event then has the latest state,
+                # and no more than one event is kept for the client.
+                yield b""
+                continue
             try:
                 await asyncio.wait_for(following.wait(), KEEP_ALIVE)
             except TimeoutError:

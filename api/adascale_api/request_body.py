@@ -43,7 +43,7 @@ class JsonBody(Generic[M]):
 
     def parse(self, text: bytes) -> M:
         """Return the body in a text; errors as for a call."""
-        _check_size(text)
+        _check_size(text, "an object")
         try:
             return self.model.model_validate_json(text)
         except ValidationError as error:
@@ -69,7 +69,7 @@ class ReportsBody:
 
     def parse(self, text: bytes) -> list[GainReportBody]:
         """Return the reports in a text; errors as for `JsonBody`."""
-        _check_size(text)
+        _check_size(text, f"1 to {MAX_REPORTS} reports")
         try:
             if not text.lstrip(b" \t\r\n").startswith(b"["):
                 return [GainReportBody.model_validate_json(text)]
@@ -109,10 +109,14 @@ def require_json(content_type: str) -> None:
         )
 
 
-def _check_size(text: bytes) -> None:
+def _check_size(text: bytes, expected: str) -> None:
     """Refuse a list of too many elements, and objects of too many fields.
 
     An error of pydantic takes more than a kilobyte, and a body may have a field per seven bytes.
+
+    Args:
+        text: the body.
+        expected: what is allowed, for the error.
     """
     if len(text) <= LARGE_BODY:
         return
@@ -121,7 +125,7 @@ def _check_size(text: bytes) -> None:
     except ValueError:
         return  # reported with its position when the body is validated
     if isinstance(value, list) and len(value) > MAX_REPORTS:
-        _refuse(f"a list of {len(value)}", f"1 to {MAX_REPORTS} reports")
+        _refuse(f"a list of {len(value)}", expected)
     objects = [
         member for member in (value if isinstance(value, list) else [value]) if isinstance(member, dict)
     ]

@@ -14,6 +14,7 @@ from adascale_api.token_claims import read_claims
 from adascale_api.token_review_cache import TokenReviewCache
 from adascale_api.token_review_result import TokenReviewer, TokenReviewResult
 from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import namespace_of
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience
 
 USER_PREFIX = "system:serviceaccount:"
@@ -87,7 +88,7 @@ class ServiceAccountAuthorizer:
             raise UnauthorizedError(
                 f"the token expired {expired_for:.0f} s ago: read the token file again, the kubelet renews it"
             )
-        namespace = (job_id or "").partition(".")[0]
+        namespace = namespace_of(job_id or "")
         result = await self._cache.review(token, audiences, client=client, namespace=namespace)
         if result.user is None:
             reason = f": {result.error}" if result.error else ""
@@ -109,7 +110,7 @@ class ServiceAccountAuthorizer:
             return True
         if role is Role.CONTROLLER or job_id is None:
             return False
-        namespace, _, _ = job_id.partition(".")
+        namespace = namespace_of(job_id)
         in_namespace = (result.user or "").startswith(f"{USER_PREFIX}{namespace}:")
         return in_namespace and job_audience(job_id) in result.audiences
 
@@ -117,7 +118,7 @@ class ServiceAccountAuthorizer:
         of_controller = f"a token of {self._controller} with the audience {API_AUDIENCE}"
         if role is Role.CONTROLLER or job_id is None:
             return of_controller
-        namespace, _, _ = job_id.partition(".")
+        namespace = namespace_of(job_id)
         return (
             f"a token of a service account in namespace {namespace} with the audience "
             f"{job_audience(job_id)}, or {of_controller}"

@@ -40,3 +40,8 @@ def parse_job_id(text: str) -> str:
     """
     namespace, dot, name = text.rpartition(".")
     return job_id(name, namespace if dot else DEFAULT_NAMESPACE)
+
+
+def namespace_of(full_id: str) -> str:
+    """Return the namespace of a full job id."""
+    return full_id.partition(".")[0]

@@ -79,6 +79,7 @@ def test_a_body_costs_no_more_than_its_size(attacked: ServiceProcess, text: byte
         for path, method in (("gain", "POST"), ("allocation", "PUT"), ("replicas/0", "PUT")):
             answer = client.call(method, f"/jobs/attacked/{path}", text=text)
             assert answer.status == 422
+            assert path == "gain" or "reports" not in answer.body["error"]
             assert len(json.dumps(answer.body)) < 20_000
         assert peak_memory(attacked) - before < 100 * 1024
 
@@ -122,6 +123,93 @@ def test_incomplete_heads_take_bounded_memory(attacked: ServiceProcess) -> None:
         halves[-1].sendall(b"\r\n\r\n")
         assert halves[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
         assert peak_memory(attacked) - before < 100 * 1024
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/events", "/jobs/pipelined/allocation?version={version}&wait=60"]
+)
+def test_a_request_waits_for_the_answer_to_the_one_before(attacked: ServiceProcess, path: str) -> None:
+    with Client(attacked.port) as client:
+        path = path.format(**client.put("/jobs/pipelined", JobSpec(8).to_json()))
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=30) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\nGET /healthz HTTP/1.1\r\n".encode())
+        received = received_until_closed(connection)
+    assert b"HTTP/1.1 400 " in received
+    assert received.endswith(b"Wait for the answer to a request before sending the next one.")
+
+
+def received_until_closed(connection: socket.socket) -> bytes:
+    """Return what a service sends until it closes a connection."""
+    received = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            received += part
+    return received
+
+
+CHUNKED = f"POST /jobs/a/gain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+CHUNKED += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        (b"", b"GET /jobs?limit=1000 HTTP/1.1\r\nHost: x\r\n\r\n" * 1000),
+        (b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n" * 1000),
+        (CHUNKED + b"0\r\n", b"a: b\r\n" * 5000),
+        (CHUNKED + b"0\r\na: ", b"a" * 50_000),
+        (CHUNKED + b"1;", b"a" * 50_000),
+    ],
+    ids=["requests", "requests after a stream", "trailers", "a trailer", "a chunk header"],
+)
+def test_what_never_ends_is_refused(attacked: ServiceProcess, begin: bytes, repeated: bytes) -> None:
+    before = peak_memory(attacked)
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=60) as connection:
+        connection.sendall(begin)
+        sent = 0
+        with suppress(ConnectionResetError, BrokenPipeError):
+            while sent < 200 * 1024 * 1024:
+                connection.sendall(repeated)
+                sent += len(repeated)
+        assert sent < 20 * 1024 * 1024
+    assert peak_memory(attacked) - before < 50 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "method", "path", "pad", "body"),
+    [
+        (5000, "GET", "/healthz", 30_000, 0),
+        (1000, "GET", "/healthz", 0, 250_000),
+        (1000, "POST", "/jobs/a/gain", 0, 250_000),
+        (1000, "GET", "/jobs/held/allocation?version={version}&wait=60", 0, 250_000),
+        (5000, "GET", "/jobs/held/allocation?version={version}&wait=60", 30_000, 0),
+    ],
+    ids=["answered, heads", "answered, bodies", "refused, bodies", "waiting, bodies", "waiting, heads"],
+)
+def test_what_a_request_has_sent_is_not_kept(
+    tmp_path: Path, count: int, method: str, path: str, pad: int, body: int
+) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+        path = path.format(**client.put("/jobs/held/allocation", {"generation": 1, "replicas": 1}))
+        token = f"Authorization: Bearer {TOKEN}\r\n" if "wait" in path else ""
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\n{token}A: {'a' * pad}\r\nContent-Length: {body}\r\n\r\n"
+        )
+        before = peak_memory(service)
+        for number in range(count):
+            # As many of one address have no free ports.
+            place = ("127.0.0.1", service.port)
+            source = (f"127.0.4.{1 + number % 4}", 0)
+            connection = socket.create_connection(place, timeout=30, source_address=source)
+            stack.enter_context(connection)
+            with suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(head.encode() + b"x" * body)
+        assert client.get("/healthz") == {"status": "ok"}
+        assert peak_memory(service) - before < 130 * 1024
+        version = client.get("/jobs/held")["version"]
+        assert client.get(f"/jobs/held/allocation?version={version}&wait=1")["version"] == version
+        assert "Traceback" not in service.log()
 
 
 class Clock:
@@ -401,20 +489,24 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
         assert "Traceback" not in service.log()
 
 
+def unread_answer(port: int, path: str) -> socket.socket:
+    """Return a connection whose answer has begun, and which has room for little of it."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert connection.recv(1, socket.MSG_PEEK) == b"H"
+    return connection
+
+
 @pytest.mark.slow
 def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(tmp_path: Path) -> None:
     count, clients = 100, 80
     asyncio.run(store_large_jobs(tmp_path / "service.db", count))
     with ServiceProcess(tmp_path) as service, ExitStack() as stack:
-        unread = []
         for _ in range(clients):
-            connection = stack.enter_context(socket.socket())
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(30)
-            connection.connect(("127.0.0.1", service.port))
-            connection.sendall(b"GET /jobs?limit=1000&after=default.large HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(1, socket.MSG_PEEK) == b"H"
-            unread.append(connection)
+            stack.enter_context(unread_answer(service.port, "/jobs?limit=1000&after=default.large"))
         with Client(service.port) as client:
             assert client.get("/healthz") == {"status": "ok"}
             closed = re.compile(r"^adascale_connections_closed_total (\S+)$", re.MULTILINE)
@@ -432,15 +524,8 @@ def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path) 
     with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
         for number in range(300):
             client.put(f"/jobs/job-{number}", JobSpec(8, max_replicas=2).to_json())
-        silent = []
         for _ in range(MAX_CLIENTS):
-            connection = stack.enter_context(socket.socket())
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(30)
-            connection.connect(("127.0.0.1", service.port))
-            connection.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(1, socket.MSG_PEEK) == b"H"
-            silent.append(connection)
+            stack.enter_context(unread_answer(service.port, "/events"))
         before = peak_memory(service)
 
         def train() -> None:

@@ -226,7 +226,10 @@ def test_the_use_of_replicas_is_that_of_the_generations(client: Client, job: str
         view = client.get("/usage?seconds=60&points=600")
         assert len(view["others"]) == 600
         assert view["interval"] == pytest.approx(0.1)
-        return next((each["replicas"] for each in view["jobs"] if each["job"] == job), [0.0])
+        return next((each["replicas"] for each in view["largest"] if each["name"] == job), [0.0])
 
     wait_until(lambda: max(used()) > 0, "an interval with replicas")
     assert max(used()) <= 40
+    by_namespace = client.get("/usage?seconds=60&by=namespace")
+    assert "tests" in [each["name"] for each in by_namespace["largest"]]
+    assert client.call("GET", "/usage?by=color").status == 422

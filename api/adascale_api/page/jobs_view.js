@@ -9,6 +9,8 @@ const PHASES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Que
 // The counts above the chart, and the phases of their jobs.
 const TALLIES = { Jobs: PHASES, Training: ["Running", "Rescaling", "Recovering"], Starting: ["Starting"], Queued: ["Queued"], Failed: ["Failed"], Complete: ["Complete"] };
 const USAGE_INTERVAL = 5000;
+// What the use is grouped by, with the singular and plural of those that are summed.
+const GROUPS = { job: ["job", "jobs"], namespace: ["namespace", "namespaces"] };
 const RANGES = [["10 minutes", 600], ["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
 
 const share = (job) => (job.latest && job.target ? Math.min(job.latest.progress / job.target, 1) : null);
@@ -40,18 +42,20 @@ export class JobsView {
     this.filter = element("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => this.arrange() });
     this.phase = element("select", { id: "phase", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...PHASES.map((phase) => element("option", {}, phase)));
     this.range = element("select", { id: "range", onchange: () => this.readUsage() }, ...RANGES.map(([name, seconds]) => element("option", { value: seconds, selected: seconds === 3600 }, name)));
+    this.group = element("select", { id: "group", onchange: () => this.chooseGroup() }, ...Object.keys(GROUPS).map((group) => element("option", { value: group }, group)));
+    this.isGroupChosen = false;
     this.shown = element("span", { class: "muted", role: "status" });
     this.body = element("tbody");
     this.heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes(column) }, element("button", { type: "button", onclick: () => this.sortBy(column) }, column.title)));
     this.usage = new Chart({
-      title: "Replicas in use, by job", headingLevel: 2, series: [], isStacked: true, isStepped: true, isWhole: true, least: 0,
+      title: "Replicas in use", headingLevel: 2, series: [], isStacked: true, isStepped: true, isWhole: true, least: 0,
       formatX: (x, span) => clock(x, { withSeconds: span < 600, withDate: span > 90000 }), formatY: (y) => significant(y),
     });
     this.node = element(
       "div", {},
       element("h1", {}, "Jobs"),
       element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
-      element("div", { class: "controls" }, element("label", { for: "range" }, "Time shown"), this.range),
+      element("div", { class: "controls" }, element("label", { for: "range" }, "Time shown"), this.range, element("label", { for: "group" }, "By"), this.group),
       this.usage.node,
       element("h2", {}, "All jobs"),
       element("div", { class: "controls" }, element("label", { for: "filter" }, "Name contains"), this.filter, element("label", { for: "phase" }, "State"), this.phase, this.shown),
@@ -74,7 +78,7 @@ export class JobsView {
       else this.rows.delete(id);
     }
     const all = [...jobs.values()];
-    const values = [all.reduce((sum, job) => sum + job.replicas, 0), ...Object.values(TALLIES).map((phases) => all.filter((job) => phases.includes(job.phase)).length)];
+    const values = [total(all.map((job) => job.replicas)), ...Object.values(TALLIES).map((phases) => all.filter((job) => phases.includes(job.phase)).length)];
     this.facts.forEach(({ value }, at) => setText(value, count(values[at])));
     this.arrange();
   }
@@ -133,15 +137,20 @@ export class JobsView {
     return row?.node === node ? row : undefined;
   }
 
+  chooseGroup() {
+    this.isGroupChosen = true;
+    this.readUsage();
+  }
+
   async readUsage() {
     try {
       const seconds = Number(this.range.value);
-      const usage = await get(`usage?seconds=${seconds}&points=240`);
+      const usage = await this.usageOfGroups(seconds);
       const xs = usage.others.map((_, at) => usage.start + (at + 0.5) * usage.interval);
-      const series = usage.jobs.map(({ job }, at) => ({ name: job.replace(/^default\./, ""), style: at + 1 }));
-      const ys = usage.jobs.map(({ replicas }) => replicas);
-      if (usage.other_jobs) {
-        series.push({ name: `${count(usage.other_jobs)} other job${usage.other_jobs > 1 ? "s" : ""}`, style: 9 });
+      const series = usage.largest.map(({ name }, at) => ({ name: name.replace(/^default\./, ""), style: at + 1 }));
+      const ys = usage.largest.map(({ replicas }) => replicas);
+      if (usage.other_count) {
+        series.push({ name: `${count(usage.other_count)} other ${GROUPS[this.group.value][usage.other_count > 1 ? 1 : 0]}`, style: 9 });
         ys.push(usage.others);
       }
       // From the first use on: a service that has just started has used nothing before.
@@ -152,10 +161,27 @@ export class JobsView {
     }
   }
 
+  // The first time, by namespace if most replicas are of jobs that would have no color of their own.
+  async usageOfGroups(seconds) {
+    const read = (by) => get(`usage?seconds=${seconds}&points=240&by=${by}`);
+    const usage = await read(this.group.value);
+    if (this.isGroupChosen || !total(usage.largest.map(({ replicas }) => total(replicas)))) return usage;
+    this.isGroupChosen = true;
+    if (total(usage.others) < total(usage.largest.map(({ replicas }) => total(replicas)))) return usage;
+    const byNamespace = await read("namespace");
+    if (byNamespace.largest.length < 2) return usage;
+    this.group.value = "namespace";
+    return byNamespace;
+  }
+
   close() {
     clearInterval(this.timer);
     this.usage.remove();
   }
+}
+
+function total(values) {
+  return values.reduce((sum, value) => sum + value, 0);
 }
 
 function classes(column) {

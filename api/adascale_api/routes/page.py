@@ -11,12 +11,12 @@ from adascale_api.job_feed import Subscription
 from adascale_api.page_files import HEADERS, PageFile, load_page
 from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
 from adascale_api.store import generations
-from adascale_core.usage import UsageView, usage
+from adascale_core.usage import UsageGroup, UsageView, usage
 
 MAX_USAGE_SECONDS = 366 * 86400
 MAX_POINTS = 1000
-LISTED_JOBS = 8
-"""Jobs whose use is listed; the use of the others is summed."""
+LISTED = 8
+"""Jobs or namespaces whose use is listed; the use of the others is summed."""
 
 router = APIRouter(tags=["page"])
 _files = cache(load_page)
@@ -73,14 +73,15 @@ async def get_usage(
         int, Query(ge=60, le=MAX_USAGE_SECONDS, description="The length of the time until now.")
     ] = 3600,
     points: Annotated[int, Query(ge=1, le=MAX_POINTS, description="The number of intervals.")] = 240,
+    by: Annotated[UsageGroup, Query(description="What the replicas are summed by.")] = UsageGroup.JOB,
 ) -> UsageView:
-    """Returns the mean number of replicas in each interval, for each of the jobs that have used most, and for
-    all others together."""
+    """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
+    most, and for all others together."""
     now = service.clock()
     used = await service.database.read(
         partial(generations.used_replicas, since=now - seconds, now=now), is_long=True
     )
-    return usage(used, now - seconds, now, points, LISTED_JOBS)
+    return usage(used, now - seconds, now, points, LISTED, by)
 
 
 def _answer(request: Request, file: PageFile) -> Response:

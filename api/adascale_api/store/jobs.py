@@ -11,6 +11,7 @@ from adascale_api.sql import Sql, Transaction
 from adascale_api.tables import OF_A_JOB
 from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import namespace_of
 from adascale_core.messages import Allocation, AllocationView, JobSpec
 from adascale_core.rendezvous import Rendezvous
 
@@ -328,7 +329,7 @@ def _change(transaction: Transaction, job: Job) -> None:
 
 
 def _require_room(transaction: Transaction, job_id: str, max_undeclared: int) -> None:
-    namespace = job_id.partition(".")[0]
+    namespace = namespace_of(job_id)
     prefix = f"{namespace}."
     found = transaction.first(_UNDECLARED, prefix=prefix, length=len(prefix))
     if found is not None and found[0] >= max_undeclared:
