@@ -456,9 +456,7 @@ class InMemoryCluster:
         """Return the claim, which exists."""
         return {"spec": {"accessModes": ["ReadWriteMany"]}}
 
-    async def list_events(
-        self, namespace: str, involved_uid: str, reason: str | None = None
-    ) -> Sequence[ApiObject]:
+    async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """Return no events."""
         return ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from adascale_controller.operator.observe.lookups import (
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.runtime import lookup_fetcher
-from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
+from adascale_controller.operator.runtime.event_reader import EventReader
+from adascale_controller.operator.runtime.lookup_fetcher import SHORT_OF_PODS_TIMEOUT, LookupFetcher
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject, timestamp
 from adascale_controller.operator.types.workload import PodSettings, Workload
@@ -41,6 +43,7 @@ from support.world import World
 
 SHARED_CLAIM: ApiObject = {"spec": {"accessModes": ["ReadWriteMany"]}}
 GetClaim = Callable[[str], Awaitable[ApiObject | None]]
+ListEvents = Callable[[str, str], Awaitable[Sequence[ApiObject]]]
 
 
 # -- the fetcher --------------------------------------------------------------------------------------------
@@ -199,6 +202,120 @@ def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
     assert world.job["status"]["state"] == "Running"
 
 
+class EventsCluster(FakeCluster):
+    """A cluster that answers reads of Events by a function of namespace and selector."""
+
+    def __init__(self, world: World, list_events: ListEvents) -> None:
+        super().__init__(world)
+        self._list_events = list_events
+
+    async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
+        return await self._list_events(namespace, field_selector)
+
+
+def failed_create(uid: str) -> ApiObject:
+    return {
+        "involvedObject": {"uid": uid},
+        "message": f"denied for {uid}",
+        "lastTimestamp": timestamp(NOW),
+    }
+
+
+def short_of_pods(number: int) -> CachedJob:
+    """Return a job whose Indexed Job has none of its pods."""
+    name = f"digits-{number}"
+    own = indexed_job(2, uid=f"uid-of-job-{number}", owner=f"uid-{name}")
+    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, Job(f"team.{name}", SPEC))
+    return CachedJob(resource, None, own, (), frozenset())
+
+
+def test_all_jobs_of_a_namespace_that_lack_pods_share_one_read_of_events() -> None:
+    world = World()
+
+    async def main() -> None:
+        reads: list[tuple[str, str]] = []
+
+        async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
+            reads.append((namespace, selector))
+            return [failed_create(f"uid-of-job-{number}") for number in range(100)]
+
+        fetcher = LookupFetcher(EventsCluster(world, list_events), lambda _: None)
+        jobs = [short_of_pods(number) for number in range(100)]
+        await fetcher.fetch(jobs, NOW)
+        assert not reads
+        await fetcher.fetch(jobs, NOW + SHORT_OF_PODS_TIMEOUT)
+        assert reads == [("team", "involvedObject.kind=Job,reason=FailedCreate")]
+        for number, each in enumerate(jobs):
+            results = fetcher.results(each)
+            assert results is not None
+            expected = PodProblem(Reason.POD_CREATION_FAILED, f"denied for uid-of-job-{number}")
+            assert results.pod_creation_failure == expected
+
+    asyncio.run(main())
+
+
+def test_reads_of_events_are_made_one_at_a_time_with_rests_between_them() -> None:
+    world = World()
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        reads: list[tuple[float, float]] = []
+
+        async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
+            start = clock()
+            await asyncio.sleep(0.01)
+            reads.append((start, clock()))
+            if namespace == "refused":
+                raise ClusterError("refused", 403)
+            return []
+
+        reader = EventReader(EventsCluster(world, list_events), deadline=60.0)
+        answers = await asyncio.gather(*(reader.read(name, "") for name in ("a", "refused", "b", "a")))
+        assert answers == [{}, None, {}, {}]
+        assert len(reads) == 3
+        for (start, end), (next_start, _) in pairwise(reads):
+            assert next_start - end >= 9 * (end - start) - 0.01
+
+    asyncio.run(main())
+
+
+def test_a_read_of_events_that_hangs_fails_at_its_deadline_and_is_made_again() -> None:
+    world = World()
+
+    async def main() -> None:
+        answers: list[Awaitable[Sequence[ApiObject]]] = [asyncio.sleep(60, []), asyncio.sleep(0, [])]
+
+        async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
+            return await answers.pop(0)
+
+        reader = EventReader(EventsCluster(world, list_events), deadline=0.01)
+        assert await reader.read("team", "") is None
+        assert await reader.read("team", "") == {}
+
+    asyncio.run(main())
+
+
+def test_claims_are_read_while_reads_of_events_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.01)
+
+    world = World()
+
+    async def main() -> None:
+        async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
+            await asyncio.Event().wait()
+            return []
+
+        fetcher = LookupFetcher(EventsCluster(world, list_events), lambda _: None)
+        jobs = [short_of_pods(number) for number in range(lookup_fetcher.MAX_CONCURRENT + 1)]
+        await fetcher.fetch(jobs, NOW)
+        await fetcher.fetch(jobs, NOW + SHORT_OF_PODS_TIMEOUT)
+        claimed = cached("claimed")
+        await fetcher.fetch([claimed], NOW + 2)
+        assert fetcher.results(claimed) is not None
+
+    asyncio.run(main())
+
+
 # -- pods that the Job controller can't create --------------------------------------------------------------
 
 
@@ -265,7 +382,6 @@ def test_a_pod_is_reported_after_a_minute_in_container_creating_without_any_even
     ("events", "detail"),
     [
         ([event("Pulling", "Pulling image trainer:1", "Normal")], ": Pulling: Pulling image trainer:1"),
-        ([event("Scheduled", "Successfully assigned team/digits-0", "Normal")], ""),
         (
             [event("Odd", "unknown warning", moment=NOW - 9), event("Pulling", "Pulling", "Normal")],
             ": Odd: unknown warning",

@@ -36,9 +36,7 @@ class FakeCluster:
         """As `Cluster.get_claim`: every claim exists."""
         return {"spec": {"accessModes": ["ReadWriteMany"]}}
 
-    async def list_events(
-        self, namespace: str, involved_uid: str, reason: str | None = None
-    ) -> Sequence[ApiObject]:
+    async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """As `Cluster.list_events`: there are none."""
         return ()
 

@@ -36,10 +36,8 @@ class Cluster(Protocol):
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
         """Return a PersistentVolumeClaim. None if it does not exist."""
 
-    async def list_events(
-        self, namespace: str, involved_uid: str, reason: str | None = None
-    ) -> Sequence[ApiObject]:
-        """Return the Events about an object, with one reason or with any."""
+    async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
+        """Return the Events of a namespace that match a selector."""
 
     async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob by server-side apply, and return the AdaScaleJob.

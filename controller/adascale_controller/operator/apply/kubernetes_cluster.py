@@ -94,12 +94,9 @@ class KubernetesCluster:
             raise
         return claim
 
-    async def list_events(
-        self, namespace: str, involved_uid: str, reason: str | None = None
-    ) -> Sequence[ApiObject]:
+    async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """As `Cluster.list_events`."""
-        selector = f"involvedObject.uid={involved_uid}" + (f",reason={reason}" if reason else "")
-        page = await self._call("GET", f"{_core(namespace)}/events", {"fieldSelector": selector})
+        page = await self._call("GET", f"{_core(namespace)}/events", {"fieldSelector": field_selector})
         events: Sequence[ApiObject] = page["items"]
         return events
 

@@ -27,8 +27,13 @@ _START_FAILURES: Final = frozenset(
     {"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox", "NetworkNotReady"}
 )
 """Reasons of Events by which a node reports why it has started no container. Pod statuses don't have them."""
-_UNINFORMATIVE: Final = frozenset({"Scheduled", "SuccessfulAttachVolume"})
-"""Reasons of Events that don't explain why a pod is still in ContainerCreating."""
+_ORDINARY: Final = ("Scheduled", "SuccessfulAttachVolume", "Pulled", "Created", "Started", "Killing")
+"""Reasons of Events that don't explain why a pod is still in ContainerCreating. Each pod has some of them."""
+
+CREATION_EVENTS: Final = "involvedObject.kind=Job,reason=FailedCreate"
+"""Selects Events that say why the Job controller can't create pods."""
+START_EVENTS: Final = ",".join(["involvedObject.kind=Pod", *(f"reason!={reason}" for reason in _ORDINARY)])
+"""Selects Events that may say why pods start no container."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class LookupResults:
         claim: the checkpoint claim.
         pod_creation_failure: why the Job controller can't create pods.
         slow_pod: uid of the pod whose Events `slow_pod_events` holds.
-        slow_pod_events: the Events of that pod.
+        slow_pod_events: the Events of that pod, of `START_EVENTS`.
     """
 
     claim: CheckpointClaim | None = None
@@ -168,8 +173,7 @@ def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
         f"pod {pod.name} has been in ContainerCreating for more than {threshold:.0f} s on node {pod.node}"
     )
     warnings = [event for event in events if event.get("type") == "Warning"]
-    others = [event for event in events if event["reason"] not in _UNINFORMATIVE]
-    detail = _newest(warnings) or _newest(others)
+    detail = _newest(warnings) or _newest(events)
     message = f"{message}: {detail}" if detail else message
     return replace(pod, problem=PodProblem(Reason.CONTAINER_CREATING, message, blocks=False))
 

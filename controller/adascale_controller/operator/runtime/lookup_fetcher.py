@@ -1,9 +1,9 @@
 """Fetches what the caches don't hold: claims and Events.
 
-All calls run concurrently, with a bound on their number and a deadline for each. A cycle waits for the calls
-that it starts, but not longer than `CYCLE_WAIT`; a slower call continues in the background, its result is
-used in a later cycle, and until then the job has the last known result. So a slow call of one job delays no
-other.
+Claims are read concurrently, with a bound on the number of calls and a deadline for each; Events by
+`event_reader`. A cycle waits for the calls that it starts, but not longer than `CYCLE_WAIT`; a slower call
+continues in the background, its result is used in a later cycle, and until then the job has the last known
+result. So a slow call of one job delays no other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.observe.lookups import (
+    CREATION_EVENTS,
+    START_EVENTS,
     LookupResults,
     Lookups,
     assume_claim,
@@ -25,13 +27,14 @@ from adascale_controller.operator.observe.lookups import (
     read_claim,
 )
 from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim
+from adascale_controller.operator.runtime.event_reader import EventReader
 from adascale_controller.operator.types.kubernetes import JobKey
 from adascale_controller.operator.types.workload import Workload
 
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 16
-"""Calls at the same time."""
+"""Reads of claims at the same time."""
 DEADLINE = 8.0
 """Seconds after which a call fails."""
 CYCLE_WAIT = 0.25
@@ -79,8 +82,10 @@ class LookupFetcher:
     def __init__(self, cluster: Cluster, on_result: Callable[[JobKey], None]) -> None:
         self._cluster = cluster
         self._on_result = on_result
+        self._events = EventReader(cluster, DEADLINE)
         self._jobs: dict[str, _JobLookups] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._claim_reads = 0
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the results of all AdaScaleJobs with other uids."""
@@ -99,14 +104,14 @@ class LookupFetcher:
             jobs: the jobs that the cycle looks at.
             now: seconds since 1970.
         """
-        # Calls of earlier cycles that hang take from the bound, but never all of it.
-        limit = asyncio.Semaphore(max(MAX_CONCURRENT - len(self._tasks), 1))
+        # Reads of earlier cycles that hang take from the bound, but never all of it.
+        limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
         started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
-            for name, call in self._due(job, lookups, now):
+            for name, call in self._due(job, lookups, now, limit):
                 lookups.running.add(name)
-                task = asyncio.create_task(self._run(lookups, name, call, limit))
+                task = asyncio.create_task(self._run(lookups, name, call))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 started[task] = job.resource.key
@@ -157,14 +162,14 @@ class LookupFetcher:
     # -- calls ----------------------------------------------------------------------------------------------
 
     def _due(
-        self, job: CachedJob, lookups: _JobLookups, now: float
+        self, job: CachedJob, lookups: _JobLookups, now: float, limit: asyncio.Semaphore
     ) -> Iterable[tuple[str, Callable[[], Awaitable[None]]]]:
         needed = needed_lookups(job, now)
         if job.workload is not None and needed.claim is not None and "claim" not in lookups.running:
             workload, name = job.workload, needed.claim
             if self._claim_is_due(lookups, needed, now):
                 lookups.claim_read_at = now
-                yield "claim", lambda: self._read_claim(workload, name, lookups)
+                yield "claim", lambda: self._read_claim(workload, name, lookups, limit)
         if needed.short_of_pods is None:
             lookups.short_of_pods_since = None
             lookups.results = replace(lookups.results, pod_creation_failure=None)
@@ -194,23 +199,20 @@ class LookupFetcher:
         awaited = needed.claim_awaited and not claim.exists
         return awaited and now - lookups.claim_read_at >= CLAIM_INTERVAL
 
-    async def _run(
-        self,
-        lookups: _JobLookups,
-        name: str,
-        call: Callable[[], Awaitable[None]],
-        limit: asyncio.Semaphore,
-    ) -> None:
+    @staticmethod
+    async def _run(lookups: _JobLookups, name: str, call: Callable[[], Awaitable[None]]) -> None:
         try:
-            async with limit:
-                await call()
+            await call()
         finally:
             lookups.running.discard(name)
 
-    async def _read_claim(self, workload: Workload, name: str, lookups: _JobLookups) -> None:
+    async def _read_claim(
+        self, workload: Workload, name: str, lookups: _JobLookups, limit: asyncio.Semaphore
+    ) -> None:
         claim: CheckpointClaim | None = None
+        self._claim_reads += 1
         try:
-            async with _deadline():
+            async with limit, _deadline():
                 raw = await self._cluster.get_claim(workload.namespace, name)
             claim = read_claim(workload, name, raw)
         except ClusterError as error:
@@ -219,30 +221,24 @@ class LookupFetcher:
                 lookups.claim_error = error
                 return
             claim = assume_claim(workload, name)
+        finally:
+            self._claim_reads -= 1
         lookups.claim_error = None
         lookups.results = replace(lookups.results, claim=claim)
 
     async def _read_creation_events(
         self, job: CachedJob, indexed_job: str, since: float, lookups: _JobLookups
     ) -> None:
-        try:
-            async with _deadline():
-                events = await self._cluster.list_events(job.resource.namespace, indexed_job, "FailedCreate")
-        except ClusterError as error:
-            logger.warning("%s: %s", job.resource.id, error)
-            return
-        if lookups.short_of_pods_since is not None:
-            failure = pod_creation_failure(events, since)
+        events = await self._events.read(job.resource.namespace, CREATION_EVENTS)
+        if events is not None and lookups.short_of_pods_since is not None:
+            failure = pod_creation_failure(events.get(indexed_job, ()), since)
             lookups.results = replace(lookups.results, pod_creation_failure=failure)
 
     async def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups) -> None:
-        try:
-            async with _deadline():
-                events = await self._cluster.list_events(job.resource.namespace, pod_uid)
-        except ClusterError as error:
-            logger.warning("%s: %s", job.resource.id, error)
-            return
-        lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=tuple(events))
+        events = await self._events.read(job.resource.namespace, START_EVENTS)
+        if events is not None:
+            found = tuple(events.get(pod_uid, ()))
+            lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=found)
 
 
 @asynccontextmanager
