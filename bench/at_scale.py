@@ -62,8 +62,8 @@ SIMULATED = "kwok.x-k8s.io/node"
 JOBS_TIMEOUT = 1800.0
 STABLE_SECONDS = 30.0
 """Seconds without a change of a replica count after which the jobs have as many replicas as they want."""
-QUIET_SECONDS = 10.0
-"""Seconds after the last report until the operator has read it."""
+QUIET_SECONDS = 120.0
+"""Seconds after the last report until the operator has read it and decided with it."""
 OBJECT = (names.API_GROUP, names.API_VERSION)
 
 
@@ -535,6 +535,8 @@ class Agent:
     rank: int | None = None
     replicas: int = 0
     gone: bool = False
+    turn: int = 0
+    """The number of its entry in the queue. Earlier entries do not count."""
 
 
 class Agents:
@@ -557,6 +559,7 @@ class Agents:
         self._heartbeat = heartbeat
         self._report = report
         self._transport = Transport(url, token, None)
+        self._client = MetricsServiceClient(url, token)
         self._due: PriorityQueue[tuple[float, int, Agent]] = PriorityQueue()
         self._number = 0
         self._steps: dict[str, int] = {}
@@ -567,9 +570,12 @@ class Agents:
     @contextmanager
     def following(self, api: client.ApiClient, namespace: str) -> Iterator[None]:
         """Follow the pods of a namespace during the context."""
-        watcher = threading.Thread(target=self._watch, args=(api, namespace), daemon=True)
+        watchers = [
+            threading.Thread(target=self._watch, args=(api, namespace), daemon=True),
+            threading.Thread(target=self._follow_generations, daemon=True),
+        ]
         threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
-        for thread in (watcher, *threads):
+        for thread in (*watchers, *threads):
             thread.start()
         try:
             yield
@@ -590,6 +596,33 @@ class Agents:
             except client.ApiException:
                 continue
 
+    def _follow_generations(self) -> None:
+        """Send the heartbeats of the agents of a job at once when its generations change.
+
+        Agents wait for changes of their job with a request each; one request waits for those of all.
+        """
+        cursor: str | None = None
+        desired: dict[str, tuple[object, ...]] = {}
+        while not self._stopping.is_set():
+            try:
+                if cursor is None:
+                    cursor = self._client.read_jobs().cursor
+                changes = self._client.read_changes(cursor, wait=20.0)
+            except ServiceError:
+                cursor = None
+                time.sleep(1.0)
+                continue
+            cursor = changes.cursor
+            changed = set()
+            for view in changes.jobs:
+                generations = (view.active, view.desired, view.broken)
+                if desired.get(view.id) != generations:
+                    desired[view.id] = generations
+                    changed.add(view.id)
+            for agent in list(self.agents.values()) if changed else ():
+                if agent.job in changed:
+                    self._schedule(agent, 0.0)
+
     def _update(self, kind: str, pod: Any) -> None:
         uid = pod.metadata.uid
         known = self.agents.get(uid)
@@ -608,17 +641,20 @@ class Agents:
 
     def _schedule(self, agent: Agent, delay: float) -> None:
         self._number += 1
+        agent.turn = self._number
         self._due.put((time.monotonic() + delay, self._number, agent))
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                due, _, agent = self._due.get(timeout=0.5)
+                due, number, agent = self._due.get(timeout=0.5)
             except Empty:
+                continue
+            if number != agent.turn:
                 continue
             wait = due - time.monotonic()
             if wait > 0.2:
-                self._due.put((due, -1, agent))
+                self._due.put((due, number, agent))
                 time.sleep(0.1)
                 continue
             time.sleep(max(wait, 0.0))
@@ -650,6 +686,7 @@ class Agents:
             return 0.0
         if what is Instruction.RELEASE:
             agent.generation, agent.rank = 0, None
+            return 0.0
         if agent.rank == 0 and running:
             self._report_step(agent)
         settled = running and view.desired is not None and view.desired.generation == agent.generation

@@ -98,11 +98,21 @@ class NodeCapacity:
     def max_replicas(self, job: str) -> int:
         """Return how many replicas of `job` fit if no other job runs."""
         demand = self._problem.demands[job]
-        lower = 0
-        upper = len(demand.placed) + sum(self._problem.nodes.slots[demand.kind].values())
+        slots = self._problem.nodes.slots[demand.kind]
+        total = sum(slots.values())
+
+        def fits(count: int) -> bool:
+            if demand.one_node:
+                return self.fits({job: count})
+            # Without a search on all nodes: replicas that are placed stay, the others take any free slots.
+            placed = Counter(node for rank, node in demand.placed.items() if rank < count)
+            taken = sum(min(slots.get(node, 0), replicas) for node, replicas in placed.items())
+            return count - placed.total() <= total - taken
+
+        lower, upper = 0, len(demand.placed) + total
         while lower < upper:
             count = (lower + upper + 1) // 2
-            lower, upper = (count, upper) if self.fits({job: count}) else (lower, count - 1)
+            lower, upper = (count, upper) if fits(count) else (lower, count - 1)
         return lower
 
     def simplified_for(self, jobs: Iterable[str]) -> int | NodeCapacity:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 INTERVAL = 1.0
 """Seconds between two cycles while no change is reported."""
-PAUSE = 0.1
+PAUSE = 0.05
 """The minimum number of seconds between two cycles."""
 MAX_PAUSE = 2.0
 """The maximum number of seconds for which a cycle delays the next one by the processor time that it took."""

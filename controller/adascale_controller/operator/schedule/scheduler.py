@@ -504,8 +504,8 @@ class Scheduler:
         trains_current = view.desired == current and observed.training_replicas > 0
 
         def most() -> int:
-            # Costly on many nodes, and rarely needed.
-            return self._resources.capacity(self._candidates, {job.id: present}).max_replicas(job.id)
+            demands = {job.id: present}
+            return self._resources.capacity(self._candidates, demands, self._result).max_replicas(job.id)
 
         _update_backoff(memory.backoff, observed, most)
         _update_failing_counts(memory.failing_counts, observed, view)
