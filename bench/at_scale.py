@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
 from queue import Empty, PriorityQueue
@@ -561,7 +562,7 @@ class Agents:
         self._transport = Transport(url, token, None)
         self._client = MetricsServiceClient(url, token)
         self._due: PriorityQueue[tuple[float, int, Agent]] = PriorityQueue()
-        self._number = 0
+        self._numbers = count(1)
         self._steps: dict[str, int] = {}
         self._report_due: dict[str, float] = {}
         self._reports = reports
@@ -640,9 +641,8 @@ class Agents:
             self._schedule(agent, 0.0)
 
     def _schedule(self, agent: Agent, delay: float) -> None:
-        self._number += 1
-        agent.turn = self._number
-        self._due.put((time.monotonic() + delay, self._number, agent))
+        agent.turn = number = next(self._numbers)
+        self._due.put((time.monotonic() + delay, number, agent))
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -698,20 +698,20 @@ class Agents:
         if is_quiet or now < self._report_due.get(agent.job, 0.0):
             return
         step = self._steps[agent.job] = self._steps.get(agent.job, 0) + 1
-        count = agent.replicas
+        replicas = agent.replicas
         report = GainReport(
             generation=agent.generation,
             step=step,
             progress=float(step),
             epoch=0,
-            replicas=count,
+            replicas=replicas,
             local_bsz=32,
             accumulation=1,
-            scale=float(count),
-            gain=1.0 + 0.8 * (count - 1),
+            scale=float(replicas),
+            gain=1.0 + 0.8 * (replicas - 1),
             grad_sqr=1.0,
             grad_var=8.0,
-            step_time=0.1 * (1 + 0.1 * count) * random.uniform(0.97, 1.03),
+            step_time=0.1 * (1 + 0.1 * replicas) * random.uniform(0.97, 1.03),
             time=time.time(),
         )
         answer = self._transport.request("POST", f"jobs/{agent.job}/gain", [report.to_json()])
