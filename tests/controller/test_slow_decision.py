@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 
 from adascale_controller.operator.runtime import control_loop
-from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.types.kubernetes import JobKey, Resource
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import Allocation, AllocationView
 from support.world import World
@@ -186,6 +188,40 @@ def test_what_is_planned_is_dropped_with_its_job(
 
     run_steps(world, steps())
     assert "other" not in world.objects[Resource.JOBS]
+
+
+def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the actions of that look, for the state before, would be carried out after it."""
+    monkeypatch.setattr(control_loop, "MAX_CONCURRENT", 1)
+    world = training_on_four(decisions)
+    may_answer, is_asked = hold_back_allocations(world, monkeypatch)
+    looks: list[bool] = []
+    look = ControlLoop._look
+
+    async def slow_look(loop: ControlLoop, keys: Collection[JobKey]) -> set[JobKey]:
+        looked_at = await look(loop, keys)
+        other = ("team", "other")
+        if other in keys and other in loop._planned:
+            may_answer.set()
+            while not all(task.done() for key, task in loop._applying.items() if key != other):
+                await asyncio.sleep(0)
+            looks.append(other in loop._applying)
+        return looked_at
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.edit(replicas=2)
+        yield is_asked.is_set
+        world.submit("other")
+        yield lambda: "adascale_operator_pending_jobs 2.0" in world.metrics.text().decode()
+        monkeypatch.setattr(ControlLoop, "_look", slow_look)
+        other = world.objects[Resource.ADASCALEJOBS]["other"]
+        world.write(Resource.ADASCALEJOBS, {**other, "spec": {**other["spec"], "backoffLimit": 5}})
+        yield lambda: bool(looks)
+
+    run_steps(world, steps())
+    assert looks == [False]
 
 
 def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:

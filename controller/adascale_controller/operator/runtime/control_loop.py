@@ -139,6 +139,8 @@ class ControlLoop:
         """The jobs to look at as soon as their actions are carried out."""
         self._planned: dict[JobKey, tuple[ObservedJob, Actions]] = {}
         """The jobs whose actions are begun when there is room, with those of the last look at them."""
+        self._looking: set[JobKey] = set()
+        """The jobs that this cycle looks at. Their planned actions are about to be replaced."""
         self._running = 0
         """The jobs whose actions are carried out, without those of which only telemetry is written."""
         self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
@@ -238,7 +240,9 @@ class ControlLoop:
         self._drop_applied()
         self._adopt_decision()
         self._collect_changes()
-        looked_at = await self._look(self._free_to_change(self._queue.take(self._clock())))
+        keys = self._free_to_change(self._queue.take(self._clock()))
+        self._looking = set(keys)
+        looked_at = await self._look(keys)
         self._update_resources()
         self._applier.jobs = len(self._jobs)
         urgent, telemetry = await self._reconcile_all(looked_at)
@@ -478,6 +482,7 @@ class ControlLoop:
 
         A job keeps its place if it is planned already, so its turn comes however often it is looked at.
         """
+        self._looking = set()
         planned = {job.resource.key: (job, actions) for job, actions in urgent}
         for key in looked_at:
             if key not in planned:
@@ -487,9 +492,12 @@ class ControlLoop:
 
     def _begin_planned(self) -> None:
         """Begin to carry out actions that are planned, of `MAX_CONCURRENT` jobs at a time."""
-        while self._planned and self._running < MAX_CONCURRENT:
-            waited_for = (key for key, (job, actions) in self._planned.items() if is_waited_for(job, actions))
-            job, actions = self._planned.pop(next(waited_for, next(iter(self._planned))))
+        while self._running < MAX_CONCURRENT:
+            ready = [key for key in self._planned if key not in self._looking]
+            if not ready:
+                return
+            waited_for = (key for key in ready if is_waited_for(*self._planned[key]))
+            job, actions = self._planned.pop(next(waited_for, ready[0]))
             if actions.allocate is not None:
                 self._scheduler.note_request(job.resource.id, actions.allocate.replicas)
             self._running += 1
