@@ -18,12 +18,14 @@ from typer.testing import CliRunner
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.policy import AdaScalePolicy
 from adascale_controller.simulation.profiles import read_application, read_workload
+from adascale_controller.simulation.recording import read_recording
 from adascale_core.errors import AdaScaleError
+from adascale_core.simulation.application import ProfileError
 from adascale_core.simulation.cluster import PlacementMode, place
 from adascale_core.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
 from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Tiresias
 from adascale_core.simulation.results import Results
-from support.workload import write, write_profiles, write_workload
+from support.workload import write_profiles, write_workload
 
 SETTINGS = Settings([4] * 2)
 
@@ -210,8 +212,16 @@ def test_an_invalid_file_is_refused_with_its_name(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("a,nan,small,1,16", "time must be a finite number of at least 0, got 'nan'"),
-        ("a,-1,small,1,16", "time must be a finite number of at least 0, got '-1'"),
+        ("a,nan,small,1,16", "time must be a finite number from 0 to 3.456e+07, got 'nan'"),
+        ("a,-1,small,1,16", "time must be a finite number from 0 to 3.456e+07, got '-1'"),
+        ("a,1e300,small,1,16", "time must be a finite number from 0 to 3.456e+07, got '1e300'"),
+        ("a,1", "line 2 has no application"),
+        (",1,small,1,16", "line 2 has no name"),
+        ("a,1,small,inf,16", "num_replicas must be a finite number, got 'inf'"),
+        ("a,1,../profiles,1,16", "must be the name of a folder of --profiles, got '../profiles'"),
+        (f"a,1,{'x' * 5000},1,16", "must be the name of a folder of --profiles"),
+        ("a,1,unknown,1,16", "application 'unknown' is unknown"),
+        (f'"{"a" * 200_000}",1,small,1,16', "is not a CSV file: field larger than field limit"),
         ("a,1,small,0,16", "num_replicas of a must be a whole number of at least 1, got '0'"),
         ("a,1,small,1.5,16", "num_replicas of a must be a whole number of at least 1, got '1.5'"),
         ("a,1,small,1,8", "batch_size of a must be a whole number from 16 to 256, got '8'"),
@@ -226,6 +236,73 @@ def test_an_invalid_row_is_refused_with_what_is_allowed(
     path.write_text(f"name,time,application,num_replicas,batch_size\n{rows}\n")
     with pytest.raises(AdaScaleError, match=re.escape(message)):
         read_workload(path, files / "profiles")
+
+
+TIMES = "placement,local_bsz,step_time,sync_time\n"
+EPOCHS = "progress,iteration,metric,grad_sqr,grad_var\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("placements.csv", None, "does not exist"),
+        ("placements.csv", TIMES, "has no rows"),
+        (
+            "placements.csv",
+            f"{TIMES}x,4,1,0\n",
+            "placement must be a digit from 1 to 9 for each node, got 'x'",
+        ),
+        ("placements.csv", f"{TIMES}1,0,1,0\n", "local_bsz must be a whole number of at least 1, got '0'"),
+        ("placements.csv", f"{TIMES}1,4,nan,0\n", "step_time must be a finite number, got 'nan'"),
+        ("placements.csv", f"{TIMES}1,4,1,-1\n", "sync_time must be a finite number of at least 0, got '-1'"),
+        ("placements.csv", f"{TIMES}1,4,1,2\n", "step_time must be more than sync_time, got '1' and '2'"),
+        ("placements.csv", f"{TIMES}13,4,2,1\n22,8,2,1\n", "placements 13 and 22 have different values"),
+        ("scalability.csv", "num_nodes\n", "has no column num_replicas"),
+        ("validation-16.csv", EPOCHS, "has no rows"),
+        ("validation-16.csv", f"{EPOCHS}5,5,0,1,1\n3,6,0,1,1\n", "progress must be positive, and grow"),
+        ("validation-16.csv", f"{EPOCHS}5,5,0,nan,1\n", "grad_sqr must be a finite number, got 'nan'"),
+        ("validation-x.csv", EPOCHS, "the name must be validation-<batch size>.csv, got 'x'"),
+    ],
+)
+def test_an_invalid_profile_is_refused_with_its_file(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    write_profiles(tmp_path)
+    path = tmp_path / "small" / name
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    with pytest.raises(ProfileError, match=re.escape(message)) as raised:
+        read_application(tmp_path / "small")
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--restart", "nan"], "--restart"),
+        (["--restart", "1e9"], "--restart"),
+        (["--interval", "inf"], "--interval"),
+        (["--prepare", "-1"], "--prepare"),
+        (["--noise", "nan"], "--noise"),
+        (["--nodes", "1000000000"], "--nodes"),
+        (["--pictures", "workload.csv"], "cannot create the folder"),
+    ],
+)
+def test_an_invalid_option_is_refused(files: Path, arguments: Sequence[str], message: str) -> None:
+    given = [str(files / each) if each == "workload.csv" else each for each in arguments]
+    workload = ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles")]
+    result = CliRunner().invoke(app, [*workload, *given])
+    assert isinstance(result.exception, (AdaScaleError, SystemExit))
+    assert message in result.output + str(result.exception)
+
+
+def test_a_folder_and_a_binary_file_are_no_workload(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    for path, message in ((tmp_path, "Is a directory"), (tmp_path / "binary.csv", "is not a text file")):
+        with pytest.raises(ProfileError, match=message):
+            read_workload(path, files / "profiles")
 
 
 @pytest.mark.parametrize("policy", ["tiresias", "fcfs"])
@@ -269,7 +346,61 @@ def test_a_recorded_workload_is_replayed(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["simulate", str(path), "--nodes", "1", "--output", "json"])
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.stdout)["jobs"]) == 3
-    write(tmp_path / "other.json", ("a",), [])
-    assert CliRunner().invoke(app, ["simulate", str(tmp_path / "other.json")]).exit_code != 0
-    path.write_text('{"version": 1, "jobs": 5}')
-    assert "has no list of jobs" in str(CliRunner().invoke(app, ["simulate", str(path)]).exception)
+
+
+RECORDED = {
+    "version": 1,
+    "jobs": [
+        {
+            "name": "a",
+            "time": 0.0,
+            "total": 200.0,
+            "spec": {"batch_size": 16, "max_replicas": 4},
+            "step_times": [{"replicas": 1, "local_bsz": 16, "accumulation": 1, "step_time": 0.1}],
+            "reports": [{"progress": 10.0, "grad_sqr": 1.0, "grad_var": 9.0}],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (["version"], 2, "not a recorded workload of version 1, but of version 2"),
+        (["jobs"], 5, "jobs: Input should be a valid list, got '5'"),
+        (["jobs"], [], "jobs: List should have at least 1 item"),
+        (["jobs", 0], "x", "jobs.0: an object is needed, got 'x'"),
+        (["jobs", 0, "time"], -1, "jobs.0.time: Input should be greater than or equal to 0, got '-1'"),
+        (["jobs", 0, "total"], float("nan"), "jobs.0.total: Input should be"),
+        (["jobs", 0, "spec"], {}, "jobs.0.spec.batch_size: Field required"),
+        (["jobs", 0, "spec", "max_replicas"], "x", "jobs.0.spec.max_replicas: Input should be a valid"),
+        (["jobs", 0, "spec", "min_replicas"], 8, "minReplicas 8 is greater than maxReplicas 4"),
+        (["jobs", 0, "spec", "local_bsz_bounds"], [9, 3], "lower 9 is greater than upper 3"),
+        (["jobs", 0, "step_times"], [], "jobs.0.step_times: List should have at least 1 item"),
+        (["jobs", 0, "step_times", 0, "step_time"], 1e20, "must be from 1e-9 to 1e9 s"),
+        (["jobs", 0, "reports", 0, "grad_sqr"], "x", "jobs.0.reports.0.grad_sqr: Input should be a valid"),
+    ],
+)
+def test_an_invalid_recording_is_refused_with_its_place(
+    tmp_path: Path, place: Sequence[str | int], value: object, message: str
+) -> None:
+    document = json.loads(json.dumps(RECORDED))
+    parent = document
+    for part in place[:-1]:
+        parent = parent[part]
+    parent[place[-1]] = value
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match=re.escape(message)) as raised:
+        read_recording(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_file_that_is_no_json_or_has_two_jobs_of_a_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.json"
+    path.write_text("{")
+    with pytest.raises(ProfileError, match="is not a recorded workload"):
+        read_recording(path)
+    path.write_text(json.dumps({**RECORDED, "jobs": 2 * RECORDED["jobs"]}))  # type: ignore[operator]
+    with pytest.raises(ProfileError, match="two jobs of the name 'a'"):
+        read_recording(path)

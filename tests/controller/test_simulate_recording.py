@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ from typer.testing import CliRunner, Result
 
 from adascale_client import MetricsServiceClient
 from adascale_controller.cli.app import app
-from adascale_core.messages import Allocation, GainReport, JobSpec
+from adascale_controller.simulation.policy import AdaScalePolicy
+from adascale_controller.simulation.recording import record
+from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.simulation.engine import Settings
+from adascale_core.simulation.engine import simulate as simulate_jobs
 from support.service import TOKEN, Service
 
 SIZES = ((1, 32, 1.0), (2, 32, 1.8), (2, 64, 2.5))
@@ -84,6 +88,39 @@ def test_a_job_alone_takes_as_long_as_it_reported(service: Service, tmp_path: Pa
     path.write_text(json.dumps(document))
     (job,) = results(simulate(str(path), "--policy", "fcfs"))["jobs"]
     assert job["completion_time"] == pytest.approx(30 + 3000 * 0.082, rel=0.01)
+
+
+def test_a_batch_that_did_not_fit_into_memory_is_not_used_in_the_replay(tmp_path: Path) -> None:
+    started = Service(tmp_path)
+    try:
+        client = MetricsServiceClient(started.url, TOKEN)
+        job = "default.limited"
+        client.declare_job(job, JobSpec(32, 512, (16, 64), 2, 4, 4000))
+        client.allocate(job, Allocation(1, 2))
+        trainers = [
+            Registration(i, f"{i}.1", ReplicaState.WAITING, 0, "127.0.0.1", 4000 + i, device="cpu")
+            for i in range(2)
+        ]
+        states: Sequence[dict[str, Any]] = (
+            {},
+            {"state": ReplicaState.RUNNING, "generation": 1, "assigned": 1, "replicas": 2, "stepped": 1},
+            {"state": ReplicaState.HOLDING, "step": 3, "local_bsz_limit": 24},
+        )
+        for state in states:
+            trainers = [replace(each, rank=each.replica if state else None, **state) for each in trainers]
+            for each in trainers:
+                client.register(job, each)
+        client.post_gain(job, [each for each in reports(2) if each.replicas == 2])
+        client.close()
+        path = tmp_path / "recorded.json"
+        (submission,) = record(MetricsServiceClient(started.url, TOKEN), path)
+    finally:
+        started.stop()
+    assert json.loads(path.read_text())["jobs"][0]["spec"]["local_bsz_limit"] == 24
+    (replayed,) = simulate_jobs([submission], AdaScalePolicy(), Settings([4]))
+    used = {plan for _, plan in replayed.measured}
+    assert used
+    assert all(plan.local_bsz <= 24 and plan.replicas >= 2 for plan in used)
 
 
 def test_a_service_that_refuses_the_token_or_has_no_job_is_reported(service: Service, tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ from adascale_core.simulation.engine import Policy, Settings, Submission, simula
 from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Optimus, Tiresias
 from adascale_core.simulation.results import Results
 
+MAX_SECONDS = 86400.0
+"""The largest restart, interval and preparation that can be simulated."""
+
 
 class PolicyName(StrEnum):
     """The policies that can be simulated."""
@@ -57,20 +60,32 @@ def simulate_workload(
         Path | None,
         typer.Option("--profiles", metavar="DIR", help="The applications' profiles.", show_default=False),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="The number of nodes.")] = 16,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="G", min=1, help="Replicas that a node holds.")] = 4,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="The number of nodes.")
+    ] = 16,
+    gpus: Annotated[
+        int, typer.Option("--gpus", metavar="G", min=1, max=1000, help="Replicas that a node holds.")
+    ] = 4,
     restart: Annotated[
         float,
-        typer.Option("--restart", metavar="SECONDS", min=0, help="Training stands still for a change."),
+        typer.Option(
+            "--restart", metavar="SECONDS", min=0, max=MAX_SECONDS, help="Training stands still for a change."
+        ),
     ] = 30.0,
     interval: Annotated[
         float,
-        typer.Option("--interval", metavar="SECONDS", min=0.1, help="The time between two decisions."),
+        typer.Option(
+            "--interval", metavar="SECONDS", min=0.1, max=MAX_SECONDS, help="The time between two decisions."
+        ),
     ] = 60.0,
     prepare: Annotated[
         float,
         typer.Option(
-            "--prepare", metavar="SECONDS", min=0, help="Training continues while a change is prepared."
+            "--prepare",
+            metavar="SECONDS",
+            min=0,
+            max=MAX_SECONDS,
+            help="Training continues while a change is prepared.",
         ),
     ] = 0.0,
     noise: Annotated[
@@ -113,8 +128,7 @@ def simulate_workload(
     settings = Settings([gpus] * nodes, restart, interval, prepare)
     random = Random(seed)
     submissions = _submissions(workload, profiles, from_service)
-    if policy in (PolicyName.TIRESIAS, PolicyName.FCFS):
-        _require_room(submissions, settings)
+    _require_room(submissions, settings, policy)
     jobs = simulate(
         submissions, _policy(policy, placement), settings, lambda: random.lognormvariate(0.0, noise)
     )
@@ -140,17 +154,21 @@ def _submissions(workload: Path | None, profiles: Path | None, url: str | None) 
     return read_workload(workload, profiles)
 
 
-def _require_room(submissions: Sequence[Submission], settings: Settings) -> None:
-    """Check that each job fits with its number of replicas, for policies that use no other number.
+def _require_room(submissions: Sequence[Submission], settings: Settings, policy: PolicyName) -> None:
+    """Check that each job fits when it is alone.
 
     Raises:
         ProfileError: a job does not fit.
     """
-    largest = max(submissions, key=lambda each: each.replicas)
-    if largest.replicas > settings.total:
+    is_fixed = policy in (PolicyName.TIRESIAS, PolicyName.FCFS)
+    needed = {each.name: each.replicas if is_fixed else each.application.min_replicas for each in submissions}
+    largest = max(needed, key=lambda name: needed[name])
+    if needed[largest] > settings.total:
+        runs = f"runs on {needed[largest]} replicas with this policy"
+        runs = runs if is_fixed else f"needs {needed[largest]} replicas"
         raise ProfileError(
-            f"job {largest.name} runs on {largest.replicas} replicas with this policy, and the nodes hold "
-            f"{settings.total}: raise --nodes or --gpus, or choose another --policy"
+            f"job {largest} {runs}, and the nodes hold {settings.total}: raise --nodes or --gpus"
+            + (", or choose another --policy" if is_fixed else "")
         )
 
 

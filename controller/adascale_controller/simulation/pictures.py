@@ -18,7 +18,7 @@ def draw(jobs: Sequence[SimulatedJob], settings: Settings, folder: Path) -> list
     """Save a Gantt chart by node and the distribution of completion times, and return their paths.
 
     Raises:
-        PictureError: matplotlib is not installed.
+        PictureError: matplotlib is not installed, or the folder cannot be created.
     """
     try:
         from matplotlib import colormaps
@@ -27,7 +27,12 @@ def draw(jobs: Sequence[SimulatedJob], settings: Settings, folder: Path) -> list
         raise PictureError(
             "--pictures needs matplotlib, which is not installed: run `pip install matplotlib`"
         ) from error
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PictureError(
+            f"cannot create the folder {folder} for pictures: {error.strerror}: choose another"
+        ) from error
     names = sorted({job.application.name for job in jobs})
     color = {name: colormaps["tab20"](i % 20) for i, name in enumerate(names)}
 

@@ -138,10 +138,11 @@ def _job(job: SimulatedJob, total: int) -> Job:
             bounds.batch_size,
             bounds.max_batch_size,
             bounds.local_bsz_bounds,
-            1,
+            application.min_replicas,
             most,
             round(application.epoch_ends[-1]),
             elastic_single_replica=bounds.elastic_single_replica,
+            local_bsz_limit=bounds.local_bsz_limit,
         ),
     )
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping
+from io import StringIO
+from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
 
+from adascale_controller.simulation.files import read_text
 from adascale_core.batch import BatchBounds
 from adascale_core.simulation.application import (
     Placement,
@@ -15,7 +19,7 @@ from adascale_core.simulation.application import (
     ValidationRun,
     canonical,
 )
-from adascale_core.simulation.engine import Submission
+from adascale_core.simulation.engine import MAX_TIME, Submission
 
 PUBLISHED_LIMITS: Mapping[str, Mapping[str, int]] = {
     "yolov3": {"max_local_bsz": 8},
@@ -42,14 +46,19 @@ def read_workload(path: Path, profiles: Path) -> list[Submission]:
                 f"{path} has two jobs of the name {row['name']!r}: each needs a name of its own"
             )
         name = row["application"]
+        if not re.fullmatch(r"[\w.-]{1,255}", name) or name in (".", ".."):
+            raise ProfileError(
+                f"{path}: application of {row['name']} must be the name of a folder of --profiles, "
+                f"got {name[:80]!r}"
+            )
         if name not in applications:
             applications[name] = read_application(profiles / name)
         sizes = applications[name].runs
         submissions[row["name"]] = Submission(
             row["name"],
-            _number(path, row, "time", least=0),
+            _number(path, row, "time", least=0, most=MAX_TIME),
             applications[name],
-            _whole_number(path, row, "num_replicas", 1, None),
+            _whole_number(path, row, "num_replicas"),
             _whole_number(path, row, "batch_size", min(sizes), max(sizes)),
         )
     if not submissions:
@@ -64,29 +73,33 @@ def read_application(folder: Path) -> ProfiledApplication:
         ProfileError: a file is missing, or has an invalid value.
     """
     limits = PUBLISHED_LIMITS.get(folder.name, {})
-    runs = {
-        int(path.stem.removeprefix("validation-")): _read_run(path)
-        for path in sorted(folder.glob("validation-*.csv"))
-    }
+    runs = {_batch_size(path): _read_run(path) for path in sorted(folder.glob("validation-*.csv"))}
     if not runs:
-        raise ProfileError(f"{folder} has no validation-<batch size>.csv: --profiles names the wrong folder")
+        raise ProfileError(
+            f"application {folder.name!r} is unknown, because {folder} has no validation-<batch size>.csv: "
+            f"check the name, and whether --profiles names the right folder{_known(folder.parent)}"
+        )
     placements: dict[Placement, dict[int, tuple[float, float]]] = {}
     path = folder / "placements.csv"
     for row in _rows(path, ("placement", "local_bsz", "step_time", "sync_time")):
+        if not re.fullmatch("[1-9]+", row["placement"]):
+            raise ProfileError(
+                f"{path}: placement must be a digit from 1 to 9 for each node, got {row['placement']!r}"
+            )
         placement = tuple(int(digit) for digit in row["placement"])
-        placements.setdefault(canonical(placement), {})[int(_number(path, row, "local_bsz"))] = (
-            _number(path, row, "step_time"),
-            _number(path, row, "sync_time"),
-        )
+        size = _whole_number(path, row, "local_bsz")
+        placements.setdefault(canonical(placement), {})[size] = _step_times(path, row)
+    if not placements:
+        raise ProfileError(f"{path} has no rows: it needs a row for each placement and local batch size")
+    _require_same_sizes(path, placements)
     scalability: dict[tuple[int, int], dict[int, tuple[float, float]]] = {}
     path = folder / "scalability.csv"
     if path.exists():
         for row in _rows(path, ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")):
-            key = int(_number(path, row, "num_nodes")), int(_number(path, row, "num_replicas"))
-            scalability.setdefault(key, {})[int(_number(path, row, "local_bsz"))] = (
-                _number(path, row, "step_time"),
-                _number(path, row, "sync_time"),
-            )
+            nodes = _whole_number(path, row, "num_nodes")
+            key = nodes, _whole_number(path, row, "num_replicas", nodes)
+            size = _whole_number(path, row, "local_bsz")
+            scalability.setdefault(key, {})[size] = _step_times(path, row)
     sizes = [size for table in placements.values() for size in table]
     epochs = min(len(run.progress) for run in runs.values())
     return ProfiledApplication(
@@ -106,45 +119,88 @@ def read_application(folder: Path) -> ProfiledApplication:
     )
 
 
+def _known(profiles: Path) -> str:
+    names = sorted(path.name for path in profiles.iterdir() if path.is_dir()) if profiles.is_dir() else []
+    return f", which has {', '.join(names[:12])}" if names else ""
+
+
+def _batch_size(path: Path) -> int:
+    size = path.stem.removeprefix("validation-")
+    if not re.fullmatch("[1-9][0-9]*", size):
+        raise ProfileError(f"{path}: the name must be validation-<batch size>.csv, got {size!r} as the size")
+    return int(size)
+
+
+def _require_same_sizes(path: Path, placements: Mapping[Placement, Mapping[int, object]]) -> None:
+    """Check that placements with as many nodes and replicas were measured with the same local batch sizes."""
+    first: dict[tuple[int, int], Placement] = {}
+    for placement, table in placements.items():
+        other = first.setdefault((len(placement), sum(placement)), placement)
+        if set(table) != set(placements[other]):
+            names = ["".join(map(str, each)) for each in (other, placement)]
+            raise ProfileError(
+                f"{path}: placements {names[0]} and {names[1]} have different values of local_bsz: "
+                "measure both with the same"
+            )
+
+
 def _read_run(path: Path) -> ValidationRun:
     columns = ("progress", "iteration", "grad_sqr", "grad_var")
     rows = [[_number(path, row, column) for column in columns] for row in _rows(path, columns)]
     if not rows:
         raise ProfileError(f"{path} has no rows: it needs a row for each epoch below the header")
     progress, iterations, grad_sqr, grad_var = (tuple(column) for column in zip(*rows, strict=True))
+    for column, values in (("progress", progress), ("iteration", iterations)):
+        if any(after <= before for before, after in pairwise((0.0, *values))):
+            raise ProfileError(f"{path}: {column} must be positive, and grow from each epoch to the next")
     return ValidationRun(progress, iterations, grad_sqr, grad_var)
 
 
+def _step_times(path: Path, row: Mapping[str, str]) -> tuple[float, float]:
+    step = _number(path, row, "step_time")
+    sync = _number(path, row, "sync_time", least=0)
+    if not sync < step:
+        raise ProfileError(
+            f"{path}: step_time must be more than sync_time, got {row['step_time']!r} and "
+            f"{row['sync_time']!r}"
+        )
+    return step, sync
+
+
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file, with a text in each of the columns."""
+    reader = csv.DictReader(StringIO(read_text(path), newline=""))
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in columns if column not in (reader.fieldnames or ())]
-            if missing:
-                raise ProfileError(f"{path} has no column {missing[0]}: its first line must name the columns")
-            yield from reader
-    except FileNotFoundError as error:
-        raise ProfileError(f"{path} does not exist: check the path, and --profiles") from error
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is not a text file in UTF-8: a workload or profile is CSV") from error
+        missing = [column for column in columns if column not in (reader.fieldnames or ())]
+        if missing:
+            raise ProfileError(f"{path} has no column {missing[0]}: its first line must name the columns")
+        for row in reader:
+            empty = [column for column in columns if not row[column]]
+            if empty:
+                raise ProfileError(f"{path}: line {reader.line_num} has no {empty[0]}: add it")
+            yield row
+    except csv.Error as error:
+        raise ProfileError(f"{path} is not a CSV file: {error} in line {reader.line_num}") from error
 
 
-def _number(path: Path, row: Mapping[str, str], column: str, least: float = -inf) -> float:
+def _number(path: Path, row: Mapping[str, str], column: str, least: float = -inf, most: float = inf) -> float:
     try:
         number = float(row[column])
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ProfileError(f"{path}: {column} must be a number, got {row[column]!r}") from error
-    if not (isfinite(number) and number >= least):
+    if not (isfinite(number) and least <= number <= most):
         allowed = f" of at least {least:g}" if isfinite(least) else ""
+        allowed = f" from {least:g} to {most:g}" if isfinite(most) else allowed
         raise ProfileError(f"{path}: {column} must be a finite number{allowed}, got {row[column]!r}")
     return number
 
 
-def _whole_number(path: Path, row: Mapping[str, str], column: str, least: int, most: int | None) -> int:
+def _whole_number(
+    path: Path, row: Mapping[str, str], column: str, least: int = 1, most: int | None = None
+) -> int:
     number = _number(path, row, column)
     if number != int(number) or number < least or (most is not None and number > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ProfileError(
-            f"{path}: {column} of {row['name']} must be a whole number {allowed}, got {row[column]!r}"
-        )
+        of = f" of {row['name']}" if "name" in row else ""
+        raise ProfileError(f"{path}: {column}{of} must be a whole number {allowed}, got {row[column]!r}")
     return int(number)

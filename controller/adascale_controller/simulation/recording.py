@@ -8,19 +8,67 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from adascale_client import MetricsServiceClient
+from adascale_controller.simulation.files import read_text, write_text
+from adascale_core.batch import require_valid_replicas
+from adascale_core.errors import AdaScaleError
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime
 from adascale_core.simulation.application import ProfileError, RecordedApplication
-from adascale_core.simulation.engine import Submission
+from adascale_core.simulation.engine import MAX_TIME, Submission
 from adascale_core.throughput import StepTimeModel
 from adascale_core.views import JobView
 
 FORMAT_VERSION = 1
 HISTORY_POINTS = 200
 """Reports of a job that are recorded."""
+
+Count = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _SpecBody(BaseModel):
+    batch_size: Count
+    max_batch_size: Count | None = None
+    local_bsz_bounds: tuple[Count, Count | str] | None = None
+    min_replicas: Count = 1
+    max_replicas: Count = 1
+    elastic_single_replica: bool = False
+    local_bsz_limit: Count | None = None
+
+
+class _StepTimeBody(BaseModel):
+    replicas: Count
+    local_bsz: Count
+    accumulation: Count
+    step_time: Positive
+    nodes: Count = 1
+    sync_time: Number | None = None
+
+
+class _ReportBody(BaseModel):
+    progress: Number
+    grad_sqr: Finite
+    grad_var: Finite
+
+
+class _JobBody(BaseModel):
+    name: Annotated[str, Field(min_length=1)]
+    time: Annotated[float, Field(ge=0, le=MAX_TIME)]
+    total: Positive
+    spec: _SpecBody
+    step_times: Annotated[list[_StepTimeBody], Field(min_length=1)]
+    reports: Annotated[list[_ReportBody], Field(min_length=1)]
+
+
+class _RecordingBody(BaseModel):
+    jobs: Annotated[list[_JobBody], Field(min_length=1)]
 
 
 def record(client: MetricsServiceClient, path: Path | None) -> list[Submission]:
@@ -49,7 +97,7 @@ def record(client: MetricsServiceClient, path: Path | None) -> list[Submission]:
         job["time"] -= first
     document = {"version": FORMAT_VERSION, "jobs": jobs}
     if path is not None:
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(document, indent=2) + "\n")
     return _submissions(document, "the metrics service")
 
 
@@ -59,19 +107,20 @@ def read_recording(path: Path) -> list[Submission]:
     Raises:
         ProfileError: the file is missing or invalid.
     """
+    text = read_text(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ProfileError(f"{path} does not exist: check the path") from error
-    except ValueError as error:
-        raise ProfileError(f"{path} is not a recorded workload: {error}") from error
-    if not isinstance(document, dict) or document.get("version") != FORMAT_VERSION:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ProfileError(
-            f"{path} is not a recorded workload of version {FORMAT_VERSION}: record it again with "
+            f"{path} is not a recorded workload, but {error}: record it again with "
             "`adascale simulate --from-service`"
+        ) from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if version != FORMAT_VERSION:
+        raise ProfileError(
+            f"{path} is not a recorded workload of version {FORMAT_VERSION}, but of version {version!r}: "
+            "record it again with `adascale simulate --from-service`"
         )
-    if not isinstance(document.get("jobs"), list):
-        raise ProfileError(f"{path} has no list of jobs: see docs/scheduling.md for the format")
     return _submissions(document, str(path))
 
 
@@ -91,7 +140,7 @@ def _recorded(view: JobView, reports: Sequence[GainReport]) -> dict[str, Any]:
         "name": view.id,
         "time": view.created_at,
         "total": _total(view),
-        "spec": view.spec.to_json(),
+        "spec": view.spec.with_limit(view.local_bsz_limit).to_json(),
         "step_times": [each.to_json() for each in view.step_times],
         "reports": [
             {"progress": each.progress, "grad_sqr": each.grad_sqr, "grad_var": each.grad_var}
@@ -102,31 +151,44 @@ def _recorded(view: JobView, reports: Sequence[GainReport]) -> dict[str, Any]:
 
 def _submissions(document: dict[str, Any], source: str) -> list[Submission]:
     try:
-        submissions = [_submission(job) for job in document["jobs"]]
-    except (KeyError, TypeError, ValueError) as error:
+        jobs = _RecordingBody.model_validate(document).jobs
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        problem = "an object is needed" if first["type"] == "model_type" else first["msg"]
+        got = "" if first["type"] == "missing" else f", got {str(first['input'])[:80]!r}"
         raise ProfileError(
-            f"{source}: a job has no valid {error}: see docs/scheduling.md for the format"
+            f"{source}: {place}: {problem}{got}: see docs/scheduling.md for the format"
         ) from error
-    if not submissions:
-        raise ProfileError(f"{source} has no jobs to replay")
-    return submissions
+    submissions: dict[str, Submission] = {}
+    for job in jobs:
+        if job.name in submissions:
+            raise ProfileError(
+                f"{source} has two jobs of the name {job.name!r}: each needs a name of its own"
+            )
+        try:
+            submissions[job.name] = _submission(job)
+        except AdaScaleError as error:
+            raise ProfileError(f"{source}: the spec of job {job.name}: {error}") from error
+    return list(submissions.values())
 
 
-def _submission(job: dict[str, Any]) -> Submission:
-    spec = JobSpec.from_json(job["spec"])
-    model = StepTimeModel.fit([StepTime.from_json(each) for each in job["step_times"]])
-    if model is None or not job["reports"]:
-        raise ValueError("step_times and reports, which must not be empty")
+def _submission(job: _JobBody) -> Submission:
+    spec = JobSpec.from_json(job.spec.model_dump())
+    counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
+    model = StepTimeModel.fit([StepTime.from_json(each.model_dump()) for each in job.step_times])
+    if model is None:
+        raise ProfileError("no step time can be used: they must be from 1e-9 to 1e9 s")
+    # A report may be older than one before it, after a restart from a checkpoint.
+    reports = sorted(job.reports, key=lambda report: report.progress)
     application = RecordedApplication(
-        name=job["name"],
+        name=job.name,
         bounds=spec.bounds,
         model=model,
-        progress=[float(report["progress"]) for report in job["reports"]],
-        estimates=[
-            GradientEstimate(float(report["grad_sqr"]), float(report["grad_var"]))
-            for report in job["reports"]
-        ],
-        total=float(job["total"]),
+        progress=[report.progress for report in reports],
+        estimates=[GradientEstimate(report.grad_sqr, report.grad_var) for report in reports],
+        total=job.total,
+        min_replicas=counts[0],
         max_replicas=spec.max_replicas,
     )
-    return Submission(job["name"], float(job["time"]), application, spec.min_replicas, spec.batch_size)
+    return Submission(job.name, job.time, application, counts[0], spec.batch_size)

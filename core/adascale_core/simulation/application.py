@@ -43,6 +43,10 @@ class Application(Protocol):
         """The batch sizes that it allows."""
 
     @property
+    def min_replicas(self) -> int:
+        """The fewest replicas on which it runs."""
+
+    @property
     def max_replicas(self) -> int | None:
         """The most replicas that it can use; None if the batch bounds decide."""
 
@@ -97,6 +101,7 @@ class ProfiledApplication:
         epoch_ends: the progress at the end of each epoch.
         max_replicas: the most replicas that it can use; None if the bounds decide.
         pinned_batch_size: the only global batch size that it uses; None if it is elastic.
+        min_replicas: the fewest replicas on which it runs.
     """
 
     name: str
@@ -107,6 +112,7 @@ class ProfiledApplication:
     epoch_ends: Sequence[float]
     max_replicas: int | None = None
     pinned_batch_size: int | None = None
+    min_replicas: int = 1
     _step_times: dict[tuple[bool, Placement, int], tuple[float, float]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -222,6 +228,7 @@ class RecordedApplication:
         total: the progress at which it ends.
         max_replicas: the most replicas that it can use.
         pinned_batch_size: the only global batch size that it uses; None if it is elastic.
+        min_replicas: the fewest replicas on which it runs.
     """
 
     name: str
@@ -232,6 +239,7 @@ class RecordedApplication:
     total: float
     max_replicas: int | None = None
     pinned_batch_size: int | None = None
+    min_replicas: int = 1
 
     @property
     def epoch_ends(self) -> Sequence[float]:

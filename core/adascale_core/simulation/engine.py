@@ -14,6 +14,8 @@ from adascale_core.messages import GainReport, StepTime
 from adascale_core.simulation.application import Application, Placement
 from adascale_core.simulation.cluster import shape
 
+MAX_TIME = 400 * 86400.0
+"""Seconds after which a simulation is given up."""
 _END = 1e-9
 """A job whose progress is this share of a step below an end has reached it."""
 
@@ -56,7 +58,7 @@ class Settings:
     restart: float = 30.0
     interval: float = 60.0
     prepare: float = 0.0
-    max_time: float = 400 * 86400.0
+    max_time: float = MAX_TIME
 
     @property
     def total(self) -> int:
@@ -208,7 +210,10 @@ def simulate(
         now += settings.interval
         if now > settings.max_time:
             names = ", ".join(job.name for job in active[:5])
-            raise SimulationError(f"jobs do not end within {settings.max_time:.0f} s: {names}")
+            raise SimulationError(
+                f"jobs do not end within {settings.max_time / 86400:.0f} days: {names}: check their length, "
+                "--restart and --interval"
+            )
         for job in active:
             _advance(job, now, settings, policy, noise)
         room.move((job.nodes, ()) for job in active if job.completed_at is not None)
