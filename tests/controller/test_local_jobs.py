@@ -182,3 +182,12 @@ def test_a_scale_request_without_an_answer_is_withdrawn(root: Path) -> None:
     assert not folder.scale_request_file.exists()
     with pytest.raises(ScaleError, match="has ended before it read the request"):
         request_limit(folder, 2, lambda: False, 10)
+
+
+@pytest.mark.parametrize("command", ["explain", "gain"])
+def test_a_job_that_does_not_run_has_no_service_and_is_described_by_its_status(
+    root: Path, command: str
+) -> None:
+    shown = adascale(command, "a", "--state-dir", root)
+    assert shown.returncode == 69
+    assert "is not running, and its metrics service ended with the run: `adascale status a`" in shown.stderr
