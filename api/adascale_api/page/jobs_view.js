@@ -55,10 +55,10 @@ export class JobsView {
       "div", {},
       element("h1", {}, "Jobs"),
       element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
-      element("div", { class: "controls" }, element("label", { for: "range" }, "Time shown"), this.range, element("label", { for: "group" }, "By"), this.group),
+      element("div", { class: "controls" }, labelled("Time shown", this.range), labelled("By", this.group)),
       this.usage.node,
       element("h2", {}, "All jobs"),
-      element("div", { class: "controls" }, element("label", { for: "filter" }, "Name contains"), this.filter, element("label", { for: "phase" }, "State"), this.phase, this.shown),
+      element("div", { class: "controls" }, labelled("Name contains", this.filter), labelled("State", this.phase), this.shown),
       element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All jobs" }, element("table", {}, element("thead", {}, element("tr", {}, ...this.heads)), this.body)),
     );
     this.timer = setInterval(() => document.hidden || this.readUsage(), USAGE_INTERVAL);
@@ -178,6 +178,10 @@ export class JobsView {
     clearInterval(this.timer);
     this.usage.remove();
   }
+}
+
+function labelled(text, control) {
+  return element("span", { class: "control" }, element("label", { for: control.id }, text), control);
 }
 
 function total(values) {
