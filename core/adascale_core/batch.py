@@ -369,19 +369,29 @@ def _accumulating_plans(bounds: BatchBounds, choice: BatchChoice, max_plans: int
         return []
     ratio = (largest / smallest) ** (1 / max_plans)
     least = 2 if replicas == 1 else 1
+    lower, upper = bounds.lower, bounds.upper
     plans = {}
     for share in [*(int(smallest * ratio**i) for i in range(1, max_plans)), largest]:
-        plan = _fewest_for_share(bounds, replicas, share, least)
+        plan = _fewest_for_share(lower, upper, replicas, share, least)
         if plan is not None and plan.accumulation * plan.local_bsz > smallest:
             plans[plan.global_bsz] = plan
     return [plans[size] for size in sorted(plans)]
 
 
-def _fewest_for_share(bounds: BatchBounds, replicas: int, share: int, least: int) -> BatchPlan | None:
-    """Return the plan of at most `share` samples per replica, with the fewest micro-batches."""
-    accumulation = least if bounds.upper is None else max(least, -(-share // bounds.upper))
+def _fewest_for_share(
+    lower: int, upper: int | None, replicas: int, share: int, least: int
+) -> BatchPlan | None:
+    """Return the plan of at most `share` samples per replica, with the fewest micro-batches.
+
+    Args:
+        lower, upper: the bounds of the local batch size.
+        replicas: number of replicas.
+        share: samples of a replica in a step.
+        least: the fewest micro-batches allowed.
+    """
+    accumulation = least if upper is None else max(least, -(-share // upper))
     local_bsz = share // accumulation
-    return BatchPlan(replicas, local_bsz, accumulation) if local_bsz >= bounds.lower else None
+    return BatchPlan(replicas, local_bsz, accumulation) if local_bsz >= lower else None
 
 
 def allows(bounds: BatchBounds, plan: BatchPlan) -> bool:
