@@ -190,8 +190,12 @@ class LimitedProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def disconnect(self) -> None:
-        """Let the application send nothing more, before the connection is closed."""
+        """Let the application send nothing more, and release the headers, before the connection is closed.
+
+        A request that waits for a change is kept until its wait ends.
+        """
         if self._has_unanswered_request:
+            self.headers.clear()
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 

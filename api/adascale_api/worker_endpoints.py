@@ -106,7 +106,7 @@ class WorkerEndpoints:
 
     async def _wait(self, job: str, version: int, seconds: float, scope: Scope, _receive: Receive) -> bytes:
         job_id = parse_job_id(job)
-        _, token, client = _sender(scope)
+        token, client = _sender(scope)[1:]  # the headers are not kept while it waits
         shows_all = await may_read(self._service, token, job_id, client)
         found = await self._service.wait_for_change(job_id, version, seconds, is_reader=shows_all)
         return allocation.allocation_json(found, shows_all=shows_all)

@@ -236,8 +236,9 @@ def test_large_heads_of_waiting_requests_take_bounded_memory(attacked: ServicePr
         (1000, "GET", "/healthz", 0, 250_000),
         (1000, "POST", "/jobs/a/gain", 0, 250_000),
         (1000, "GET", "/jobs/held/allocation?version={version}&wait=60", 0, 250_000),
+        (5000, "GET", "/jobs/held/allocation?version={version}&wait=60", 30_000, 0),
     ],
-    ids=["answered, heads", "answered, bodies", "refused, bodies", "waiting, bodies"],
+    ids=["answered, heads", "answered, bodies", "refused, bodies", "waiting, bodies", "waiting, heads"],
 )
 def test_what_a_request_has_sent_is_not_kept(
     tmp_path: Path, count: int, method: str, path: str, pad: int, body: int
