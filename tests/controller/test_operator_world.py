@@ -250,9 +250,17 @@ def _raise(*_: object) -> None:
     raise
 
 
-@pytest.mark.parametrize("machine", [OperatorMachine, OperatorMachineWithTypes])
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [
+        (OperatorMachine, 15),
+        (OperatorMachineWithTypes, 10),
+        pytest.param(OperatorMachine, 100, marks=pytest.mark.slow),
+        pytest.param(OperatorMachineWithTypes, 50, marks=pytest.mark.slow),
+    ],
+)
 def test_the_job_reaches_the_requested_state_whatever_happens(
-    monkeypatch: pytest.MonkeyPatch, machine: type[OperatorMachine]
+    monkeypatch: pytest.MonkeyPatch, machine: type[OperatorMachine], examples: int
 ) -> None:
     def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
         decided = OperatorMachine.decided
@@ -262,7 +270,6 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
 
     monkeypatch.setattr(DecisionProblem, "decide", decide)
     monkeypatch.setattr(error_isolation.logger, "exception", _raise)
-    examples = 25 if machine.types else 50
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
 
 
