@@ -338,8 +338,9 @@ def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
     assert "Finished at progress" in run.stdout
 
 
+@pytest.mark.slow
 @on_each_device
-@pytest.mark.parametrize("example", ["cnn", pytest.param("gan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("example", ["cnn", "gan"])
 def test_an_example_trains(tmp_path: Path, device: torch.device, example: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
     run = subprocess.run(

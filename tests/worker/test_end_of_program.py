@@ -46,6 +46,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 SLOW_EARLY_ENDS = [pytest.param(end, marks=pytest.mark.slow) for end in ("quit", "raise main")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "break", *SLOW_EARLY_ENDS])
 def test_a_program_that_ends_before_its_required_steps_fails(tmp_path: Path, end: str) -> None:
     ended = run(tmp_path, END=end, STEPS=100_000)
@@ -56,18 +57,21 @@ def test_a_program_that_ends_before_its_required_steps_fails(tmp_path: Path, end
     )
 
 
+@pytest.mark.slow
 def test_a_program_whose_epochs_do_not_reach_its_required_steps_fails(tmp_path: Path) -> None:
     ended = run(tmp_path, STEPS=100, EPOCHS=2, REQUIRED=1)
     assert ended.returncode == PERMANENT
     assert "the program ended at progress 12 of 100 scale-invariant steps" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_before_its_required_epochs_fails(tmp_path: Path) -> None:
     ended = run(tmp_path, END="exit", AT=8, REQUIRED=1)
     assert ended.returncode == PERMANENT
     assert "adascale: the program ended at epoch 1 of 3. Train until trainer.finished is true" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_program_without_a_required_end_ends_when_it_wants_to(tmp_path: Path) -> None:
     ended = run(tmp_path, END="exit")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -79,6 +83,7 @@ SLOW_CODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("error", 1), ("exit 3", 3), *SLOW_CODES])
 def test_a_program_that_fails_keeps_its_exit_code(tmp_path: Path, end: str, code: int) -> None:
     ended = run(tmp_path, END=end, STEPS=100)

@@ -65,11 +65,13 @@ SLOW_BYPASSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["method", *SLOW_BYPASSES])
 def test_a_forward_pass_that_bypasses_the_model_is_refused_on_two_replicas(loop: str) -> None:
     require_refused(run(loop, replicas=2), NOT_AVERAGED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["method", *SLOW_BYPASSES])
 def test_a_forward_pass_that_bypasses_the_model_is_warned_of_once_on_one_replica(loop: str) -> None:
     output = require_trained(run(loop))
@@ -110,6 +112,7 @@ WRONG_OBJECTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
@@ -126,6 +129,7 @@ def test_a_wrong_optimizer_is_refused(loop: str, message: str) -> None:
     require_refused(run(loop), f"adascale: {re.escape(message)}")
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_trained_are_warned_of() -> None:
     output = require_trained(run("a part is not optimized"))
     message = "parameter 'parts.other.weight' and 1 more of the model requires gradients, but is not in the"
@@ -246,10 +250,12 @@ def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(
     assert 60 - 19 <= int(batches[1]) < 60, "resumed at a step before 20"
 
 
+@pytest.mark.slow
 def test_training_that_ends_with_nan_weights_fails() -> None:
     require_refused(run("NaN", STEPS=22), "weights are NaN or infinite after step 22: no checkpoint is saved")
 
 
+@pytest.mark.slow
 def test_a_program_without_required_steps_fails_if_it_ends_with_nan_weights() -> None:
     message = "weights are NaN or infinite after step 24: no checkpoint is saved"
     code, output = run("NaN", EPOCHS=4)
