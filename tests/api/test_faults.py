@@ -33,6 +33,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(disk: Path) -> None:
     with ServiceProcess(disk) as service, Client(service.port) as client:
         client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
@@ -76,6 +77,7 @@ def test_no_allocation_fails_while_the_reserve_has_room(disk: Path) -> None:
         assert "Traceback" not in service.log()
 
 
+@pytest.mark.slow
 def test_the_deletion_of_jobs_alone_makes_room_for_reports(disk: Path) -> None:
     metrics = {f"{'m' * 60}{number}": 1.5 for number in range(MAX_METRICS)}
     with ServiceProcess(disk) as service, Client(service.port) as client:

@@ -104,6 +104,7 @@ def test_the_decision_beats_policies_of_fixed_size(files: Path) -> None:
         assert adascale < mean(other)
 
 
+@pytest.mark.slow
 def test_the_work_of_a_simulation_grows_with_its_jobs_and_hardly_with_its_nodes(tmp_path: Path) -> None:
     """A job costs the same in a long workload, and a node that nothing happens on costs next to nothing."""
     write_profiles(tmp_path / "profiles")
@@ -172,6 +173,7 @@ def test_packed_replicas_share_nodes_and_spread_replicas_do_not() -> None:
     assert place({"a": (0, 0, 1)}, {"a": 2}, [4, 4]) == {"a": (0, 0)}
 
 
+@pytest.mark.slow
 def test_pictures_are_saved(files: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run(files, "--nodes", "2", "--policy", "fcfs", "--pictures", str(tmp_path))

@@ -31,6 +31,7 @@ def applications(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Profiled
     return {name: read_application(folder / name) for name in ("small", "large")}
 
 
+@pytest.mark.slow
 @given(workloads, clusters, costs, st.sampled_from(PlacementMode))
 @settings(max_examples=25, deadline=None)
 def test_a_job_starts_as_soon_as_a_place_is_left_by_earlier_jobs_and_runs_to_its_end(

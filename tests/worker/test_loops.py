@@ -197,6 +197,7 @@ def test_a_sync_batchnorm_on_the_cpu_is_refused_on_two_replicas_and_warned_of_on
 # -- steps and epochs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "message"),
     [

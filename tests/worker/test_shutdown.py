@@ -34,6 +34,7 @@ def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "code", "message"),
     [
@@ -78,6 +79,7 @@ def test_training_continues_on_a_full_disk_which_is_reported_once(small_disk: Pa
     assert steps_saved(small_disk) == [10, 12]
 
 
+@pytest.mark.slow
 def test_exiting_on_a_full_disk_is_an_error(small_disk: Path) -> None:
     ended = run("full disk when leaving", small_disk)
     assert ended.returncode == 1
@@ -180,6 +182,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_program_that_forks_saves_on_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
     with start_forking(tmp_path) as program:
         try:

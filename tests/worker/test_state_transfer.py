@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,5 +110,6 @@ def transfer_states(rank: int, folder: Path) -> None:
     group.destroy_before_finalization()
 
 
+@pytest.mark.slow
 def test_all_receivers_have_the_state_of_the_sources(tmp_path: Path) -> None:
     spawn(transfer_states, (tmp_path,), nprocs=REPLICAS)

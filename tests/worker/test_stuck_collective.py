@@ -62,6 +62,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main_thread", "code"),
     [
