@@ -57,6 +57,9 @@ def create_app(
         description=_DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
+        # FastAPI's viewers load scripts from other hosts, into pages that may read the token of the page.
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.service = service
     app.state.bodies = BodyBudget()

@@ -63,7 +63,7 @@ def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message, headers = error.detail, error.headers
     if error.status_code == 404:
-        message = f"no resource at {request.url.path[:200]}: see /docs"
+        message = f"no resource at {request.url.path[:200]}: see /openapi.json"
     elif error.status_code == 405:
         # Starlette names the methods of one route only, but a path may have several routes.
         path = getattr(request.scope.get("route"), "path", "")

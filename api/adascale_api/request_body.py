@@ -132,7 +132,7 @@ def _check_size(text: bytes, expected: str) -> None:
     metrics = [nested for member in objects for nested in member.values() if isinstance(nested, dict)]
     for each in (*objects, *metrics):
         if len(each) > MAX_FIELDS:
-            _refuse(f"an object of {len(each)} fields", "the fields that /docs lists")
+            _refuse(f"an object of {len(each)} fields", "the fields that /openapi.json lists")
 
 
 def _refuse(got: str, expected: str) -> NoReturn:
@@ -143,7 +143,9 @@ def _invalid(error: ValidationError) -> InvalidInputError:
     # Each error is an object with a copy of its input, so an object of very many fields must not make them.
     if error.error_count() > MAX_ERRORS:
         got = f"{error.error_count()} invalid fields"
-        return InvalidInputError([FieldError(field="body", got=got, expected="the fields that /docs lists")])
+        return InvalidInputError(
+            [FieldError(field="body", got=got, expected="the fields that /openapi.json lists")]
+        )
     return InvalidInputError(field_errors(error.errors(include_url=False)))
 
 

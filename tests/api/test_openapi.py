@@ -70,10 +70,8 @@ def an_app(folder: Path, *, protect_reads: bool) -> FastAPI:
     )
 
 
-@pytest.mark.parametrize(
-    ("protect_reads", "examples"),
-    [(False, 10), pytest.param(True, 100, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("protect_reads", "examples"), [(False, 10), (True, 100)])
 def test_every_call_answers_as_the_document_says(tmp_path: Path, protect_reads: bool, examples: int) -> None:
     app = an_app(tmp_path, protect_reads=protect_reads)
     generation = {"max-examples": examples, "deterministic": True, "database": "none"}

@@ -88,6 +88,11 @@ def test_no_other_file_is_served(client: Client, path: str) -> None:
     assert client.call("GET", path).status == 404
 
 
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/docs/oauth2-redirect"])
+def test_fastapis_viewers_which_load_scripts_of_other_hosts_are_not_served(client: Client, path: str) -> None:
+    assert client.call("GET", path).status == 404
+
+
 # -- the stream of jobs ----------------------------------------------------------------------------------
 
 

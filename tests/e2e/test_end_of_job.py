@@ -59,6 +59,7 @@ def test_a_program_without_a_required_end_shows_its_last_progress(tmp_path: Path
     assert "Finished at progress 18 in " in run.stdout
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: Path, state: Path) -> None:
     job = write(tmp_path / "job.yaml", {"END": "exit"}, scaleInvariantSteps=100_000)
     run = adascale("run", job, "--state-dir", state, "--port", 0)

@@ -47,6 +47,7 @@ def has_exited(pid: int) -> bool:
 # -- stopping and resuming --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
     with running(job, state) as run:
@@ -145,6 +146,7 @@ def test_a_program_gets_its_environment_and_no_settings_of_another_job(tmp_path:
     assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1, who: me\n")
 
 
+@pytest.mark.slow
 def test_a_fresh_run_deletes_the_saved_state(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "0", scaleInvariantSteps=9)
     (state / "checkpoints").mkdir(parents=True)
@@ -158,6 +160,7 @@ def test_a_fresh_run_deletes_the_saved_state(tmp_path: Path, state: Path) -> Non
     assert list((state / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_fails_at_its_deadline(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep", activeDeadlineSeconds=1)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
@@ -258,6 +261,7 @@ def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) ->
         assert "Killed" not in run.output
 
 
+@pytest.mark.slow
 def test_a_stop_that_takes_too_long_is_an_error(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "stubborn")
     with running(job, state) as run:
@@ -313,6 +317,7 @@ def test_a_killed_service_is_restarted_at_the_same_address(tmp_path: Path, state
         assert not has_exited(trainer)
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_restarted(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
         trainer = run.wait_for_trainer()

@@ -136,6 +136,7 @@ def test_a_job_finishes_when_its_progress_reaches_its_scale_invariant_steps(job:
     assert view["latest"]["progress"] >= 50
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_costs_no_step(job: Job) -> None:
     job.service.allocate(1, 2)
     job.start(0, 1, **LONG)
@@ -165,6 +166,7 @@ def test_the_trainer_of_a_killed_agent_exits_and_another_agent_can_replace_it(jo
     assert job.service.job()["failures"] == 0
 
 
+@pytest.mark.slow
 def test_after_sigterm_the_others_keep_the_state_and_the_last_replica_saves_it(job: Job) -> None:
     job.service.allocate(1, 2)
     first, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
@@ -391,6 +393,7 @@ def test_an_agent_that_has_not_failed_writes_no_termination_message(job: Job) ->
     assert not log.exists()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_leave_in_time_is_killed(job: Job) -> None:
     job.service.allocate(1, 1)
     (agent,) = job.start(0, **{**LONG, "STEP_SECONDS": 1000}, ADASCALE_TERMINATION_GRACE=0.5)

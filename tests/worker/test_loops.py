@@ -151,6 +151,7 @@ def test_parameters_that_are_unfrozen_later_are_refused_on_two_replicas_and_warn
     assert require_trained(run("unfreezes")).count(f"RuntimeWarning: {message}") == 1
 
 
+@pytest.mark.slow
 def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
     result = run("changes weights on one rank", replicas=2)
     message = "adascale: the weights of the 2 replicas differ after step 6: a weight of 'parts.head.bias'"

@@ -49,6 +49,7 @@ group.destroy_before_finalization()
 """
 
 
+@pytest.mark.slow
 def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed() -> None:
     port = str(free_port())
     processes = [

@@ -67,6 +67,7 @@ def test_a_member_killed_between_two_optimizer_steps_costs_no_step_and_no_bit(
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
+@pytest.mark.slow
 def test_survivors_continue_at_changing_sizes(make_members: Callable[..., Members]) -> None:
     job = make_members(PROGRAM=PROGRAM, BOUNDS=ELASTIC, EPOCHS=20, STEP_SECONDS=0.01)
     trainers = job.start(4)

@@ -68,6 +68,7 @@ def steps_saved(folder: Path) -> list[int]:
     return [json.loads(path.read_text())["step"] for path in sorted(folder.glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_training_continues_on_a_full_disk_which_is_reported_once(small_disk: Path) -> None:
     ended = run("full disk", small_disk)
     assert ended.returncode == 0, ended.stderr
@@ -132,6 +133,7 @@ def test_a_fast_exit_runs_finally_blocks_and_exit_functions_of_the_program() -> 
     assert ended.stdout.splitlines() == ["a finally block of the program", "an exit function of the program"]
 
 
+@pytest.mark.slow
 def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
     ended = run_code(LOSES_A_PEER)
     assert ended.returncode == 76
@@ -139,6 +141,7 @@ def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_trainer_used_before_program_reentry_says_so_without_a_traceback() -> None:
     ended = run_code(
         "from adascale_worker import ElasticTrainer\nElasticTrainer(batch_size=8).dataloader([0] * 8)\n"

@@ -41,6 +41,7 @@ def result(folder: Path, rank: int = 0) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
 def test_a_stream_trains_until_the_end_of_the_epoch_in_which_it_is_finished(tmp_path: Path) -> None:
     ended = run(tmp_path)
     assert ended.returncode == 0, ended.stderr
