@@ -65,6 +65,8 @@ STABLE_SECONDS = 30.0
 """Seconds without a change of a replica count after which the jobs have as many replicas as they want."""
 QUIET_SECONDS = 120.0
 """Seconds after the last report until the operator has read it and decided with it."""
+IMAGE_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
+"""What the image of the controller sets."""
 OBJECT = (names.API_GROUP, names.API_VERSION)
 
 
@@ -139,7 +141,7 @@ class Operator:
                 [sys.executable, "-c", program, "operator", *required, *options],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "KUBECONFIG": kubeconfig},
+                env={**os.environ, "KUBECONFIG": kubeconfig, **IMAGE_ENVIRONMENT},
             )
 
     @property

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.schedule.scheduler import MIN_INTERVAL, Scheduler
+from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
 from adascale_core.accelerators import Accelerator
 from adascale_core.decision import Decision
 from adascale_core.messages import StepTime
@@ -137,9 +137,31 @@ def test_nothing_is_decided_again_if_nothing_has_changed() -> None:
     scheduler.update(first)
     assert not scheduler.is_due(NOW + 1000)
     scheduler.update(replace(first, resource=waiting(0, 1, None).resource))
-    assert NOW < scheduler.due_at(NOW) < NOW + 1, "an edit: after a pause as long as the decision took"
-    assert scheduler.is_due(NOW + 1)
+    assert scheduler.is_due(NOW), "an edit"
     assert scheduler.is_due(NOW - 1), "the clock was set back"
+
+
+@given(costs=st.lists(st.floats(0.001, 3.0), min_size=20, max_size=60), set_back=st.integers(0, 59))
+def test_decisions_about_changes_are_made_at_once_and_take_half_of_the_time_after_a_burst(
+    costs: Sequence[float], set_back: int
+) -> None:
+    scheduler = Scheduler()
+    scheduler.set_resources((), ())
+    scheduler.update(waiting(0, None, None))
+    now, begun, used = NOW, NOW, 0.0
+    for number, cost in enumerate(costs):
+        if number == set_back:
+            now = begun = now - 1e6
+            used = 0.0
+        else:
+            now = max(now, scheduler.due_at(now))
+            assert used + cost <= MAX_CHANGE_SHARE * (now + cost - begun) + BURST + max(costs)
+        result = scheduler.solve(scheduler.decision_input())
+        now, used = now + cost, used + cost
+        scheduler.adopt(replace(result, cost=cost), now)
+        scheduler.decide_again()
+    assert scheduler.due_at(now) <= now + max(costs) / MAX_CHANGE_SHARE, "it never waits for longer"
+    assert scheduler.is_due(now + sum(costs) / MAX_CHANGE_SHARE), "nothing is left of the burst's use"
 
 
 def test_a_job_that_has_become_what_was_decided_is_not_decided_about_at_once() -> None:

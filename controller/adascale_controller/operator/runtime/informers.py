@@ -13,6 +13,7 @@ from typing import Any
 
 import kopf
 
+from adascale_controller.operator.apply.kubernetes_cluster import PAGE_SIZE
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.types.kubernetes import Resource
@@ -22,6 +23,8 @@ ERROR_BACKOFFS = (1, 1, 2, 3, 5)
 """Seconds between tries while the API server is unreachable. The last value repeats without end."""
 INACTIVITY_TIMEOUT = 60.0
 """Seconds without data after which a watch is restarted: its connection may be lost without an error."""
+IDLE_TIMEOUT = 0.1
+"""Seconds after which kopf forgets an object without events. Until then it keeps its last version whole."""
 
 _SELECTORS: Mapping[Resource, tuple[str, ...]] = {
     Resource.ADASCALEJOBS: (names.API_GROUP, names.API_VERSION, names.PLURAL),
@@ -73,6 +76,8 @@ async def run_informers(
         settings.persistence.diffbase_storage = _NoDifferences()
         settings.networking.error_backoffs = _EndlessBackoffs()
         settings.watching.inactivity_timeout = INACTIVITY_TIMEOUT
+        settings.watching.chunk_size = PAGE_SIZE
+        settings.queueing.idle_timeout = IDLE_TIMEOUT
 
     for resource in resources:
         kopf.on.event(*_SELECTORS[resource], registry=registry, id=str(resource))(_handler(cache, resource))

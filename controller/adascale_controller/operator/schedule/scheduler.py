@@ -40,6 +40,10 @@ MIN_INTERVAL = 1.0
 """Seconds between two decisions for which there are only new measurements."""
 MAX_SHARE = 0.05
 """The share of the time that such decisions take."""
+MAX_CHANGE_SHARE = 0.5
+"""The share of the time that decisions about changes take, beyond `BURST`."""
+BURST = 1.0
+"""Seconds of processor time that such decisions may take at any time, one after the other."""
 
 
 @dataclass
@@ -170,8 +174,8 @@ class Scheduler:
     """Chooses the replica counts of all jobs that may run.
 
     The control loop passes it what has changed. A decision is due if a job or the nodes have changed in what
-    the counts must respect: at once, or after a pause as long as the last decision took. For new measurements
-    decisions take at most `MAX_SHARE` of the time.
+    the counts must respect: at once, unless such decisions take more than half of the time. For new
+    measurements decisions take at most `MAX_SHARE` of the time.
 
     Args:
         accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
@@ -194,6 +198,8 @@ class Scheduler:
         self._standing = StandingDecisions()
         self._result: DecisionResult | None = None
         self._adopted_at = -inf
+        self._share_used_until = -inf
+        """When decisions will have taken `MAX_CHANGE_SHARE` of the time, if no more are made."""
         self._outdated: set[str] = set()
         self._is_explained = True
         self._explain_cost = 0.0
@@ -294,13 +300,13 @@ class Scheduler:
         if self._result is None:
             return now if self._candidates else inf
         if self._jobs_changed or self._resources_changed:
-            interval = self._result.cost
+            due = max(self._adopted_at, self._share_used_until - BURST / MAX_CHANGE_SHARE)
         elif self._measurements_changed or time.monotonic() >= self._result.next_change:
-            interval = max(MIN_INTERVAL, (self._result.cost + self._explain_cost) / MAX_SHARE)
+            due = self._adopted_at + max(MIN_INTERVAL, (self._result.cost + self._explain_cost) / MAX_SHARE)
         else:
             return inf
         # A decision in the future was made before the clock was set back.
-        return self._adopted_at + interval if self._adopted_at <= now else now
+        return due if self._adopted_at <= now else now
 
     def is_due(self, now: float) -> bool:
         """Whether to decide at `now`, in seconds since 1970."""
@@ -373,6 +379,9 @@ class Scheduler:
             self._jobs_changed = True
         # Without the decision before, of which it holds the predictions.
         self._result, self._adopted_at = replace(result, input=replace(result.input, before=None)), now
+        # Later only if the clock was set back.
+        earlier = min(self._share_used_until, now + BURST / MAX_CHANGE_SHARE)
+        self._share_used_until = max(earlier, now - result.cost) + result.cost / MAX_CHANGE_SHARE
         self._outdated = outdated
         self._is_explained = False
         return changed
