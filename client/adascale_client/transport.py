@@ -17,6 +17,8 @@ MAX_IDLE_CONNECTIONS = 8
 """Connections that stay open for the next request. More requests at the same time open more."""
 MAX_EXCERPT = 200
 """Bytes of an answer without a reason that an error message quotes."""
+MAX_ANSWER = 2**28
+"""Bytes of an answer that are read. The largest answers are pages of the list of jobs."""
 
 
 class Transport:
@@ -47,40 +49,52 @@ class Transport:
             The answer's JSON value, or None if the answer has no body.
 
         Raises:
-            ServiceUnreachableError: the service does not answer, the answer is not JSON, or the token file
-                can't be read.
+            ServiceUnreachableError: the address is invalid, the service does not answer, the answer is not
+                JSON or too large, or the token file can't be read.
             ServiceRefusedError: the service answers with an error status.
         """
         headers = {"accept": "application/json"}
         token = self._read_token()
         if token:
             headers["authorization"] = f"Bearer {token}"
-        data = None
+        content = None
         if body is not None:
             headers["content-type"] = "application/json"
-            data = json.dumps(body).encode()
+            content = json.dumps(body).encode()
         try:
             answer = self._pool.request(
                 method,
                 f"{self.url}/{path}",
-                body=data,
+                body=content,
                 headers=headers,
                 timeout=TIMEOUT + wait,
                 redirect=False,
+                preload_content=False,
             )
+            data = answer.read(MAX_ANSWER + 1)
+        except urllib3.exceptions.LocationValueError as error:
+            raise ServiceUnreachableError(
+                f"the address of the metrics service must be http://HOST:PORT, got {self.url!r}: {error}"
+            ) from error
         except (urllib3.exceptions.HTTPError, ValueError) as error:
             raise ServiceUnreachableError(
                 f"the metrics service at {self.url} does not answer: {_root_cause(error)}"
             ) from error
+        if len(data) > MAX_ANSWER:
+            answer.close()
+            raise ServiceUnreachableError(
+                f"{self.url} is not the address of a metrics service: its answer has more than {MAX_ANSWER} "
+                "bytes"
+            )
         if answer.status >= 300:
             seconds = answer.headers.get("Retry-After", "")
             retry_after = float(seconds) if seconds.isdecimal() else None
-            raise ServiceRefusedError(_reason(answer.data), answer.status, retry_after)
-        if not answer.data:
+            raise ServiceRefusedError(_reason(data), answer.status, retry_after)
+        if not data:
             return None
         try:
-            return json.loads(answer.data)
-        except ValueError as error:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
             raise ServiceUnreachableError(
                 f"{self.url} is not the address of a metrics service: its answer is not JSON"
             ) from error
@@ -118,5 +132,5 @@ def _reason(data: bytes) -> str:
     """The reason in the body of an error answer; of a body in another form, its beginning."""
     try:
         return str(json.loads(data)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return data[:MAX_EXCERPT].decode(errors="replace") or "no reason is given"

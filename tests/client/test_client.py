@@ -99,7 +99,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "body",
-    [b"<html>hello", b"{}", b"[]", b"3", b'{"allocation": 3}', b'{"version": 1, "desired": 5}', b"\xff", b""],
+    [
+        *(b"<html>hello", b"{}", b"[]", b"3", b'{"allocation": 3}', b'{"version": 1, "desired": 5}', b"\xff"),
+        *(b"", b"[" * 100_000),
+    ],
+    ids=range(9),
 )
 def test_an_answer_of_another_program_is_an_error(
     server: str, call: str, body: bytes, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +123,39 @@ def test_an_answer_that_is_cut_off_is_an_error(server: str, monkeypatch: pytest.
         f"the metrics service at {server} does not answer: "
         "the connection was closed before the answer was complete"
     )
+
+
+def test_an_answer_that_does_not_end_is_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_module, "MAX_ANSWER", 4096)
+    monkeypatch.setattr(FixedAnswer, "body", b"1" * 4097)
+    monkeypatch.setattr(FixedAnswer, "missing", 10**13)
+    client = MetricsServiceClient(server)
+    for status in (200, 500):
+        monkeypatch.setattr(FixedAnswer, "status", status)
+        with pytest.raises(ServiceUnreachableError) as raised:
+            client.get_job(JOB)
+        assert str(raised.value) == (
+            f"{server} is not the address of a metrics service: its answer has more than 4096 bytes"
+        )
+    client.close()
+
+
+def test_connections_are_used_again(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedAnswer, "protocol_version", "HTTP/1.1")
+    setup, made = FixedAnswer.setup, []
+
+    def count(self: FixedAnswer) -> None:
+        made.append(self)
+        setup(self)
+
+    monkeypatch.setattr(FixedAnswer, "setup", count)
+    client = MetricsServiceClient(server)
+    for body in (b"", b"{}", b"<html>"):
+        monkeypatch.setattr(FixedAnswer, "body", body)
+        with pytest.raises(ServiceError):
+            client.get_job(JOB)
+    client.close()
+    assert len(made) == 1
 
 
 def test_a_refused_connection_is_an_error() -> None:
@@ -142,9 +179,11 @@ def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPat
     client.close()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1", "nonsense://x", "http://", "http://[::1"])
+@pytest.mark.parametrize(
+    "url", ["nonsense://x", "http://", "http://[::1", "", "http://127.0.0.1:99999", "http://a b"]
+)
 def test_an_address_that_is_not_one_is_an_error(url: str) -> None:
-    with pytest.raises(ServiceUnreachableError):
+    with pytest.raises(ServiceUnreachableError, match="must be http://HOST:PORT, got '"):
         MetricsServiceClient(url).get_gain(JOB)
 
 
