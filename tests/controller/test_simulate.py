@@ -374,6 +374,8 @@ RECORDED = {
         (["jobs", 0], "x", "jobs.0: an object is needed, got 'x'"),
         (["jobs", 0, "time"], -1, "jobs.0.time: Input should be greater than or equal to 0, got '-1'"),
         (["jobs", 0, "total"], float("nan"), "jobs.0.total: Input should be"),
+        (["jobs", 0, "total"], 1e300, "job a: total is 1e+300, which takes more than 400 days on 4 replicas"),
+        (["jobs", 0, "total"], 1.4e9, "job a: total is 1.4e+09, which takes more than 400 days"),
         (["jobs", 0, "spec"], {}, "jobs.0.spec.batch_size: Field required"),
         (["jobs", 0, "spec", "max_replicas"], "x", "jobs.0.spec.max_replicas: Input should be a valid"),
         (["jobs", 0, "spec", "min_replicas"], 8, "minReplicas 8 is greater than maxReplicas 4"),

@@ -169,7 +169,7 @@ def _submissions(document: dict[str, Any], source: str) -> list[Submission]:
         try:
             submissions[job.name] = _submission(job)
         except AdaScaleError as error:
-            raise ProfileError(f"{source}: the spec of job {job.name}: {error}") from error
+            raise ProfileError(f"{source}: job {job.name}: {error}") from error
     return list(submissions.values())
 
 
@@ -191,4 +191,9 @@ def _submission(job: _JobBody) -> Submission:
         min_replicas=counts[0],
         max_replicas=spec.max_replicas,
     )
+    if application.least_seconds > MAX_TIME:
+        raise ProfileError(
+            f"total is {job.total:g}, which takes more than {MAX_TIME / 86400:.0f} days on "
+            f"{spec.max_replicas} replicas even without communication: lower it, or leave the job out"
+        )
     return Submission(job.name, job.time, application, counts[0], spec.batch_size)

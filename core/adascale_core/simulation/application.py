@@ -242,6 +242,15 @@ class RecordedApplication:
     min_replicas: int = 1
 
     @property
+    def least_seconds(self) -> float:
+        """The seconds without communication and noise, on the most replicas with the largest local batch."""
+        bounds = self.bounds
+        sizes = [size for size in (bounds.upper, bounds.max_batch_size) if size is not None]
+        local_bsz = min(sizes) if bounds.elastic else bounds.batch_size
+        samples_per_second = (self.max_replicas or 1) * local_bsz / self.model.compute_time(local_bsz)
+        return self.total * bounds.batch_size / samples_per_second
+
+    @property
     def epoch_ends(self) -> Sequence[float]:
         """The progress at which the statistics change: that of each report, and the end."""
         inner = [progress for progress in self.progress[1:] if progress < self.total]
