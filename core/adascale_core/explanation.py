@@ -7,9 +7,11 @@ after the other; this is near the cheapest way, not always the cheapest.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import log2
 
 from adascale_core.capacity import Capacity
@@ -23,6 +25,8 @@ MAX_TRIES = 8
 """Packings of unlike replicas that are tried for a count."""
 MAX_GIVING = 8
 """Jobs that would have to give up replicas for a count; a count that needs more is explained without them."""
+MAX_NAMED = 2
+"""Jobs that are named in a text, which has at most 500 characters."""
 
 
 def explain(
@@ -86,6 +90,11 @@ class _Explainer:
         self._utilities = {
             utility.job.id: utility.utilities(now)[0] if utility.counts else {} for utility in problem.queue
         }
+        self._running = [
+            utility for utility in problem.queue if utility.counts and self._counts[utility.job.id]
+        ]
+        self._needed = list(accumulate(utility.counts[0] for utility in self._running))
+        """How many replicas the running jobs need at least, up to each of them."""
         self._steps: list[tuple[float, str, int]] = []
         for job, count in self._counts.items():
             self._push_step(self._steps, job, count)
@@ -221,6 +230,8 @@ class _Explainer:
         if total is not None:
             free = total - sum(self._counts.values())
             yield LimitView(LimitKind.CAPACITY, f"{max(free, 0)} of {total} replicas are free")
+        if not count:
+            yield LimitView(LimitKind.CAPACITY, self._waits_for(utility))
         if job.accelerator is not None:
             yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
         slots = self.problem.slots
@@ -234,6 +245,23 @@ class _Explainer:
             yield LimitView(LimitKind.MEASUREMENTS, _not_measured(utility))
         if count and utility.present_count:
             yield LimitView(LimitKind.CHANGE, utility.change(self._now).reason)
+
+    def _waits_for(self, utility: JobUtility) -> str:
+        """Return which jobs leave too little capacity for a job that waits."""
+        earlier = bisect_left(self._running, _arrival(utility), key=_arrival)
+        if not earlier:
+            return f"it needs {utility.counts[0]} at least, which do not fit even if no other job runs"
+        named = [f"{each.job.id}: {each.counts[0]}" for each in self._running[: min(earlier, MAX_NAMED)]]
+        if earlier > MAX_NAMED:
+            named.append(f"{earlier - MAX_NAMED} more")
+        return (
+            f"it needs {utility.counts[0]} at least, and waits for jobs to end that arrived before it and "
+            f"need {self._needed[earlier - 1]} at least ({', '.join(named)})"
+        )
+
+
+def _arrival(utility: JobUtility) -> tuple[float, str]:
+    return utility.job.arrival, utility.job.id
 
 
 def _shown(utility: JobUtility, chosen: int) -> Sequence[int]:

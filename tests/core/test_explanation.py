@@ -100,7 +100,34 @@ def test_a_job_that_waits_is_told_what_it_waits_for() -> None:
     assert view.waiting
     assert view.reason == "Insufficient capacity for 1 replica"
     assert set(verdicts(view).values()) <= {Verdict.NO_CAPACITY, Verdict.NOT_MEASURED}
-    assert "0 of 2 replicas are free" in [limit.reason for limit in view.limits]
+    assert [limit.reason for limit in view.limits if limit.kind is LimitKind.CAPACITY] == [
+        "0 of 2 replicas are free",
+        "it needs 1 at least, and waits for jobs to end that arrived before it and need 2 at least (a: 2)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (0, "it needs 9 at least, which do not fit even if no other job runs"),
+        (2, "arrived before it and need 4 at least (0: 1, 1: 3)"),
+        (3, "arrived before it and need 6 at least (0: 1, 1: 3, 1 more)"),
+        (4, "arrived before it and need 8 at least (0: 1, 1: 3, 2 more)"),
+    ],
+)
+def test_a_job_that_waits_is_told_of_earlier_jobs_only(others: int, expected: str) -> None:
+    smallest = (1, 3, 2, 2)[:others]
+    jobs = [job(str(i), count, arrival=i, at_least=count) for i, count in enumerate(smallest)]
+    jobs += [job("waits", 0, arrival=5.0, at_least=9, at_most=10), job("later", 0, arrival=6.0)]
+    for capacity in (8, NodeCapacity(*unlike_nodes(jobs, 8))):
+        limits = explained(jobs, capacity)["waits"].limits
+        assert any(expected in limit.reason for limit in limits if limit.kind is LimitKind.CAPACITY)
+
+
+def unlike_nodes(jobs: Sequence[JobState], slots: int) -> tuple[Sequence[Node], Mapping[str, Demand]]:
+    """Return a node with some slots, and replicas that request different amounts of memory."""
+    demands = {each.id: Demand({GPU: 1, "memory": i}) for i, each in enumerate(jobs, 1)}
+    return [Node("n", {GPU: slots, "memory": 1000, "pods": 100})], demands
 
 
 def test_the_end_of_a_job_is_predicted_with_its_restart() -> None:
