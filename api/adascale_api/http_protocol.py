@@ -21,12 +21,14 @@ REQUEST_TIMEOUT = 15.0
 RESPONSE_TIMEOUT = 30.0
 """Seconds for which a client may leave a full answer unread."""
 MAX_HEAD = 32 * 1024
-"""Bytes of a request line with its headers; a token may have 16 KiB."""
+"""Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
 SMALL_HEAD = 8 * 1024
 """Bytes of a request line with its headers that are not counted once they are complete."""
 MAX_HEADS = 32 * 1024 * 1024
 """Bytes of the request lines and headers of all connections that are incomplete, or larger than `SMALL_HEAD`
 and not answered yet."""
+HEADER_OVERHEAD = 200
+"""Bytes that a header takes besides its text."""
 METHODS_WITH_BODY = frozenset({b"POST", b"PUT"})
 """The methods whose bodies are kept, for the application to read."""
 MAX_UNREAD = 64 * 1024 * 1024
@@ -151,7 +153,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_size = 0
-        """Bytes of the head that `limits` counts."""
+        """Bytes of the head that is kept."""
+        self._counted = 0
+        """Of these, how many `limits` counts."""
         self._framing = 0
         """Bytes since the last of the body: of chunk headers and trailers."""
         self._in_head = True
@@ -174,10 +178,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse data, unless the head or what frames the body is too large."""
         if self._in_head:
             self._head_size += len(data)
-            self.limits.head_grows(len(data))
         else:
             self._framing += len(data)
         super().data_received(data)
+        self._count_head()
         if self._in_head and self._head_size > MAX_HEAD:
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
         elif self._framing > MAX_HEAD:
@@ -220,27 +224,33 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header; a trailer is dropped."""
         if self._in_head:
+            self._head_size += HEADER_OVERHEAD
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Count only the bytes of the head itself, and only if they are many."""
+        """Count only the head itself, and only if it is large."""
         self._in_head = False
         self._framing = 0
-        is_large = self._head_size > SMALL_HEAD
-        self.forget_head()
-        if is_large:
-            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if size > SMALL_HEAD:
-                self._head_size = size
-                self.limits.head_is_large(self)
-                self.limits.head_grows(size)
+        if self._head_size > SMALL_HEAD:
+            headers = sum(len(name) + len(value) + HEADER_OVERHEAD for name, value in self.headers)
+            self._head_size = len(self.url) + headers
+        if self._head_size > SMALL_HEAD:
+            self.limits.head_is_large(self)
+        else:
+            self._head_size = 0
+        self._count_head()
         super().on_headers_complete()
+
+    def _count_head(self) -> None:
+        size, self._counted = self._head_size - self._counted, self._head_size
+        if size:
+            self.limits.head_grows(size)
 
     def forget_head(self) -> None:
         """Count the bytes of the head no longer."""
-        self.limits.head_grows(-self._head_size)
-        self.limits.head_is_released(self)
         self._head_size = 0
+        self._count_head()
+        self.limits.head_is_released(self)
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, if the application may read it."""

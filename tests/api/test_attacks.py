@@ -23,7 +23,7 @@ from adascale_api.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_
 from adascale_api.database import Database
 from adascale_api.errors import InvalidInputError
 from adascale_api.generation_limit import EPOCH, require_reachable
-from adascale_api.http_protocol import MAX_HEAD, MAX_HEADS
+from adascale_api.http_protocol import HEADER_OVERHEAD, MAX_HEAD, MAX_HEADS
 from adascale_api.job import Job
 from adascale_api.job_feed import MAX_CLIENTS
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
@@ -108,21 +108,37 @@ def test_a_head_that_is_too_large_is_refused(attacked: ServiceProcess) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
-def test_incomplete_heads_take_bounded_memory(attacked: ServiceProcess) -> None:
-    size = MAX_HEAD - 1000
-    with ExitStack() as stack, Client(attacked.port) as client:
-        before = peak_memory(attacked)
+@pytest.mark.parametrize(
+    "head", [b"A: " + b"a" * (MAX_HEAD - 1000), b"a:b\r\n" * 100], ids=["large header", "small headers"]
+)
+def test_incomplete_heads_take_bounded_memory(tmp_path: Path, head: bytes) -> None:
+    headers = head.count(b":")
+    count = 2 * MAX_HEADS // (len(head) + headers * HEADER_OVERHEAD)
+    with (
+        ServiceProcess(tmp_path, "--request-timeout", "600") as service,
+        ExitStack() as stack,
+        Client(service.port) as client,
+    ):
+        before = peak_memory(service)
         halves = []
-        for _ in range(2 * MAX_HEADS // size):
-            half = socket.create_connection(("127.0.0.1", attacked.port), timeout=30)
+        for _ in range(count):
+            half = socket.create_connection(("127.0.0.1", service.port), timeout=30)
             halves.append(stack.enter_context(half))
-            half.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size)
+            half.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + head)
         with suppress(ConnectionResetError):
             assert halves[0].recv(1000) == b"", "the oldest is closed"
         assert client.get("/healthz") == {"status": "ok"}
         halves[-1].sendall(b"\r\n\r\n")
         assert halves[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
-        assert peak_memory(attacked) - before < 100 * 1024
+        assert peak_memory(service) - before < 100 * 1024
+
+
+def test_the_number_of_headers_is_bounded(attacked: ServiceProcess) -> None:
+    count = MAX_HEAD // HEADER_OVERHEAD
+    for headers, status in ((count // 2, b"200"), (count, b"400")):
+        with socket.create_connection(("127.0.0.1", attacked.port), timeout=10) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\n" + b"a:b\r\n" * headers + b"\r\n")
+            assert connection.recv(1000).split()[1] == status
 
 
 @pytest.mark.parametrize(
