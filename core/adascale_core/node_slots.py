@@ -41,7 +41,7 @@ class SlotCapacity:
         """
         return len(self.slots) >= MIN_UNIFORM_NODES and len(set(self.slots)) == 1
 
-    @property
+    @cached_property
     def node_size(self) -> int:
         """How many replicas fit on the largest node."""
         return max(self.slots, default=0)

@@ -64,6 +64,10 @@ class _Options:
         planned = {count: one_node[count] if count <= most else several_nodes[count] for count in one_node}
         return cls(nodes, planned, one_node, several_nodes)
 
+    def highest_utility(self, count: int) -> int:
+        """Return the utility of a count on the nodes where it is highest."""
+        return max(self.one_node[count], self.several_nodes[count])
+
     def utility(self, count: int, nodes: Sequence[int]) -> int:
         return (self.one_node if len(set(nodes)) < 2 else self.several_nodes)[count]
 
@@ -102,20 +106,21 @@ class _Placing:
     def _grow(self, i: int, most: int) -> None:
         """Place the best count from the present one to `most` that fits."""
         each, own = self._options[i], self._nodes[i]
-        if len(own) < most in each.planned:
+        wanted = max(each.planned.values())
+        if len(own) < most in each.planned and each.highest_utility(most) >= wanted:
             new = self._slots.place(own, most - len(own))
             if new is not None:
-                if each.utility(most, [*own, *new]) >= max(each.planned.values()):
+                if each.utility(most, [*own, *new]) >= wanted:
                     own.extend(new)
                     return
                 self._slots.give(new)
         best: tuple[int, int, list[int]] | None = None
         if len(own) in each.one_node:
             best = each.utility(len(own), own), -len(own), []
-        for count, one in each.one_node.items():
+        for count in each.one_node:
             if not len(own) < count <= most:
                 continue
-            if best is not None and max(one, each.several_nodes[count]) <= best[0]:
+            if best is not None and each.highest_utility(count) <= best[0]:
                 continue
             new = self._slots.place(own, count - len(own))
             if new is None:
