@@ -56,10 +56,12 @@ def choose_types(jobs: Sequence[TypeOptions], nodes: Iterable[Node]) -> dict[str
         jobs: all jobs, in the order of their arrival.
         nodes: all nodes.
     """
+    chosen = {job.job: next(iter(job.demands)) for job in jobs if len(job.demands) == 1}
+    if all(job.job in chosen or not job.demands for job in jobs):
+        return chosen
     capacity = NodeCapacity(
         nodes, {_key(job.job, name): demand for job in jobs for name, demand in job.demands.items()}
     )
-    chosen = {job.job: next(iter(job.demands)) for job in jobs if len(job.demands) == 1}
     for job in jobs:
         present = job.present
         if present is None or present not in job.demands:
