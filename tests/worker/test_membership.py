@@ -289,3 +289,22 @@ def test_a_member_that_is_killed_in_an_evaluation_does_not_change_its_result(
     assert job.finish() == expected
     assert results_of(job)[str(survivor.replica)] == results["0"]
     assert results_of(job)[str(spare.replica)] == results["0"][2:]
+
+
+def test_a_forward_pass_after_a_loss_leaves_no_statistics_of_the_discarded_step(
+    make_members: Callable[..., Members],
+) -> None:
+    calm = make_members("calm", PROGRAM=EVALUATES)
+    calm.activate(calm.start(2))
+    expected = calm.finish()
+
+    job = make_members("killed", PROGRAM=EVALUATES, PAUSES=0)
+    survivor, victim, spare = job.start(3)
+    job.activate([survivor, victim])
+    folder = job.folder / "journal"
+    job.wait((folder / "pauses").exists, "a pause before a forward pass")
+    victim.kill()
+    job.wait_holding([survivor])
+    job.activate([survivor, spare])
+    assert job.finish() == expected
+    assert results_of(job)["0"] == results_of(calm)["0"], "with BatchNorm's statistics"

@@ -128,8 +128,8 @@ class DataParallelModel:
         self.has_missed_exchange = True
         if self.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
-            return forward_without_graph(self._wrapped.original_forward, args, kwargs, self.local_bsz())
-        return self._wrapped.original_forward(*args, **kwargs)
+            return forward_without_graph(self._wrapped.forward, args, kwargs, self.local_bsz())
+        return self._wrapped.forward(*args, **kwargs)
 
     def begin_timing(self) -> None:
         """Time the exchange of gradients of the next steps only: the replicas or their batch have changed."""

@@ -1,13 +1,15 @@
 """A training program that evaluates after each epoch, for tests of membership.
 
 Environment: JOURNAL, the folder of the results; REPLICA, a name for its file; WAITS, the name of a replica
-that stays in its second evaluation until it is killed.
+that stays in its second evaluation until it is killed; PAUSES, the name of one that pauses before a forward
+pass until it has noticed a loss.
 """
 
 import hashlib
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -31,6 +33,10 @@ state = trainer.program_reentry(model, optimizer)
 folder.mkdir(parents=True, exist_ok=True)
 for epoch in range(state.epoch, 4):
     for x, y in trainer.dataloader(dataset):
+        if epoch == 2 and os.environ.get("PAUSES") == replica and not (folder / "pauses").exists():
+            (folder / "pauses").touch()
+            while not trainer._trainer.group.has_failed:
+                time.sleep(0.01)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
