@@ -230,7 +230,7 @@ class _Explainer:
         if total is not None:
             free = total - sum(self._counts.values())
             yield LimitView(LimitKind.CAPACITY, f"{max(free, 0)} of {total} replicas are free")
-        if not count:
+        if self._decisions[job.id].waiting:
             yield LimitView(LimitKind.CAPACITY, self._waits_for(utility))
         if job.accelerator is not None:
             yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
