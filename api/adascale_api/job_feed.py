@@ -32,6 +32,8 @@ MAX_SECONDS = 3600.0
 """Seconds after which a stream ends, so that a client whose token has expired has to connect again."""
 PAGE_SIZE = 500
 """Jobs that are read in one transaction."""
+PIECE = 64 * 1024
+"""Bytes of an event that are sent together: the next piece follows once a client has read most of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +97,10 @@ class JobFeed:
                 yield b"event: problem\ndata: %b\n\n" % json.dumps(error).encode()
             if self._revision > revision:
                 event, revision = self._event_since(revision), self._revision
-                yield event
-                # Returns once the client has read nearly all of it: the next event then has the latest state,
-                # and no more than one event is kept for the client.
+                # All clients share the event, and no more than a piece is kept for each.
+                for start in range(0, len(event), PIECE):
+                    yield event[start : start + PIECE]
+                # Returns once the client has read nearly all of it: the next event then has the latest state.
                 yield b""
                 continue
             try:

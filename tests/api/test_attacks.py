@@ -25,7 +25,7 @@ from adascale_api.errors import InvalidInputError
 from adascale_api.generation_limit import EPOCH, require_reachable
 from adascale_api.http_protocol import HEADER_OVERHEAD, MAX_HEAD, MAX_HEADS
 from adascale_api.job import Job
-from adascale_api.job_feed import MAX_CLIENTS
+from adascale_api.job_feed import MAX_CLIENTS, MAX_JOBS
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, replicas
@@ -557,13 +557,14 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
         assert "Traceback" not in service.log()
 
 
-def unread_answer(port: int, path: str) -> socket.socket:
+def unread_answer(port: int, path: str, token: str | None = None) -> socket.socket:
     """Return a connection whose answer has begun, and which has room for little of it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", port))
-    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    header = f"Authorization: Bearer {token}\r\n" if token else ""
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
     assert connection.recv(1, socket.MSG_PEEK) == b"H"
     return connection
 
@@ -585,6 +586,44 @@ def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(tmp_path: 
 
             wait_until(most_are_closed, "the end of unread answers")
         assert peak_memory(service) < MEMORY_LIMIT / 2
+
+
+async def store_jobs(path: Path, count: int) -> None:
+    """Store jobs without replicas."""
+    database = Database(f"sqlite:///{path}")
+
+    def declare(first: int, transaction: Transaction) -> None:
+        for number in range(first, min(first + 500, count)):
+            jobs.declare(transaction, f"default.job-{number}", JobSpec(8, max_replicas=2), 0.0)
+
+    for first in range(0, count, 500):
+        await database.write(partial(declare, first))
+    await database.close()
+
+
+@pytest.mark.slow
+def test_an_event_takes_bounded_memory_however_many_clients_follow(tmp_path: Path) -> None:
+    asyncio.run(store_jobs(tmp_path / "service.db", MAX_JOBS))
+    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
+        first = Events(service.port)
+        stack.callback(first.close)
+        kind, data = first.next()
+        assert (kind, len(data["jobs"])) == ("all", MAX_JOBS)
+        before = peak_memory(service)
+        followers = [
+            stack.enter_context(unread_answer(service.port, "/events", token=token))
+            for token in (TOKEN, None)
+            for _ in range(MAX_CLIENTS - 1)
+        ]
+        for follower in followers:
+            received = b""
+            while b"event: all" not in received:
+                part = follower.recv(100)
+                assert part, "the stream has ended"
+                received += part
+        with Client(service.port) as client:
+            assert client.get("/healthz") == {"status": "ok"}
+        assert peak_memory(service) - before < 50 * 1024
 
 
 @pytest.mark.slow
