@@ -21,6 +21,8 @@ from support.service import Service
 BOUNDS = json.dumps({"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]})
 LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10**6, "STEP_SECONDS": 0.02, "ADASCALE_CHECKPOINT_INTERVAL": 0}
 """Options of a job that trains until the test ends it, with a checkpoint on every step."""
+FINISHES = {**LONG, "EPOCHS": 1000}
+"""The same for a job that finishes. Its program goes through all epochs, of which the last ones are empty."""
 
 
 class Job:
@@ -128,7 +130,7 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
 @pytest.mark.slow
 def test_a_job_finishes_when_its_progress_reaches_its_scale_invariant_steps(job: Job) -> None:
     job.service.allocate(1, 1)
-    (agent,) = job.start(0, **LONG, ADASCALE_SCALE_INVARIANT_STEPS=50)
+    (agent,) = job.start(0, **FINISHES, ADASCALE_SCALE_INVARIANT_STEPS=50)
     assert agent.wait() == 0
     view = job.service.job()
     assert view["complete"]
@@ -520,7 +522,7 @@ def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None
 
 @pytest.mark.slow
 def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas(job: Job) -> None:
-    options = {**LONG, "ADASCALE_SCALE_INVARIANT_STEPS": 200, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+    options = {**FINISHES, "ADASCALE_SCALE_INVARIANT_STEPS": 200, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
     job.service.allocate(1, 1)
     first, _ = job.start(0, 1, **options)
     job.wait_for_training(1)
