@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from adascale_api.authorization import Authorizer
+from adascale_api.field_types import MAX_INTEGER
 from adascale_api.http_protocol import REQUEST_TIMEOUT
 from adascale_api.log_limit import LogLimit
 from adascale_api.read_token import ReadTokenAuthorizer
@@ -166,9 +167,9 @@ def _port(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected an integer of at least 1")
+    number = int(text) if text.isdecimal() and len(text) <= len(str(MAX_INTEGER)) else 0
+    if not 1 <= number <= MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"got {text}, expected an integer from 1 to {MAX_INTEGER}")
     return number
 
 

@@ -322,7 +322,12 @@ def test_an_unusable_database_is_refused_without_a_traceback(
         (["--no-auth", "--protect-reads"], {}, ["contradict"]),
         (["--host", "not.a.host.invalid"], {"ADASCALE_TOKEN": TOKEN}, ["can't listen on not.a.host.invalid"]),
         (["--fd", "99"], {"ADASCALE_TOKEN": TOKEN}, ["file descriptor 99 of --fd is no socket"]),
-        (["--keep-finished-days", "0"], {"ADASCALE_TOKEN": TOKEN}, ["--keep-finished-days", "at least 1"]),
+        (["--keep-finished-days", "0"], {"ADASCALE_TOKEN": TOKEN}, ["--keep-finished-days", "from 1 to"]),
+        (
+            ["--keep-finished-days", "9" * 400],
+            {"ADASCALE_TOKEN": TOKEN},
+            ["--keep-finished-days", "from 1 to"],
+        ),
         (["--port", "70000"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
         (["--port", "-1"], {"ADASCALE_TOKEN": TOKEN}, ["port"]),
         (["--port", "http"], {"ADASCALE_TOKEN": TOKEN}, ["--port", "http"]),
