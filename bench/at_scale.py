@@ -435,7 +435,8 @@ class Seen:
     ) -> None:
         while True:
             try:
-                for event in watch.Watch().stream(read, *path, timeout_seconds=300):
+                # Without `timeout_seconds`, it goes on where it has ended, so that no deletion is missed.
+                for event in watch.Watch().stream(read, *path):
                     with self._changed:
                         see(event["type"], event["raw_object"])
                         self._changed.notify_all()
@@ -590,9 +591,7 @@ class Agents:
     def _watch(self, api: client.ApiClient, namespace: str) -> None:
         core = client.CoreV1Api(api)
         while not self._stopping.is_set():
-            stream = watch.Watch().stream(
-                core.list_namespaced_pod, namespace, label_selector=names.LABEL_JOB, timeout_seconds=300
-            )
+            stream = watch.Watch().stream(core.list_namespaced_pod, namespace, label_selector=names.LABEL_JOB)
             try:
                 for event in stream:
                     self._update(event["type"], event["object"])
