@@ -94,6 +94,15 @@ class IndexedDemand:
         """Whether all replicas must share a node."""
         return self.demand.one_node
 
+    @cached_property
+    def end(self) -> int:
+        """The rank after the highest that is placed; 0 if none is."""
+        return max(self.placed, default=-1) + 1
+
+    def is_placed(self, count: int) -> bool:
+        """Whether all ranks below `count` are placed. May be False where they are, if a rank is missing."""
+        return count <= self.end == len(self.placed)
+
 
 class NodeTable:
     """Nodes, with nodes and resources as indices, and what is known of the kinds of demands for them.
@@ -193,7 +202,7 @@ class PackingProblem:
         """A packing of all replicas that are placed."""
         packing = Packing(self)
         for demand in self.demands.values():
-            packing.keep_placed(demand, len(demand.placed) and max(demand.placed) + 1)
+            packing.keep_placed(demand, demand.end)
         return packing
 
     @classmethod
@@ -265,7 +274,12 @@ def slots(free: Sequence[int], request: Request) -> int:
 
 def pack(problem: PackingProblem, counts: Mapping[str, int]) -> Packing | None:
     """Return the packing of all `counts` (job id -> replicas); None if none is found."""
-    demands = [problem.demands[job] for job, count in counts.items() if count > 0]
+    # Most jobs keep their places, so only the others are looked at one by one.
+    demands = [
+        demand
+        for demand, count in ((problem.demands[job], count) for job, count in counts.items() if count > 0)
+        if not demand.is_placed(count)
+    ]
     sizes = {
         demand.job: demand.dominant_share * (counts[demand.job] if demand.one_node else 1)
         for demand in demands
@@ -274,7 +288,7 @@ def pack(problem: PackingProblem, counts: Mapping[str, int]) -> Packing | None:
     packing = _with_placed(problem, counts)
     if all(packing.place_new(demand, counts[demand.job]) for demand in demands):
         return packing
-    if len({demand.kind for demand in demands}) == 1:
+    if len({problem.demands[job].kind for job, count in counts.items() if count > 0}) == 1:
         return None
     for shares_of in (even_shares, mixed_shares):
         packing = _with_placed(problem, counts)
@@ -287,7 +301,9 @@ def _with_placed(problem: PackingProblem, counts: Mapping[str, int]) -> Packing:
     """Return a packing of the replicas that are placed."""
     packing = problem.with_all_placed.copy()
     for job, demand in problem.demands.items():
-        packing.keep_below(demand, counts.get(job, 0))
+        count = counts.get(job, 0)
+        if count < demand.end:
+            packing.keep_below(demand, count)
     return packing
 
 
@@ -405,6 +421,8 @@ class Packing:
         self._new = [0] * len(self._free)
         """For each node, the number of its replicas that are not placed there yet."""
         self._nodes: dict[str, dict[int, int]] = {}
+        self._shared: set[str] = set()
+        """The jobs whose places another packing has too: they are copied before they are changed."""
         self._budget = _REPACKING_BUDGET
         self._total = list(problem.nodes.totals)
         """The free units of each resource on all nodes; overcommitted nodes have none."""
@@ -471,7 +489,7 @@ class Packing:
             return False
         self._free, self._new, self._nodes = repacked._free, repacked._new, repacked._nodes
         self._total, self._open, self._freed = repacked._total, repacked._open, repacked._freed
-        self._room = repacked._room
+        self._room, self._shared = repacked._room, repacked._shared
         return True
 
     def _restore(self, demand: IndexedDemand, before: Mapping[int, int]) -> None:
@@ -481,7 +499,7 @@ class Packing:
             demand: of the job.
             before: rank -> node, before the attempt.
         """
-        ranks = self._nodes[demand.job]
+        ranks = self._own_nodes(demand.job)
         changed = [rank for rank, node in ranks.items() if before.get(rank) != node]
         if not demand.one_node and not demand.placed:
             self._room[demand.kind] = len(changed), len(self._freed)
@@ -501,8 +519,17 @@ class Packing:
         copied._free = [list(free) for free in self._free]
         copied._total = list(self._total)
         copied._new = list(self._new)
-        copied._nodes = {job: dict(ranks) for job, ranks in self._nodes.items()}
+        copied._nodes = dict(self._nodes)
+        copied._shared, self._shared = set(self._nodes), set(self._nodes)
         return copied
+
+    def _own_nodes(self, job: str) -> dict[int, int]:
+        """Return rank -> node of a job, to be changed."""
+        nodes = self._nodes.setdefault(job, {})
+        if job in self._shared:
+            self._shared.remove(job)
+            nodes = self._nodes[job] = dict(nodes)
+        return nodes
 
     def keep_below(self, demand: IndexedDemand, count: int) -> None:
         """Remove the replicas from rank `count` on."""
@@ -587,12 +614,12 @@ class Packing:
 
     def add(self, demand: IndexedDemand, ranks: Sequence[int], node: int) -> None:
         """Add replicas of a job to a node."""
-        self._nodes[demand.job].update(dict.fromkeys(ranks, node))
+        self._own_nodes(demand.job).update(dict.fromkeys(ranks, node))
         self._new[node] += _new_on(demand, ranks, node)
         self._use(demand.request, node, len(ranks))
 
     def _remove(self, demand: IndexedDemand, ranks: Iterable[int]) -> None:
-        nodes = self._nodes.setdefault(demand.job, {})
+        nodes = self._own_nodes(demand.job)
         removed = [(nodes.pop(rank), rank) for rank in ranks]
         for node, group in groupby(removed, key=itemgetter(0)):
             on_node = [rank for _, rank in group]
