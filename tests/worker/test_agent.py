@@ -535,13 +535,21 @@ def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas
 
 
 @pytest.mark.slow
-def test_replicas_with_slow_steps_exit_within_a_few_steps_of_sigterm(job: Job) -> None:
+@pytest.mark.parametrize("comparison_interval", [0, 1000])
+def test_replicas_with_slow_steps_exit_within_a_few_steps_of_sigterm(
+    job: Job, comparison_interval: int
+) -> None:
     """AdaScale measures every 16th step at most; the replicas must not wait for it."""
-    options = {**LONG, "STEP_SECONDS": 0.06, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+    options = {
+        **LONG,
+        "STEP_SECONDS": 0.06,
+        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
+        "COMPARISON_INTERVAL": comparison_interval,
+    }
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **options)
     job.wait_for_training(1, replicas=2, steps=130)  # from step 100 on, not every step is measured
     step = job.journal.last_step(1)
     second.process.terminate()
     assert second.wait() == 75
-    assert job.journal.last_step(1) <= step + 4
+    assert job.journal.last_step(1) <= step + 6

@@ -135,6 +135,7 @@ class TrainingLoop:
         """Evaluations at `_evaluated_at` so far."""
         self._evaluated_at: tuple[int, int, int] | None = None
         self._stepped_at = float("-inf")
+        self._steps_are_slow = True
         self._delivered = 0
         self._position_after_step = 0
         """Samples consumed after the last step that this process has made."""
@@ -594,7 +595,9 @@ class TrainingLoop:
                 # AdaScale does not measure every step, and the next measured one may be a minute away.
                 sums = group.sum(flags)
             self._agreement.update(sums, group.replicas)
-            self._stepped_at = time.monotonic()
+            now = time.monotonic()
+            self._steps_are_slow = now - self._stepped_at >= SLOW_STEP
+            self._stepped_at = now
             self._check_weights()
         except PeersLostError:
             # The step is made. What follows it waits for the next generation.
@@ -688,7 +691,7 @@ class TrainingLoop:
             change=change,
             save=trainer.checkpointing.is_due,
             replan=trainer.planner.is_due,
-            agree_each_step=time.monotonic() - self._stepped_at >= SLOW_STEP,
+            agree_each_step=self._steps_are_slow,
             finish=finish,
             compare_weights=self.comparison.is_due,
         )

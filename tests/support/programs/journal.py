@@ -2,8 +2,8 @@
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, the trainer's arguments as JSON;
 STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL_RANK raises an error (once,
-unless FAIL_ALWAYS is set); FINISH_FILE, a file whose existence ends training after the current epoch, for a
-job on a single replica.
+unless FAIL_ALWAYS is set); COMPARISON_INTERVAL, seconds between comparisons of the weights; FINISH_FILE, a
+file whose existence ends training after the current epoch, for a job on a single replica.
 """
 
 import hashlib
@@ -16,8 +16,10 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale_worker import ElasticTrainer, weight_checks
 
+if "COMPARISON_INTERVAL" in os.environ:
+    weight_checks.COMPARISON_INTERVAL = float(os.environ["COMPARISON_INTERVAL"])
 folder = Path(os.environ["JOURNAL"])
 trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 8}')))
 
