@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -99,10 +101,15 @@ class Journal:
 
 
 def free_port() -> int:
-    """Return a port on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which no process listens.
+
+    It is below those that systems give to connections, which may take it before the test uses it.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(22_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Replicas:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from support.launch import wait_until
+from support.launch import free_port, wait_until
 
 MODULE = "github.com/versity/versitygw/cmd/versitygw"
 VERSION = "v1.8.0"
@@ -179,12 +179,6 @@ class Proxy:
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-
-
-def free_port() -> int:
-    """A port that no process listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def accepts(port: int) -> bool:
