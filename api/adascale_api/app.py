@@ -8,10 +8,10 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from adascale_api.authorization import Authorizer
-from adascale_api.body_limit import BodyBudget, BodyLimit
+from adascale_api.body_limit import BodyLimit
+from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.database import Database
 from adascale_api.error_handlers import add_error_handlers
-from adascale_api.http_protocol import ConnectionLimits
 from adascale_api.openapi import DescribedApp
 from adascale_api.prometheus import RequestMetrics
 from adascale_api.routes import allocation, changes, decision, gain, jobs, page, probes
@@ -41,7 +41,7 @@ def create_app(
         database: stores all data; closed when the application shuts down.
         authorizer: checks tokens; None allows every request.
         settings: what the service keeps, and for whom.
-        connections: the server's connections, of which the overdue are closed; None for no limits.
+        connections: the server's connections; None for the defaults.
         clock: returns the time, in seconds since 1970.
     """
     service = Service(database, authorizer, settings, connections=connections, clock=clock)
@@ -62,8 +62,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.state.bodies = BodyBudget()
-    app.add_middleware(BodyLimit, budget=app.state.bodies)
+    app.add_middleware(BodyLimit, connections=service.connections)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
     for routes in (gain, allocation, decision, jobs, changes, page, probes):

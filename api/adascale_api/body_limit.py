@@ -5,46 +5,44 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.errors import BodyTooLargeError, UnavailableError
 
 MAX_BODY = 1024 * 1024
 """Bytes of a request body."""
-MAX_BODIES = 48 * 1024 * 1024
-"""Bytes of all bodies that are larger than `SMALL_BODY`, while their requests last."""
 SMALL_BODY = 8 * 1024
 """Bytes of a body that is not counted: heartbeats and single reports are never refused for others' bodies."""
 
 
-class BodyBudget:
-    """The bytes of the bodies of all requests."""
-
-    def __init__(self) -> None:
-        self.used = 0
-
-    @contextmanager
-    def request(self, scope: Scope) -> Iterator["_Body"]:
-        """Count the body of a request until it is answered."""
-        body = _Body(self, scope)
-        try:
-            yield body
-        finally:
-            self.used -= body.counted
+@contextmanager
+def limited_body(scope: Scope, connections: ConnectionLimits) -> Iterator["LimitedBody"]:
+    """Count the body of a request until it is answered."""
+    body = LimitedBody(scope, connections)
+    try:
+        yield body
+    finally:
+        connections.body_grows(-body.counted)
 
 
-class _Body:
-    """The body of a request."""
+class LimitedBody:
+    """The body of a request.
 
-    def __init__(self, budget: BodyBudget, scope: Scope) -> None:
-        self._budget = budget
+    Args:
+        scope: the request.
+        connections: counts the bodies of all requests.
+    """
+
+    def __init__(self, scope: Scope, connections: ConnectionLimits) -> None:
         self._scope = scope
+        self._connections = connections
         self._size = 0
         self.counted = 0
 
     def limited(self, receive: Receive) -> Receive:
         """Return a `receive` that raises an error when the body exceeds a limit, announced or not.
 
-        `BodyTooLargeError` for a body of more than `MAX_BODY` bytes, `UnavailableError` while the bodies of
-        all requests have more than `MAX_BODIES` bytes.
+        `BodyTooLargeError` for a body of more than `MAX_BODY` bytes, `UnavailableError` while there is no
+        room because of other bodies.
         """
 
         async def receive_within_limit() -> Message:
@@ -58,9 +56,9 @@ class _Body:
             if self._size > MAX_BODY:
                 _refuse(f"more than {MAX_BODY} bytes")
             if self._size > SMALL_BODY:
-                self._budget.used += self._size - self.counted
+                has_room = self._connections.body_grows(self._size - self.counted)
                 self.counted = self._size
-                if self._budget.used > MAX_BODIES:
+                if not has_room:
                     raise UnavailableError(
                         "too many large requests at the same time; nothing was stored, try again"
                     )
@@ -70,18 +68,23 @@ class _Body:
 
 
 class BodyLimit:
-    """ASGI middleware that limits bodies."""
+    """ASGI middleware that limits bodies.
 
-    def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
+    Args:
+        app: the application.
+        connections: counts the bodies of all requests.
+    """
+
+    def __init__(self, app: ASGIApp, connections: ConnectionLimits) -> None:
         self._app = app
-        self._budget = budget
+        self._connections = connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, and count the bytes of its body as they are read."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        with self._budget.request(scope) as body:
+        with limited_body(scope, self._connections) as body:
             await self._app(scope, body.limited(receive), send)
 
 

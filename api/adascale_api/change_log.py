@@ -10,6 +10,7 @@ from collections import OrderedDict
 from itertools import islice, takewhile
 from uuid import uuid4
 
+from adascale_api.change_notifier import Closed, has_left, wait_for
 from adascale_api.errors import RequestError
 
 MAX_ENTRIES = 20_000
@@ -86,8 +87,13 @@ class ChangeLog:
         found = list(takewhile(lambda change: change[1] > after, reversed(self._changes.items())))
         return [(job_id, self._cursor(number)) for job_id, number in islice(reversed(found), limit)]
 
-    async def wait(self, cursor: str, seconds: float) -> None:
+    async def wait(self, cursor: str, seconds: float, closed: Closed = None) -> None:
         """Wait until there is a change after a cursor, or the cursor expires, or for `seconds`.
+
+        Args:
+            cursor: the cursor.
+            seconds: how long to wait at most.
+            closed: is done once the client has left, which ends the wait.
 
         Raises:
             CursorExpiredError: as for `since`.
@@ -96,11 +102,11 @@ class ChangeLog:
         deadline = loop.time() + seconds
         while self._position(cursor) == self._last and not self._closed:
             remaining = deadline - loop.time()
-            if remaining <= 0:
+            if remaining <= 0 or has_left(closed):
                 return
             if self._next is None:
                 self._next = loop.create_future()
-            await asyncio.wait([self._next], timeout=remaining)
+            await wait_for(self._next, closed, remaining)
 
     def _position(self, cursor: str) -> int:
         log_id, _, number = cursor.partition("-")

@@ -28,6 +28,21 @@ MAX_ANONYMOUS_FOLLOWERS = 16
 """Requests without a token that may wait for a change of any job: each reads the jobs after a change."""
 
 
+Closed = asyncio.Future[None] | None
+"""Is done once a client has left; None if that is not known."""
+
+
+def has_left(closed: Closed) -> bool:
+    """Whether a client has left."""
+    return closed is not None and closed.done()
+
+
+async def wait_for(change: asyncio.Future[None], closed: Closed, seconds: float) -> None:
+    """Wait for a change, but not after the client has left, nor for more than `seconds`."""
+    ends = [change] if closed is None else [change, closed]
+    await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
 class WaitLimit:
     """The requests without a token that wait.
 
@@ -89,9 +104,22 @@ class ChangeNotifier:
         self.notify_all()
 
     async def wait_for_change(
-        self, job_id: str, version: int, seconds: float, read: Callable[[], Awaitable[V]]
+        self,
+        job_id: str,
+        version: int,
+        seconds: float,
+        read: Callable[[], Awaitable[V]],
+        closed: Closed = None,
     ) -> V:
-        """Return the result of `read` once its version is not `version`, or after `seconds`."""
+        """Return the result of `read` once its version is not `version`, or after `seconds`.
+
+        Args:
+            job_id: the job.
+            version: the version that the client has.
+            seconds: how long to wait at most.
+            read: returns the state of the job.
+            closed: is done once the client has left, which ends the wait.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while True:
@@ -99,9 +127,9 @@ class ChangeNotifier:
             change = self._subscribe(job_id)
             found = await read()
             remaining = deadline - loop.time()
-            if found.version != version or remaining <= 0 or self._closed:
+            if found.version != version or remaining <= 0 or self._closed or has_left(closed):
                 return found
-            await asyncio.wait([change], timeout=remaining)
+            await wait_for(change, closed, remaining)
 
     def _subscribe(self, job_id: str) -> asyncio.Future[None]:
         change = self._changes.get(job_id)

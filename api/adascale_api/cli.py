@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from adascale_api.authorization import Authorizer
+from adascale_api.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.field_types import MAX_INTEGER
-from adascale_api.http_protocol import REQUEST_TIMEOUT
 from adascale_api.log_limit import LogLimit
 from adascale_api.read_token import ReadTokenAuthorizer
 from adascale_api.retention import DAY, JobRetention
-from adascale_api.server import MAX_CONNECTIONS, UsageError, is_loopback, serve
+from adascale_api.server import UsageError, is_loopback, serve
 from adascale_api.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
 from adascale_api.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.shared_token import SharedToken, SharedTokenFile
@@ -121,7 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NUMBER",
         type=_positive,
         default=MAX_CONNECTIONS,
-        help="open connections; the limit of open files must allow as many (default: %(default)s)",
+        help="open connections, where one whose request waits counts one and a half times; the limit of open "
+        "files must allow as many (default: %(default)s)",
     )
     parser.add_argument(
         "--request-timeout",

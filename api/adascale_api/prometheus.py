@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.databases.base import Failure
-from adascale_api.http_protocol import ConnectionLimits
 from adascale_api.sql import Transaction
 from adascale_api.store.reports import latest_gauges
 
@@ -32,10 +32,10 @@ class Metrics:
 
     Args:
         condition: what is wrong with the database.
-        connections: the server's connections; None for no limits.
+        connections: the server's connections.
     """
 
-    def __init__(self, condition: "Condition", connections: ConnectionLimits | None) -> None:
+    def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "adascale_reports",
@@ -111,7 +111,7 @@ class RequestMetrics:
 class _Health:
     """The state of the database and of the connections."""
 
-    def __init__(self, condition: "Condition", connections: ConnectionLimits | None) -> None:
+    def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
         self._condition = condition
         self._connections = connections
 
@@ -134,12 +134,11 @@ class _Health:
             reason = failure.name.lower()
             failures.add_metric([reason], condition.failures.get(reason, 0))
         yield failures
-        if self._connections is not None:
-            yield CounterMetricFamily(
-                "adascale_connections_closed",
-                "Connections closed because of a limit.",
-                value=self._connections.closed,
-            )
+        yield CounterMetricFamily(
+            "adascale_connections_closed",
+            "Connections closed because of a limit.",
+            value=self._connections.closed,
+        )
 
 
 def _jobs_text(latest: list[tuple[str, float, float, float, int, int]]) -> str:

@@ -12,8 +12,9 @@ import uvicorn
 
 from adascale_api.app import create_app
 from adascale_api.authorization import Authorizer
+from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.database import Database, without_password
-from adascale_api.http_protocol import ConnectionLimits, limited_protocol
+from adascale_api.http_protocol import limited_protocol
 from adascale_api.service import Settings
 from adascale_api.worker_endpoints import WorkerEndpoints
 from adascale_core.errors import AdaScaleError
@@ -30,10 +31,6 @@ KEEP_ALIVE = 75
 SEND_BUFFER = 64 * 1024
 """Bytes of an answer that the kernel keeps for a client that does not read. By default these are megabytes,
 which count as memory of the service in a container."""
-
-MAX_CONNECTIONS = 20480
-"""Open connections, by default: as many as may wait for changes in 512 MiB, and more than 2,000 jobs of 4
-replicas have."""
 OTHER_FILES = 128
 """Files that the process may open besides its connections."""
 
@@ -91,7 +88,7 @@ def serve(
             print(f"adascale-api: listening on {url}, database {without_password(database_url)}", flush=True)
 
         config = uvicorn.Config(
-            WorkerEndpoints(app, app.state.service, app.state.bodies),
+            WorkerEndpoints(app, app.state.service),
             loop="uvloop",
             backlog=BACKLOG,
             proxy_headers=False,

@@ -14,13 +14,14 @@ from adascale_api.change_notifier import (
     MAX_ANONYMOUS_FOLLOWERS,
     MAX_ANONYMOUS_WAITS,
     ChangeNotifier,
+    Closed,
     WaitLimit,
 )
+from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.database import Committed, Database
 from adascale_api.errors import RefusedReplicaError, UnavailableError
 from adascale_api.generation_limit import require_reachable
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
-from adascale_api.http_protocol import SWEEP_INTERVAL, ConnectionLimits
 from adascale_api.job import Job
 from adascale_api.job_feed import JobFeed
 from adascale_api.prometheus import Metrics
@@ -35,6 +36,8 @@ from adascale_core.rendezvous import VersionMismatchError
 
 CHECK_INTERVAL = 3.0
 """Seconds between two checks of the database."""
+SWEEP_INTERVAL = 1.0
+"""Seconds between two searches for overdue connections."""
 THOROUGH_CHECK_INTERVAL = 3600.0
 """Seconds between two checks that read the whole database; the first follows the start."""
 
@@ -66,7 +69,7 @@ class Service:
         database: stores all data.
         authorizer: checks tokens; None allows every request.
         settings: what the service keeps, and for whom.
-        connections: the server's connections, of which the overdue are closed; None for no limits.
+        connections: the server's connections; None for the defaults.
         clock: returns the time, in seconds since 1970.
         monotonic: returns seconds from an arbitrary start.
     """
@@ -84,7 +87,7 @@ class Service:
         self.database = database
         self.authorizer = authorizer
         self.settings = settings
-        self.connections = connections
+        self.connections = connections or ConnectionLimits()
         self.clock = clock
         self.changes = ChangeNotifier()
         self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
@@ -92,7 +95,7 @@ class Service:
         self.log = ChangeLog()
         self.feed = JobFeed(database)
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
-        self.metrics = Metrics(database.condition, connections)
+        self.metrics = Metrics(database.condition, self.connections)
         self.remover = Remover(database, settings.jobs, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         database.on_commit = self._publish
@@ -105,9 +108,8 @@ class Service:
             (self.heartbeats.check, HEARTBEAT_INTERVAL),
             (self.database.check, CHECK_INTERVAL),
             (self.remover.remove_old_jobs, RETENTION_INTERVAL),
+            (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
-        if self.connections is not None:
-            repeated.append((self.connections.close_overdue, SWEEP_INTERVAL))
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
         check = partial(self.database.check, thorough=True)
         tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
@@ -160,18 +162,24 @@ class Service:
             job = None
         require_reachable(message, job, self.clock())
 
-    async def wait_for_change(self, job_id: str, version: int, seconds: float, *, is_reader: bool) -> Job:
+    async def wait_for_change(
+        self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
+    ) -> Job:
         """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`.
 
         Args:
+            job_id: the job.
+            version: the version that the client has.
+            seconds: how long to wait at most.
             is_reader: whether the client has a token that may read the job.
+            closed: is done once the client has left, which ends the wait.
 
         Raises:
             UnavailableError: too many clients without such a token wait already.
         """
         with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
             return await self.changes.wait_for_change(
-                job_id, version, seconds, partial(self.find_job, job_id)
+                job_id, version, seconds, partial(self.find_job, job_id), closed
             )
 
     async def register(self, job_id: str, registration: Registration) -> Job:

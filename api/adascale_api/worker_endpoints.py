@@ -17,8 +17,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.authorization import Role
-from adascale_api.body_limit import BodyBudget
+from adascale_api.body_limit import limited_body
 from adascale_api.error_handlers import response_to
+from adascale_api.http_protocol import CLOSED
 from adascale_api.request_body import ReportsBody, require_json
 from adascale_api.routes import allocation
 from adascale_api.routes.common import authorize, bearer_token, may_read
@@ -42,13 +43,11 @@ class WorkerEndpoints:
     Args:
         app: the application for the other requests.
         service: the service.
-        budget: the bytes of all bodies, shared with `app`.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, budget: BodyBudget) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._budget = budget
         self._reports = ReportsBody()
         self._view: TypeAdapter[Any] = TypeAdapter(get_type_hints(allocation.put_replica)["return"])
         self._gain_route = _template(gain_router.routes, post_gain)
@@ -89,7 +88,7 @@ class WorkerEndpoints:
         started = time.perf_counter()
         status = 500
         try:
-            with self._budget.request(scope) as body:
+            with limited_body(scope, self._service.connections) as body:
                 try:
                     answer = await answer_to(body.limited(receive))
                 except (AdaScaleError, ClientDisconnect) as error:
@@ -108,7 +107,10 @@ class WorkerEndpoints:
         job_id = parse_job_id(job)
         token, client = _sender(scope)[1:]  # the headers are not kept while it waits
         shows_all = await may_read(self._service, token, job_id, client)
-        found = await self._service.wait_for_change(job_id, version, seconds, is_reader=shows_all)
+        closed = scope.get("state", {}).get(CLOSED)
+        found = await self._service.wait_for_change(
+            job_id, version, seconds, is_reader=shows_all, closed=closed
+        )
         return allocation.allocation_json(found, shows_all=shows_all)
 
     async def _store(self, job: str, replica: int | None, scope: Scope, receive: Receive) -> bytes:

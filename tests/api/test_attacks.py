@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from adascale_api.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
+from adascale_api.connection_limits import MAX_DATA
 from adascale_api.database import Database
 from adascale_api.errors import InvalidInputError
 from adascale_api.generation_limit import EPOCH, require_reachable
-from adascale_api.http_protocol import HEADER_OVERHEAD, MAX_HEAD, MAX_HEADS
+from adascale_api.http_protocol import HEADER_OVERHEAD, MAX_HEAD
 from adascale_api.job import Job
 from adascale_api.job_feed import MAX_CLIENTS, MAX_JOBS
 from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
@@ -113,7 +114,7 @@ def test_a_head_that_is_too_large_is_refused(attacked: ServiceProcess) -> None:
 )
 def test_incomplete_heads_take_bounded_memory(tmp_path: Path, head: bytes) -> None:
     headers = head.count(b":")
-    count = 2 * MAX_HEADS // (len(head) + headers * HEADER_OVERHEAD)
+    count = 2 * MAX_DATA // (len(head) + headers * HEADER_OVERHEAD)
     with (
         ServiceProcess(tmp_path, "--request-timeout", "600") as service,
         ExitStack() as stack,
@@ -232,7 +233,7 @@ def test_large_heads_of_waiting_requests_take_bounded_memory(attacked: ServicePr
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
         waiting = [
             stack.enter_context(socket.create_connection(("127.0.0.1", attacked.port), timeout=30))
-            for _ in range(1 + MAX_HEADS // size)
+            for _ in range(1 + MAX_DATA // size)
         ]
         waiting[0].sendall(f"{head}\r\n".encode())
         for connection in waiting[1:]:
@@ -393,6 +394,33 @@ def test_clients_without_a_token_can_not_wait_on_all_connections(
         for each in connections:
             if each not in refused:
                 assert each.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "waits"),
+    [
+        ("/jobs/a/allocation?version={version}", MAX_ANONYMOUS_WAITS),
+        ("/jobs/a/allocation?unknown=1&version={version}", MAX_ANONYMOUS_WAITS),
+        ("/changes?since={cursor}", MAX_ANONYMOUS_FOLLOWERS),
+    ],
+)
+def test_a_wait_ends_when_its_client_leaves(tmp_path: Path, path: str, waits: int) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        view = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+        path = path.format(cursor=client.get("/jobs")["cursor"], **view)
+        with ExitStack() as stack:
+            for _ in range(waits):
+                connection = socket.create_connection(("127.0.0.1", service.port), timeout=30)
+                stack.enter_context(connection)
+                connection.sendall(f"GET {path}&wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            with Client(service.port, token=None) as other:
+
+                def status() -> int:
+                    return other.call("GET", f"{path}&wait=0.01").status
+
+                wait_until(lambda: status() == 503, "all waits")
+                stack.close()
+                wait_until(lambda: status() == 200, "the end of the waits")
 
 
 @pytest.mark.parametrize("path", ["/jobs/a/gain", "/jobs/a/decision"])
@@ -599,6 +627,48 @@ async def store_jobs(path: Path, count: int) -> None:
     for first in range(0, count, 500):
         await database.write(partial(declare, first))
     await database.close()
+
+
+@pytest.mark.slow
+def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path) -> None:
+    asyncio.run(store_large_jobs(tmp_path / "service.db", 100))
+    asyncio.run(store_jobs(tmp_path / "service.db", 3000))
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+
+        def send(number: int, text: bytes) -> socket.socket:
+            """Send on a new connection, from one of 8 addresses."""
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(30)
+            connection.bind((f"127.0.5.{1 + number % 8}", 0))
+            connection.connect(("127.0.0.1", service.port))
+            with suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(text)
+            return connection
+
+        def get(path: str) -> bytes:
+            return f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+
+        version = client.put("/jobs/held/allocation", {"generation": 1, "replicas": 1})["version"]
+        for number in range(12_000):
+            send(number, get(f"/jobs/held/allocation?version={version}&wait=60") + b"\r\n")
+        for number in range(3000):
+            send(number, get("/jobs/held") + b"A: " + b"a" * (MAX_HEAD - 1000))
+        body = b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n" + b" " * 999_999
+        for number in range(60):
+            send(number, get("/jobs/held/gain").replace(b"GET", b"POST") + body)
+        follow = b"GET /events HTTP/1.1\r\nHost: x\r\n"
+        for number in range(2 * MAX_CLIENTS):
+            send(number, (get("/events") if number % 2 else follow) + b"\r\n")
+        for number in range(120):
+            unread = send(number, get("/jobs?limit=1000&after=default.large") + b"\r\n")
+            with suppress(ConnectionResetError):
+                unread.recv(1, socket.MSG_PEEK)
+        assert client.post_gain("held", a_report())["stored"] == 1
+        assert client.get("/jobs/held")["version"] == version
+        # The connections of a pod take memory of the kernel besides, about 60 MiB.
+        assert peak_memory(service) < MEMORY_LIMIT - 60 * 1024
+        assert "Traceback" not in service.log()
 
 
 @pytest.mark.slow

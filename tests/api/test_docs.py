@@ -9,12 +9,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from adascale_api.app import create_app
-from adascale_api.body_limit import MAX_BODY
+from adascale_api.body_limit import MAX_BODY, SMALL_BODY
 from adascale_api.cli import DEFAULT_DATABASE, main
+from adascale_api.connection_limits import MAX_CONNECTIONS, MAX_DATA, RESPONSE_TIMEOUT
 from adascale_api.database import Database
 from adascale_api.errors import ErrorBody
 from adascale_api.generation_limit import LOST_GENERATIONS
-from adascale_api.http_protocol import MAX_HEAD, MAX_HEADS, MAX_UNREAD, RESPONSE_TIMEOUT, SMALL_HEAD
+from adascale_api.http_protocol import MAX_HEAD, SMALL_HEAD
 from adascale_api.job_feed import BYTES_PER_SECOND, MAX_CLIENTS, MAX_JOBS
 from adascale_api.request_models import MAX_REPORTS, GainReportBody
 from adascale_api.service_accounts import DEFAULT_CONTROLLER
@@ -74,9 +75,10 @@ def test_the_page_lists_exactly_the_options_of_the_command(
         f"may follow, and {MAX_CLIENTS} others",
         f"A namespace may have {MAX_UNDECLARED} jobs that were not declared",
         f"above the desired one by more than {LOST_GENERATIONS:,}",
-        f"the unread parts of all answers have more than {MAX_UNREAD // 2**20} MiB",
-        f"those of more than {SMALL_HEAD // 1024} KiB whose requests wait for an answer, have more than "
-        f"{MAX_HEADS // 2**20} MiB",
+        f"open connections (default {MAX_CONNECTIONS})",
+        f"those of more than {SMALL_HEAD // 1024} KiB whose requests wait for an answer",
+        f"may not have more than {MAX_DATA // 2**20} MiB together",
+        f"bodies of more than {SMALL_BODY // 1024} KiB",
         f"chunk headers and trailers, have more than {MAX_HEAD // 1024} KiB",
         f"unread for {RESPONSE_TIMEOUT:.0f} seconds",
         f"at most {BYTES_PER_SECOND // 1024} KiB a second",

@@ -14,7 +14,7 @@ from adascale_api.job import Job
 from adascale_api.redaction import redact
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import AllocationBody, RegistrationBody
-from adascale_api.routes.common import CONTROLLER, WORKER, JobId, MayReadAll, ServiceOf, errors
+from adascale_api.routes.common import CONTROLLER, WORKER, ClosedOf, JobId, MayReadAll, ServiceOf, errors
 from adascale_api.store import jobs
 from adascale_core.messages import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
@@ -64,6 +64,7 @@ async def put_allocation(
 async def get_allocation(
     service: ServiceOf,
     job: JobId,
+    closed: ClosedOf,
     shows_all: MayReadAll,
     version: Annotated[
         int | None, Query(ge=0, le=MAX_STEPS, description="The last version that the caller has read.")
@@ -83,7 +84,7 @@ async def get_allocation(
     if version is None:
         found = await service.find_job(job)
     else:
-        found = await service.wait_for_change(job, version, wait, is_reader=shows_all)
+        found = await service.wait_for_change(job, version, wait, is_reader=shows_all, closed=closed)
     return Response(allocation_json(found, shows_all=shows_all), media_type="application/json")
 
 

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from adascale_api.job import UnreadableJobError
 from adascale_api.routes.allocation import MAX_WAIT
-from adascale_api.routes.common import MayReadAll, ServiceOf, answer, errors
+from adascale_api.routes.common import ClosedOf, MayReadAll, ServiceOf, answer, errors
 from adascale_api.routes.job_views import find_view
 from adascale_api.sql import Transaction
 from adascale_api.store.jobs import JobNotFoundError, PageRoom
@@ -28,6 +28,7 @@ _changes = TypeAdapter(JobChanges)
 )
 async def get_changes(
     service: ServiceOf,
+    closed: ClosedOf,
     shows_all: MayReadAll,
     since: Annotated[str, Query(max_length=64, description="The `cursor` of the last answer.")],
     wait: Annotated[
@@ -42,7 +43,7 @@ async def get_changes(
     longer exist. Reports alone do not change a job. If there are more than `limit`, the next request returns
     them. Logs and addresses are empty without a token that may read all jobs."""
     with service.anonymous_followers.one(counts=not shows_all and wait > 0):
-        await service.log.wait(since, wait)
+        await service.log.wait(since, wait, closed)
     found = service.log.since(since, limit)
 
     def query(transaction: Transaction) -> JobChanges:

@@ -8,7 +8,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import TypeAdapter
 
 from adascale_api.authorization import Role
+from adascale_api.change_notifier import Closed
 from adascale_api.errors import ErrorBody, ForbiddenError, UnauthorizedError
+from adascale_api.http_protocol import CLOSED
 from adascale_api.redaction import redact
 from adascale_api.service import Service
 from adascale_core.job_id import parse_job_id
@@ -26,6 +28,15 @@ async def _service(request: Request) -> Service:
 
 
 ServiceOf = Annotated[Service, Depends(_service)]
+
+
+async def _closed(request: Request) -> Closed:
+    closed: Closed = getattr(request.state, CLOSED, None)
+    return closed
+
+
+ClosedOf = Annotated[Closed, Depends(_closed)]
+"""Is done once the client of the request has left."""
 
 
 async def _job_id(

@@ -19,7 +19,7 @@ DELETED_ROWS = 200
 """Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full
 disk the reserve must have room for the transaction, which writes up to two pages of 4 KiB for a row."""
 
-MAX_PAGE = 4 * 1024 * 1024
+MAX_PAGE = 1024 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
 MAX_UNDECLARED = 200
 """Jobs of a namespace that workers have created and the controller has not declared."""
