@@ -89,12 +89,13 @@ class _Write:
 
 @dataclass
 class Condition:
-    """What is wrong with the database, as probes and metrics show it.
+    """What is wrong with the database. Probes and metrics show it, except for `error`.
 
     Args:
         damage: why its data can't be trusted any more; empty if it can. It stays until a restart.
         is_full: whether reports are refused because there is little room.
-        error: why the last write failed; empty if it succeeded.
+        error: why the last write failed, which is logged once; empty if it succeeded.
+        failures: reason -> number of failed transactions.
     """
 
     damage: str = ""
