@@ -122,7 +122,11 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
         posting = [threads.submit(post_until_killed, service.port, number) for number in range(CLIENTS)]
         with Client(service.port) as client:
             version = client.put("/jobs/job-0/allocation", {"generation": 7, "replicas": 2})["version"]
-        wait_until(lambda: sum(map(len, answered.values())) >= reports_before_kill, "enough reports")
+
+        def are_enough() -> bool:
+            return all(answered.values()) and sum(map(len, answered.values())) >= reports_before_kill
+
+        wait_until(are_enough, "enough reports")
         service.process.kill()
         for client_loop in posting:
             client_loop.result(30)
