@@ -144,12 +144,11 @@ class JobUtility:
             before: of an earlier state of the job, from which predictions are taken that are the same.
             model: of its step times; None if it is not known yet.
         """
-        if (
-            before is not None
-            and (before.node_size, before.fills_nodes) == (node_size, fills_nodes)
-            and _prediction_inputs(before.job) == _prediction_inputs(job)
-        ):
-            return before._with(job, before.weight)
+        if before is not None and (before.node_size, before.fills_nodes) == (node_size, fills_nodes):
+            if before.job is job:
+                return before
+            if _prediction_inputs(before.job) == _prediction_inputs(job):
+                return before._with(job, before.weight)
         counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         if job.limit is not None:
             counts = counts[: bisect_right(counts, job.limit)] or counts[:1]
@@ -372,7 +371,7 @@ def utilities_of(
     unknown = []
     for job in jobs:
         known = before.get(job.id)
-        if known is not None and _measured(known.job) == _measured(job):
+        if known is not None and (known.job is job or _measured(known.job) == _measured(job)):
             models[job.id] = known.model
         else:
             unknown.append(job)

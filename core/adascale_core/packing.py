@@ -227,8 +227,12 @@ class PackingProblem:
         indexed = {}
         for job, demand in demands.items():
             same = known.get(job)
-            indexed[job] = same if same and same.demand == demand else table.indexed(job, demand)
-        return cls(table, indexed)
+            is_same = same is not None and (same.demand is demand or same.demand == demand)
+            indexed[job] = same if same is not None and is_same else table.indexed(job, demand)
+        problem = cls(table, indexed)
+        if known and "with_all_placed" in vars(before):
+            vars(problem)["with_all_placed"] = before.with_all_placed.moved_to(problem)
+        return problem
 
 
 def _slots_in_order(
@@ -522,6 +526,22 @@ class Packing:
         copied._nodes = dict(self._nodes)
         copied._shared, self._shared = set(self._nodes), set(self._nodes)
         return copied
+
+    def moved_to(self, problem: PackingProblem) -> Packing:
+        """Return a packing of all placed replicas of a later problem on the same nodes, from one of this.
+
+        Args:
+            problem: the later one.
+        """
+        moved = self.copy()
+        before, moved._problem = self._problem.demands, problem
+        changed = [demand for job, demand in problem.demands.items() if before.get(job) is not demand]
+        for job, demand in before.items():
+            if problem.demands.get(job) is not demand:
+                moved.keep_below(demand, 0)
+        for demand in changed:
+            moved.keep_placed(demand, demand.end)
+        return moved.copy()
 
     def _own_nodes(self, job: str) -> dict[int, int]:
         """Return rank -> node of a job, to be changed."""

@@ -121,3 +121,21 @@ def test_an_indexed_job_is_read_as_before() -> None:
         "status": {"conditions": [{"type": "Failed", "status": "True", "reason": "R", "message": "m"}]},
     }
     assert IndexedJob.read(cached_fields(Resource.JOBS, raw)) == IndexedJob.read(raw)
+
+
+def test_equal_short_strings_of_several_objects_are_kept_once() -> None:
+    first, second = (
+        cached_fields(Resource.PODS, json.loads(json.dumps({"metadata": METADATA, "spec": SPEC})))
+        for _ in range(2)
+    )
+    assert first == second
+
+    def strings(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            return [*value, *(text for member in value.values() for text in strings(member))]
+        if isinstance(value, list):
+            return [text for member in value for text in strings(member)]
+        return [value] if isinstance(value, str) else []
+
+    found = {id(text) for text in strings(first)}
+    assert all(id(text) in found for text in strings(second))

@@ -1,7 +1,7 @@
 """The capacity of nodes: a table of cases, and packings checked by an independent implementation."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import pytest
 from hypothesis import given, settings
@@ -392,3 +392,25 @@ def test_the_packing_does_not_depend_on_the_order_of_nodes_and_jobs(
     backwards = dict(reversed(list(demands.items())))
     other = NodeCapacity(list(reversed(nodes)), backwards).pack({job: counts[job] for job in backwards})
     assert (packing and packing.placements) == (other and other.placements)
+
+
+@given(
+    some_nodes,
+    st.lists(several_demands, min_size=2, max_size=4),
+    some_counts,
+    st.sets(st.sampled_from("abc")),
+)
+def test_the_packing_does_not_depend_on_the_problems_before(
+    nodes: Sequence[Node],
+    problems: Sequence[Mapping[str, Demand]],
+    counts: Mapping[str, int],
+    unchanged: Set[str],
+) -> None:
+    capacity = None
+    demands: dict[str, Demand] = {}
+    for changed in problems:
+        demands = {**changed, **{job: demands[job] for job in unchanged if job in demands}}
+        wanted = counts_of(demands, counts)
+        capacity = NodeCapacity(nodes, demands, capacity)
+        packing, fresh = capacity.pack(wanted), NodeCapacity(nodes, demands).pack(wanted)
+        assert (packing and packing.placements) == (fresh and fresh.placements)

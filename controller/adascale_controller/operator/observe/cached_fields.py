@@ -1,16 +1,23 @@
 """The parts of objects that the operator reads: only these are kept in memory.
 
 A whole pod takes ten times as much, a node lists the images that it has, and an Indexed Job repeats the
-template of the AdaScaleJob.
+template of the AdaScaleJob. Equal strings are kept once: each object that is parsed has its own copies of the
+names of its members, and of most values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from typing import Any, Final
 
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Manifest, Resource
 from adascale_core import names
+
+MAX_STRINGS = 50_000
+"""Strings that are remembered, to be shared by further objects."""
+MAX_SHARED = 32
+"""Characters of a string that is shared. Longer ones, such as uids, are mostly of a single object."""
+_strings: Final[dict[str, str]] = {}
 
 _POD_CONTAINER: Final = ("name", "resources", "restartPolicy")
 _CONTAINER_STATUS: Final = ("name", "image", "state")
@@ -39,7 +46,10 @@ _POD_STATUS: Final = (
 def cached_fields(resource: Resource, raw: ApiObject) -> ApiObject:
     """Return an object without the parts that the operator does not read."""
     metadata = {name: value for name, value in raw["metadata"].items() if name != "managedFields"}
-    return {**raw, "metadata": metadata, **_PARTS[resource](raw)}
+    kept: ApiObject = _shared({**raw, "metadata": metadata, **_PARTS[resource](raw)})
+    if len(_strings) > MAX_STRINGS:
+        _strings.clear()
+    return kept
 
 
 def _of_pod(raw: ApiObject) -> Manifest:
@@ -66,6 +76,17 @@ def _of_job(raw: ApiObject) -> Manifest:
 
 def _of_node(raw: ApiObject) -> Manifest:
     return {"status": _only(raw.get("status") or {}, ("allocatable", "conditions"))}
+
+
+def _shared(value: Any) -> Any:
+    """Return a value with equal strings as the same object."""
+    if isinstance(value, str):
+        return _strings.setdefault(value, value) if len(value) <= MAX_SHARED else value
+    if isinstance(value, dict):
+        return {_strings.setdefault(name, name): _shared(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_shared(member) for member in value]
+    return value
 
 
 def _only(members: Mapping[str, object], wanted: Collection[str]) -> Manifest:
