@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python bench/accuracy.py [TASK] [--seeds 5] [--out bench/accuracy]
     python bench/accuracy.py [TASK] --from-json --out bench/accuracy
+    python bench/accuracy.py [TASK] --device cuda
 
 `digits`: the handwritten digits of scikit-learn, a 64-64-10 network, SGD without momentum, batch size 4,
 lr 0.3 * 0.01 ** (progress / T), T = 12,000. The score is the test accuracy in percent. `text`: a character
@@ -15,7 +16,8 @@ A rule gives the learning rate at scale S and the progress of a step; all train 
 AdaScale and FairScale count gains, the others count S. "exact gain" is the quantity that the two estimate:
 the gain from the gradients of all samples, of each step alone or smoothed as AdaScale smooths (`digits`
 only). A step at scale S is the mean of min(S, 8) micro-gradients (`--micro-gradients`). The same seed gives
-all rules the same initial weights and the same data.
+all rules the same initial weights and the same data, on each device. With `--device cuda`, networks and data
+are on a GPU; this has not been run on one.
 
 Writes a table (Markdown), a plot (SVG) and all runs (JSON). With `--from-json`, reads the runs instead of
 training, and writes the table and the plot again.
@@ -31,6 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import device_option
 import torch
 from torch import Tensor, nn
 
@@ -49,8 +52,8 @@ class Task:
         batch_size: the initial batch size B0, in samples.
         steps: T, the progress to train for.
         lr: at the start.
-        model: makes a network.
-        inputs, targets: training data.
+        model: makes a network, on the CPU.
+        inputs, targets: training data, on the device to train on.
         score: of a trained network, in percent or in bits.
         gradient: returns the squared norm of the true gradient of a network, and the variance of the gradient
             of one sample; None without a closed form.
@@ -79,14 +82,20 @@ class Task:
         return torch.optim.AdamW(model.parameters(), lr=self.lr, fused=True)
 
 
-def digits() -> Task:
+def digits(device: torch.device) -> Task:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     x, y = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(x / 16, y, test_size=0.2, random_state=0, stratify=y)
-    x_test, y_test = torch.tensor(x_test, dtype=torch.float32), torch.tensor(y_test)
-    inputs, targets = torch.tensor(x_train, dtype=torch.float32), torch.tensor(y_train)
+    x_test, y_test = (
+        torch.tensor(x_test, dtype=torch.float32, device=device),
+        torch.tensor(y_test, device=device),
+    )
+    inputs, targets = (
+        torch.tensor(x_train, dtype=torch.float32, device=device),
+        torch.tensor(y_train, device=device),
+    )
 
     def accuracy(model: nn.Module) -> float:
         with torch.no_grad():
@@ -114,11 +123,11 @@ def exact_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[f
     """
     first, _, second = model.children()
     with torch.no_grad():
-        ones = torch.ones(len(inputs), 1)
+        ones = torch.ones(len(inputs), 1, device=inputs.device)
         hidden = first(inputs)
         active = hidden.relu()
         back = second(active).softmax(1)
-        back[torch.arange(len(targets)), targets] -= 1
+        back[torch.arange(len(targets), device=targets.device), targets] -= 1
         layers = [
             (torch.cat([inputs, ones], 1), back @ second.get_parameter("weight") * (hidden > 0)),
             (torch.cat([active, ones], 1), back),
@@ -131,7 +140,7 @@ def exact_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[f
 CONTEXT = 12
 
 
-def text() -> Task:
+def text(device: torch.device) -> Task:
     """Predict the next character from the twelve before it."""
     from sklearn import datasets
 
@@ -139,7 +148,7 @@ def text() -> Task:
     whole = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.rst"))).lower()
     letters = sorted(set(whole) & set(map(chr, range(128))))
     number = {letter: index for index, letter in enumerate(letters)}
-    codes = torch.tensor([number.get(letter, 0) for letter in whole])
+    codes = torch.tensor([number.get(letter, 0) for letter in whole], device=device)
     windows = codes.unfold(0, CONTEXT + 1, 1)
     held_out = len(windows) // 10
     train, test = windows[:-held_out], windows[-held_out:][::4]
@@ -168,9 +177,9 @@ def text() -> Task:
     )
 
 
-def digits_adamw() -> Task:
+def digits_adamw(device: torch.device) -> Task:
     return replace(
-        digits(), name="digits-adamw", steps=6_000, lr=0.01, optimizer=torch.optim.AdamW, gradient=None
+        digits(device), name="digits-adamw", steps=6_000, lr=0.01, optimizer=torch.optim.AdamW, gradient=None
     )
 
 
@@ -202,7 +211,7 @@ class Transformer(nn.Module):
         return logits
 
 
-def transformer(context: int = 32, block: int = 1024) -> Task:
+def transformer(device: torch.device, context: int = 32, block: int = 1024) -> Task:
     """Predict each of 32 characters from those before it."""
     from sklearn import datasets
 
@@ -210,10 +219,10 @@ def transformer(context: int = 32, block: int = 1024) -> Task:
     whole = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.rst"))).lower()
     letters = sorted(set(whole) & set(map(chr, range(128))))
     number = {letter: index for index, letter in enumerate(letters)}
-    codes = torch.tensor([number.get(letter, 0) for letter in whole])
+    codes = torch.tensor([number.get(letter, 0) for letter in whole], device=device)
     # Every tenth block is for the test, so that both parts have the same kinds of text.
     blocks = codes[: len(codes) // block * block].view(-1, block).unfold(1, context + 1, 1)
-    is_test = torch.arange(len(blocks)) % 10 == 9
+    is_test = torch.arange(len(blocks), device=device) % 10 == 9
     train, test = blocks[~is_test].flatten(0, 1), blocks[is_test].flatten(0, 1)[::7]
 
     def bits(model: nn.Module) -> float:
@@ -443,7 +452,8 @@ class SampleOrder:
 def train(task: Task, rule_name: str, scales: tuple[int, ...], seed: int, max_micro_gradients: int) -> Run:
     """Train until progress reaches the steps of the task, an equal part of it at each scale."""
     torch.manual_seed(seed)
-    model = task.model()
+    device = task.inputs.device
+    model = task.model().to(device)
     micro = min(scales[0], max_micro_gradients)
     rule = RULES[rule_name](task, model, scales[0], micro)
     order = SampleOrder(len(task.inputs), seed)
@@ -452,7 +462,7 @@ def train(task: Task, rule_name: str, scales: tuple[int, ...], seed: int, max_mi
         if progress >= task.steps * (part + 1) / len(scales):
             part += 1
             rule.set_scale(scales[part])
-        batch = order.next_batch(task.batch_size * scales[part])
+        batch = order.next_batch(task.batch_size * scales[part]).to(device)
         for micro_batch in batch.chunk(micro):
             loss = loss_of(model, task.inputs[micro_batch], task.targets[micro_batch])
             (loss / micro).backward()
@@ -604,7 +614,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="path of the files to write, without suffix")
     parser.add_argument("--from-json", action="store_true", help="read the runs at --out instead of training")
+    device_option.add_to(parser)
     options = parser.parse_args()
+    device_option.check(parser, options.device)
     if options.from_json and not options.out:
         parser.error("--from-json needs --out, the path of the files without suffix")
     torch.set_num_threads(1)
@@ -612,7 +624,7 @@ def main() -> None:
     if options.from_json:
         runs = [Run(**run) for run in json.loads(options.out.with_suffix(f".{name}.json").read_text())]
     else:
-        runs = train_all(TASKS[name](), options)
+        runs = train_all(TASKS[name](torch.device(options.device)), options)
     print(table(name, runs))
     if options.out:
         options.out.with_suffix(f".{name}.md").write_text(table(name, runs))
