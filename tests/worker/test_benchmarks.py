@@ -1,0 +1,117 @@
+"""The benchmarks that run on a GPU, which few of those who change them have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import accuracy
+import overhead
+
+BENCH = Path(overhead.__file__).parent
+on_each_device = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def run(program: str, *arguments: object) -> str:
+    """Run a benchmark, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH / program), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", [overhead, accuracy])
+def test_without_a_gpu_the_device_cuda_is_refused_in_one_line(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["program.py", "--device", "cuda"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--device cuda needs a GPU" in line
+    assert "--device cpu" in line
+
+
+@pytest.mark.parametrize(
+    ("network", "least", "most"),
+    [("resnet18", 11_173_962, 11_173_962), ("transformer", 90_000_000, 110_000_000)],
+)
+def test_the_networks_for_a_gpu_have_the_size_of_their_names(network: str, least: int, most: int) -> None:
+    with torch.device("meta"):
+        model, x, classes = overhead.NETWORKS[network]()
+        outputs = model(x)
+    assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
+    assert outputs.shape == (len(x), classes)
+
+
+def test_the_transformer_sees_no_later_tokens_and_no_other_sequence() -> None:
+    torch.manual_seed(0)
+    model = overhead.Transformer(vocabulary=20, length=6, width=8, heads=2)
+    x = torch.randint(20, (12,))
+    changed = x.clone()
+    changed[4:6] = (x[4:6] + 1) % 20
+    is_equal = (model(x) == model(changed)).all(1)
+    assert is_equal.tolist() == [True] * 4 + [False] * 2 + [True] * 6
+
+
+@on_each_device
+def test_the_overhead_is_measured_on_each_device(device: str, tmp_path: Path) -> None:
+    options = ["--device", device, "--blocks", 2, "--steps", 1, "--json", tmp_path / "times"]
+    printed = run("overhead.py", "deep", *options, "--contenders", "plain", "every step")
+    assert "deep: plain step" in printed
+    turns = json.loads((tmp_path / "times").read_text())["deep"]["every step"]
+    assert len(turns) == 2
+    assert all(seconds > 0 for turn in turns for seconds in turn)
+
+
+@on_each_device
+def test_what_a_step_does_is_counted_on_each_device(device: str, tmp_path: Path) -> None:
+    options = ["--device", device, "--profile", "--steps", 1, "--json", tmp_path / "counts"]
+    run("overhead.py", "deep", *options, "--contenders", "plain", "every step")
+    counts = json.loads((tmp_path / "counts").read_text())["deep"]
+    assert ("kernels" in counts["plain"]) == (device == "cuda")
+    for what in {"operators", "kernels"} & set(counts["plain"]):
+        assert 0 < counts["plain"][what] < counts["every step"][what]
+
+
+@pytest.mark.gpu
+def test_the_accuracy_is_measured_on_a_gpu() -> None:
+    rules = ["AdaScale", "FairScale", "exact gain"]
+    printed = run("accuracy.py", "--device", "cuda", "--seeds", 1, "--scales", 128, "--rules", *rules)
+    assert all(f"| {rule} | " in printed for rule in rules)
+
+
+@pytest.mark.gpu
+def test_all_contenders_make_steps_on_a_gpu() -> None:
+    printed = run("overhead.py", "resnet18", "--device", "cuda", "--blocks", 2, "--steps", 1)
+    assert all(f"  {name} " in printed for name in overhead.CONTENDERS if name != "plain")
+
+
+@pytest.mark.gpu
+def test_the_transformer_makes_steps_on_a_gpu() -> None:
+    options = ["--device", "cuda", "--blocks", 2, "--steps", 1]
+    printed = run("overhead.py", "transformer", *options, "--contenders", "plain", "every step")
+    assert "transformer: plain step" in printed
