@@ -58,8 +58,9 @@ class ConnectionLimits:
     has more is closed.
 
     Args:
-        max_connections: connections that may be open; one whose request waits for an answer counts one and a
-            half times.
+        max_connections: connections for which there is memory; one whose request waits for an answer counts
+            one and a half times.
+        max_open: connections that may be open; None for no other limit.
         request_timeout: seconds from the first byte of a request, or from the connection, to the last byte of
             its body.
         clock: returns seconds from an arbitrary start.
@@ -68,10 +69,12 @@ class ConnectionLimits:
     def __init__(
         self,
         max_connections: int = MAX_CONNECTIONS,
+        max_open: int | None = None,
         request_timeout: float = REQUEST_TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_connections = max_connections
+        self._max_open = max_connections if max_open is None else max_open
         self._request_timeout = request_timeout
         self._clock = clock
         self._clients = _Clients()
@@ -167,7 +170,10 @@ class ConnectionLimits:
                 self._close(connection)
 
     def _close_surplus(self) -> None:
-        while len(self._clients) + len(self._waiting) // 2 > self._max_connections:
+        while (
+            len(self._clients) > self._max_open
+            or len(self._clients) + len(self._waiting) // 2 > self._max_connections
+        ):
             self._close(self._clients.first_to_close())
 
     def _make_room(self, growing: Data) -> bool:

@@ -64,7 +64,8 @@ def serve(
         database_url: the database.
         authorizer: checks tokens; None allows every request.
         settings: what the service keeps, and for whom.
-        max_connections: connections that may be open, if the process may open as many files.
+        max_connections: connections for which there is memory. Fewer are open if the process may have fewer
+            files.
         request_timeout: seconds for a request to arrive.
 
     Raises:
@@ -77,7 +78,7 @@ def serve(
         # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        limits = ConnectionLimits(_max_connections(max_connections), request_timeout)
+        limits = ConnectionLimits(max_connections, _allow_connections(max_connections), request_timeout)
         app = create_app(Database(database_url), authorizer, settings, connections=limits)
         address, port = listener.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
@@ -143,7 +144,7 @@ class _Server(uvicorn.Server):
         self._on_stopping()
 
 
-def _max_connections(wanted: int) -> int:
+def _allow_connections(wanted: int) -> int:
     """Raise the process's limit of open files as far as it may, and return how many connections fit."""
     files = wanted + OTHER_FILES
     allowed, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)

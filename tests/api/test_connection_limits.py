@@ -104,6 +104,15 @@ def test_a_request_that_waits_counts_one_and_a_half_times() -> None:
     assert sum(closed(*waiting, *others)) == 10
 
 
+def test_no_more_are_open_than_the_process_may_have_files() -> None:
+    limits = ConnectionLimits(max_connections=30, max_open=20)
+    connections = [Connection(limits) for _ in range(20)]
+    for connection in connections:
+        connection.request()
+    assert not any(closed(*connections)), "20 that wait count as 30"
+    assert sum(closed(*connections, Connection(limits))) == 1
+
+
 def test_a_request_that_was_answered_before_its_end_does_not_wait() -> None:
     limits = ConnectionLimits(max_connections=10)
     connections = [Connection(limits) for _ in range(10)]
