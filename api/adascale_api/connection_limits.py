@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-MAX_CONNECTIONS = 22 * 1024
+MAX_CONNECTIONS = 24 * 1024
 """Connections, by default: as many as fit into 512 MiB, and more than 2,000 jobs of 4 replicas have."""
 MAX_DATA = 48 * 1024 * 1024
 """Bytes of all heads, bodies and unread answers together; see `Data`."""
