@@ -116,8 +116,8 @@ RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv 
     uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
     && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "fastapi") if find_spec(name)] or 0)' \
     && ! command -v cc gcc g++ clang
-# As for the service above.
-ENV MALLOC_ARENA_MAX=2 MALLOC_MMAP_THRESHOLD_=131072
+# With glibc's default, threads leave much memory unused in arenas of their own.
+ENV MALLOC_ARENA_MAX=2
 USER 65532:65532
 ENTRYPOINT ["adascale"]
 CMD ["operator"]

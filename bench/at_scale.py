@@ -65,7 +65,7 @@ STABLE_SECONDS = 30.0
 """Seconds without a change of a replica count after which the jobs have as many replicas as they want."""
 QUIET_SECONDS = 120.0
 """Seconds after the last report until the operator has read it and decided with it."""
-IMAGE_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}
+IMAGE_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 """What the image of the controller sets."""
 OBJECT = (names.API_GROUP, names.API_VERSION)
 
