@@ -100,6 +100,20 @@ class Journal:
         return (self.folder / f"weights-rank{rank}").read_text()
 
 
+def run_python(*arguments: object, timeout: float = 110, **environ: object) -> str:
+    """Run a Python program that must succeed, and return its output."""
+    run = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
 def free_port() -> int:
     """Return a port on which no process listens.
 

@@ -552,4 +552,4 @@ def test_replicas_with_slow_steps_exit_within_a_few_steps_of_sigterm(
     step = job.journal.last_step(1)
     second.process.terminate()
     assert second.wait() == 75
-    assert job.journal.last_step(1) <= step + 6
+    assert job.journal.last_step(1) <= step + 4

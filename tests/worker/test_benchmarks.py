@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import accuracy
 import overhead
+
+from support.launch import run_python
 
 BENCH = Path(overhead.__file__).parent
 on_each_device = pytest.mark.parametrize(
@@ -29,16 +29,7 @@ on_each_device = pytest.mark.parametrize(
 
 def run(program: str, *arguments: object) -> str:
     """Run a benchmark, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(BENCH / program), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(BENCH / program, *arguments, timeout=280)
 
 
 @pytest.mark.parametrize("program", [overhead, accuracy])

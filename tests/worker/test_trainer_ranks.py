@@ -1,39 +1,24 @@
 """Tests of several replicas under torchrun."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.launch import run_python
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def python(*arguments: str, **environ: object) -> str:
-    """Run a Python program that must succeed, and return its output."""
-    run = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both replicas."""
     folder = tmp_path_factory.mktemp("ranks")
-    python(*TORCHRUN, "2", str(PROGRAMS / "ranks.py"), OUT=folder)
+    run_python(*TORCHRUN, "2", str(PROGRAMS / "ranks.py"), OUT=folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -103,7 +88,7 @@ def test_an_evaluation_is_shared_out_without_padding_and_has_the_same_result_on_
 
 @pytest.mark.slow
 def test_the_example_trains_on_one_replica() -> None:
-    output = python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)
+    output = run_python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)
     found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
     assert found, output
     assert float(found[1]) > 70
@@ -112,7 +97,7 @@ def test_the_example_trains_on_one_replica() -> None:
 
 @pytest.mark.slow
 def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None:
-    output = python(
+    output = run_python(
         *TORCHRUN, "2", str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
     )
     found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
@@ -133,7 +118,7 @@ def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None
 def test_the_examples_with_adamw_and_bfloat16_train_on_two_replicas(
     tmp_path: Path, name: str, result: str
 ) -> None:
-    output = python(
+    output = run_python(
         *TORCHRUN,
         "2",
         str(EXAMPLE.with_name(f"{name}.py")),
@@ -148,5 +133,5 @@ def test_the_examples_with_adamw_and_bfloat16_train_on_two_replicas(
 
 @pytest.mark.slow
 def test_three_restarted_replicas_round_like_replicas_that_continue() -> None:
-    undisturbed, *disturbed = python(*TORCHRUN, "3", str(PROGRAMS / "buckets.py")).split()
+    undisturbed, *disturbed = run_python(*TORCHRUN, "3", str(PROGRAMS / "buckets.py")).split()
     assert disturbed == [undisturbed] * 2
