@@ -227,8 +227,9 @@ class PackingProblem:
         indexed = {}
         for job, demand in demands.items():
             same = known.get(job)
-            is_same = same is not None and (same.demand is demand or same.demand == demand)
-            indexed[job] = same if same is not None and is_same else table.indexed(job, demand)
+            if same is None or (same.demand is not demand and same.demand != demand):
+                same = table.indexed(job, demand)
+            indexed[job] = same
         problem = cls(table, indexed)
         if known and "with_all_placed" in vars(before):
             vars(problem)["with_all_placed"] = before.with_all_placed.moved_to(problem)
@@ -535,13 +536,13 @@ class Packing:
         """
         moved = self.copy()
         before, moved._problem = self._problem.demands, problem
-        changed = [demand for job, demand in problem.demands.items() if before.get(job) is not demand]
         for job, demand in before.items():
             if problem.demands.get(job) is not demand:
                 moved.keep_below(demand, 0)
-        for demand in changed:
-            moved.keep_placed(demand, demand.end)
-        return moved.copy()
+        for job, demand in problem.demands.items():
+            if before.get(job) is not demand:
+                moved.keep_placed(demand, demand.end)
+        return moved
 
     def _own_nodes(self, job: str) -> dict[int, int]:
         """Return rank -> node of a job, to be changed."""
