@@ -404,7 +404,7 @@ class InMemoryService:
         self._jobs = world.jobs
         self._world = world
 
-    def read_jobs(self) -> JobList:
+    def read_jobs(self, share: float = 1.0) -> JobList:
         """Return all jobs."""
         self._world.reads += 1
         return JobList([job.view() for job in self._jobs.values()], None, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from adascale_core.views import (
 
 T = TypeVar("T")
 
-PAGE_SIZE = 500
+PAGE_SIZE = 100
 """Jobs in one page of the list."""
 
 
@@ -66,17 +67,25 @@ class MetricsServiceClient:
         """Return all jobs, by id."""
         return list(self.read_jobs().jobs)
 
-    def read_jobs(self) -> JobList:
-        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes."""
+    def read_jobs(self, share: float = 1.0) -> JobList:
+        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes.
+
+        Args:
+            share: the share of the time that the requests take. After each but the last, the caller's thread
+                sleeps accordingly.
+        """
         jobs: list[JobView] = []
         after: str | None = ""
         cursor: str | None = None
         while after is not None:
+            begun = time.monotonic()
             answer = self._transport.request("GET", f"jobs?limit={PAGE_SIZE}&after={quote(after, safe='')}")
             page = self._parse(JobList.from_json, answer)
             jobs += page.jobs
             after = page.next
             cursor = page.cursor if cursor is None else cursor
+            if after is not None:
+                time.sleep((time.monotonic() - begun) * (1 / share - 1))
         return JobList(jobs, None, cursor or "")
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:

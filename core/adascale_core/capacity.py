@@ -156,7 +156,7 @@ class NodeCapacity:
 
     def node_size(self, job: str) -> int | None:
         """Return how many replicas of `job` fit on the largest node that it may use, when it is empty."""
-        return max(self._problem.nodes.slots[self._problem.demands[job].kind].values(), default=0)
+        return self._problem.nodes.most_slots[self._problem.demands[job].kind]
 
     def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
         """Return `jobs` in groups, each in the same order, such that no two groups use the same node."""

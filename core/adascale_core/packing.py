@@ -124,6 +124,8 @@ class NodeTable:
         self.slots: list[dict[int, int]] = []
         """For each kind of demand, in the order in which nodes are tried: how many replicas each node holds
         when it is empty."""
+        self.most_slots: list[int] = []
+        """For each kind of demand, how many replicas the node holds that holds most."""
         self.slots_by_node: list[tuple[list[int], dict[int, int]]] = []
         """For each kind of demand: how many replicas each node holds that holds any, ascending by node, and
         node -> its position in this order."""
@@ -173,6 +175,7 @@ class NodeTable:
             if kind == len(self.orders):
                 self.orders.append(order)
                 self.slots.append(found)
+                self.most_slots.append(max(found.values(), default=0))
                 nodes = sorted(found)
                 index = {node: i for i, node in enumerate(nodes)}
                 self.slots_by_node.append(([found[node] for node in nodes], index))

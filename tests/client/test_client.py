@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -316,6 +317,10 @@ def test_all_pages_of_the_job_list_are_read(service: Service, monkeypatch: pytes
     for name in names:
         client.declare_job(name, JobSpec(4))
     assert [job.id for job in client.list_jobs()] == [JOB, *names]
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert [job.id for job in client.read_jobs(share=0.5).jobs] == [JOB, *names]
+    assert [pause > 0 for pause in pauses] == [True, True], "after each page but the last"
     for name in names:
         client.delete_job(name)
     assert [job.id for job in client.list_jobs()] == [JOB]

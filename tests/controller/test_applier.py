@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from adascale_controller.operator.apply.applier import TELEMETRY_INTERVAL, Applier
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_controller.operator.apply.applier import (
+    MAX_TELEMETRY_RATE,
+    TELEMETRY_BURST,
+    TELEMETRY_INTERVAL,
+    Applier,
+)
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import Resource
@@ -14,20 +22,39 @@ from support.observed_jobs import actions_for, training_job
 from support.world import World
 
 
-def test_of_more_telemetry_than_a_cycle_writes_the_oldest_is_written_first() -> None:
+def test_of_more_telemetry_than_the_rate_allows_the_oldest_is_written_first() -> None:
     world = World()
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
     actions = replace(actions_for(training_job(), 2), allocate=None, status_changed=False)
-    jobs = [telemetry_of(world, f"job-{number}") for number in range(5)]
+    jobs = [telemetry_of(world, f"job-{number}") for number in range(5 * TELEMETRY_BURST // 2)]
+    seconds = TELEMETRY_BURST / MAX_TELEMETRY_RATE
     rounds: list[set[str]] = []
     for number in range(5):
-        later = [replace(job, now=job.now + number * TELEMETRY_INTERVAL) for job in jobs]
+        now = jobs[0].now + number * seconds
+        later = [replace(job, now=now + number * TELEMETRY_INTERVAL) for job in jobs]
         due = [(job, actions) for job in later if applier.telemetry_due(job, actions)]
-        chosen = applier.oldest_telemetry(due, 2)
+        chosen = applier.take_telemetry(due, now)
+        assert applier.take_telemetry(due, now) == []
         rounds.append({job.resource.name for job, _ in chosen})
         asyncio.run(write(applier, chosen))
-    assert all(len(names) == 2 for names in rounds)
+    assert all(len(names) == TELEMETRY_BURST for names in rounds)
     assert rounds[0] | rounds[1] | rounds[2] == {job.resource.name for job in jobs}
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 60)), min_size=1, max_size=30))
+def test_telemetry_keeps_its_rate_and_is_never_held_up(moments: list[tuple[float, int]]) -> None:
+    world = World()
+    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
+    actions = actions_for(training_job(), 2)
+    now, least, most = 0.0, float(TELEMETRY_BURST), float(TELEMETRY_BURST)
+    for pause, count in moments:
+        now += pause
+        # A clock that is set back holds them up for as long as the burst lasts.
+        least = min(TELEMETRY_BURST, least + pause * MAX_TELEMETRY_RATE) if pause >= 0 else 0.0
+        most = min(TELEMETRY_BURST, most + max(pause, 0.0) * MAX_TELEMETRY_RATE)
+        taken = len(applier.take_telemetry([(training_job(), actions)] * count, now))
+        assert min(count, int(least) - 1) <= taken <= most + 1
+        least, most = least - taken, most - taken
 
 
 def telemetry_of(world: World, name: str) -> ObservedJob:

@@ -87,9 +87,9 @@ def test_a_first_cycle_that_is_stuck_is_no_progress(
     may_answer = threading.Event()
     read_jobs = world.service.read_jobs
 
-    def hang() -> Any:
+    def hang(share: float) -> Any:
         assert may_answer.wait(30)
-        return read_jobs()
+        return read_jobs(share)
 
     monkeypatch.setattr(world.service, "read_jobs", hang)
     threading.Timer(0.3, may_answer.set).start()

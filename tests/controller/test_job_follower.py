@@ -27,7 +27,7 @@ class CountingService(FakeService):
         self.reads = 0
         self.error: Exception | None = None
 
-    def read_jobs(self) -> JobList:
+    def read_jobs(self, share: float = 1.0) -> JobList:
         """Count, and fail."""
         self.reads += 1
         if self.error is not None:
@@ -117,7 +117,7 @@ def test_a_job_is_behind_until_what_the_operator_has_written_is_read() -> None:
 
     async def test(follower: JobFollower) -> None:
         service.allocate(JOB_ID, Allocation(7, 1))
-        follower.expect(JOB_ID, 1)
+        follower.expect(JOB_ID, lambda view: view.desired == Allocation(7, 1))
         assert follower.is_behind(JOB_ID) or generation(follower) == 7
         assert not follower.is_behind("team.another")
         await until(lambda: not follower.is_behind(JOB_ID))

@@ -12,8 +12,8 @@ from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.types.kubernetes import Resource
 
 
-def version(number: int, name: str = "digits") -> dict[str, Any]:
-    return {"metadata": {"namespace": "team", "name": name, "resourceVersion": str(number)}}
+def version(number: int, name: str = "digits", **metadata: Any) -> dict[str, Any]:
+    return {"metadata": {"namespace": "team", "name": name, "resourceVersion": str(number), **metadata}}
 
 
 def versions(cache: ObjectCache) -> list[int]:
@@ -87,3 +87,18 @@ def test_the_heartbeat_of_a_node_is_no_news(changed: dict[str, Any], is_news: bo
     cache.put(Resource.NODES, changed)
     assert cache.changed.is_set() is is_news
     assert cache.all(Resource.NODES) == [changed]
+
+
+@pytest.mark.parametrize(("generation", "is_news"), [(1, False), (2, True)])
+def test_a_write_of_telemetry_is_no_news_unless_its_answer_has_an_edit(
+    generation: int, is_news: bool
+) -> None:
+    cache = ObjectCache()
+    cache.put(Resource.ADASCALEJOBS, version(1, generation=1))
+    cache.take_changes()
+    cache.changed.clear()
+    cache.put(Resource.ADASCALEJOBS, version(2, generation=generation), is_news=False)
+    assert cache.changed.is_set() is cache.has_changes is is_news
+    changes = cache.take_changes()
+    assert [bool(changes.jobs), bool(changes.no_news)] == [is_news, not is_news]
+    assert not cache.has_changes

@@ -13,6 +13,7 @@ from adascale_controller.operator.runtime.control_loop import ControlLoop
 from adascale_controller.operator.types.kubernetes import JobKey, Resource
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import Allocation, AllocationView
+from support.observed_jobs import report
 from support.world import World
 
 
@@ -95,6 +96,52 @@ def test_a_job_shrinks_and_lost_pods_are_replaced_while_a_decision_takes_long(
         assert decisions.ended == begun, "all this was done without a new decision"
         decisions.may_end.set()
         yield lambda: decisions.ended > begun
+
+    run_steps(world, steps())
+
+
+def test_the_metrics_service_knows_a_new_job_before_it_is_decided_about(decisions: SlowDecisions) -> None:
+    world = World()
+    decisions.may_end.clear()
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.submit()
+        yield lambda: world.service.spec is not None
+        assert decisions.ended == 0
+        assert world.service.state.desired is None
+        assert world.job is not None
+        assert "status" not in world.job
+        decisions.may_end.set()
+        yield desired(world, 4)
+
+    run_steps(world, steps())
+
+
+def test_reports_are_not_looked_at_while_a_decision_is_made(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = training_on_four(decisions)
+    loops: list[ControlLoop] = []
+    looks: list[Collection[JobKey]] = []
+    look = ControlLoop._look
+
+    async def recorded_look(loop: ControlLoop, keys: Collection[JobKey]) -> set[JobKey]:
+        loops.append(loop)
+        looks.append(keys)
+        return await look(loop, keys)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        yield from shrink_during_a_decision(world, decisions)
+        monkeypatch.setattr(ControlLoop, "_look", recorded_look)
+        wanted = world.service.state.desired
+        yield lambda: bool(loops) and (loops[-1]._views or {})["team.digits"].desired == wanted
+        world.service.post(report(replicas=2))
+        yield lambda: loops[-1]._queue.has_reported
+        cycles = len(looks)
+        yield lambda: len(looks) > cycles + 5
+        assert not any(looks[cycles:])
+        decisions.may_end.set()
+        yield lambda: any(looks[cycles:]) and not loops[-1]._queue.has_reported
 
     run_steps(world, steps())
 

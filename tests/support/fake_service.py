@@ -84,7 +84,7 @@ class FakeService:
 
     # -- as `AllocationService` -----------------------------------------------------------------------------
 
-    def read_jobs(self) -> JobList:
+    def read_jobs(self, share: float = 1.0) -> JobList:
         """As `AllocationService.read_jobs`."""
         return JobList(self.list_jobs(), None, self._cursor())
 

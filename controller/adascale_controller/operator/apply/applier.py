@@ -20,18 +20,20 @@ from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_core.messages import Allocation, AllocationView
-from adascale_core.views import DecisionView
+from adascale_core.messages import Allocation, JobSpec
+from adascale_core.views import DecisionView, JobView
 
 logger = logging.getLogger(__name__)
 
 TELEMETRY_INTERVAL = 10.0
 """Seconds between two writes of a status in which only telemetry has changed, at least."""
 MAX_TELEMETRY_RATE = 12.0
-"""Such writes per second, for all jobs together."""
+"""Such writes per second, for all jobs together, beyond `TELEMETRY_BURST`."""
+TELEMETRY_BURST = 20
+"""Such writes that may begin at any time, one after the other."""
 
 
-OnAllocated = Callable[[str, AllocationView], None]
+OnStored = Callable[[str, Callable[[JobView], bool]], None]
 OnWritten = Callable[[Resource, ApiObject, bool], None]
 
 
@@ -57,7 +59,8 @@ class Applier:
         on_written: is called with each object that the API server returns, and with whether more than its
             telemetry has changed.
         identity: the name of the operator in its Events.
-        on_allocated: is called with the id of a job and its generations after an allocation is requested.
+        on_stored: is called after a write to the metrics service, with the id of the job, and with a function
+            that returns whether a view of the job has what was written.
     """
 
     def __init__(
@@ -66,14 +69,16 @@ class Applier:
         service: AllocationService,
         on_written: OnWritten,
         identity: str,
-        on_allocated: OnAllocated = lambda _job_id, _view: None,
+        on_stored: OnStored = lambda _job_id, _has_written: None,
     ) -> None:
         self._cluster = cluster
         self._service = service
         self._on_written = on_written
         self._identity = identity
-        self._on_allocated = on_allocated
+        self._on_stored = on_stored
         self._status_written_at: dict[str, float] = {}
+        self._telemetry_until = float("-inf")
+        """When such writes will have had their rate, if no more begin, in seconds since 1970."""
         self.jobs = 0
         """The number of all jobs."""
 
@@ -83,11 +88,24 @@ class Applier:
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
 
-    def oldest_telemetry(
-        self, planned: Iterable[tuple[ObservedJob, Actions]], limit: int
+    def take_telemetry(
+        self, planned: Iterable[tuple[ObservedJob, Actions]], now: float
     ) -> list[tuple[ObservedJob, Actions]]:
-        """Return `limit` of these jobs at most, those whose status was not written for the longest time."""
-        return nsmallest(limit, planned, key=lambda each: self._written_at(each[0]))
+        """Return those of these jobs whose telemetry is written now, as the rate of such writes allows.
+
+        Those whose status was not written for the longest time come first.
+
+        Args:
+            planned: the jobs whose telemetry is due.
+            now: seconds since 1970.
+        """
+        # A time that is too far away was set before the clock was set back.
+        until = min(max(self._telemetry_until, now - TELEMETRY_BURST / MAX_TELEMETRY_RATE), now)
+        taken = nsmallest(
+            int((now - until) * MAX_TELEMETRY_RATE + 0.5), planned, key=lambda each: self._written_at(each[0])
+        )
+        self._telemetry_until = until + len(taken) / MAX_TELEMETRY_RATE
+        return taken
 
     def _written_at(self, observed: ObservedJob) -> float:
         return self._status_written_at.get(observed.resource.uid, float("-inf"))
@@ -113,7 +131,7 @@ class Applier:
             await asyncio.to_thread(self._service.delete_job, job.id)
             return applied
         if actions.declare is not None:
-            await asyncio.to_thread(self._service.declare_job, job.id, actions.declare)
+            await self._declare(job.id, actions.declare)
         # If the metrics service already has a newer allocation, the next cycle adopts it.
         if actions.allocate is None or await self._allocate(job.id, actions.allocate):
             await self._write_indexed_job(observed, actions, applied)
@@ -139,6 +157,10 @@ class Applier:
             return False
         return True
 
+    async def _declare(self, job_id: str, spec: JobSpec) -> None:
+        await asyncio.to_thread(self._service.declare_job, job_id, spec)
+        self._on_stored(job_id, lambda read: read.spec == spec)
+
     async def _allocate(self, job_id: str, allocation: Allocation) -> bool:
         """Request an allocation. Returns whether the Indexed Job may be resized to it.
 
@@ -151,7 +173,7 @@ class Applier:
             if error.status != 409:
                 raise
             return False
-        self._on_allocated(job_id, view)
+        self._on_stored(job_id, lambda read: read.version >= view.version)
         return view.active is None or view.broken or view.active.replicas <= allocation.replicas
 
     async def _record_event(self, observed: ObservedJob, event: Event) -> None:

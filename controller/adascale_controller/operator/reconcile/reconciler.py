@@ -82,6 +82,18 @@ def reconcile(
     )
 
 
+def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Actions | None:
+    """Return the actions for a job that waits for its first decision; None if there are none.
+
+    It stays as it is, but the metrics service may know it already.
+    """
+    declared = None if belongs_to_predecessor(observed) else _declaration(observed, assessment)
+    if declared is None:
+        return None
+    status = own_fields(observed.resource.status)
+    return Actions(status, status_changed=False, telemetry_changed=False, declare=declared)
+
+
 def belongs_to_predecessor(observed: ObservedJob) -> bool:
     """Whether the job in the metrics service is that of an earlier AdaScaleJob of the same name."""
     view = observed.service

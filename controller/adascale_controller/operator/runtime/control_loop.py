@@ -15,9 +15,10 @@ from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
-from adascale_controller.operator.reconcile.reconciler import reconcile
+from adascale_controller.operator.reconcile.reconciler import reconcile, reconcile_undecided
 from adascale_controller.operator.runtime.deregistration import Deregistration
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
 from adascale_controller.operator.runtime.job_follower import JobFollower
@@ -30,7 +31,6 @@ from adascale_controller.operator.schedule.scheduler import DecisionResult, Sche
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_controller.operator.types.workload import PodSettings
-from adascale_core.messages import AllocationView
 from adascale_core.views import DecisionView, JobView
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 INTERVAL = 1.0
 """Seconds between two cycles while no change is reported."""
-PAUSE = 0.05
+PAUSE = 0.02
 """The minimum number of seconds between two cycles."""
 MAX_PAUSE = 2.0
 """The maximum number of seconds for which a cycle delays the next one by the processor time that it took."""
@@ -47,12 +47,18 @@ RESYNC_INTERVAL = 300.0
 """Seconds between two lists of all objects."""
 STALE_RESYNC_INTERVAL = 5.0
 """Seconds between two lists of all objects while the caches are known to be stale."""
+MAX_BACKGROUND = 100
+"""Jobs of a cycle at most that are looked at only for new reports, telemetry, or because of the interval."""
+MAX_BESIDE_CHANGES = 10
+"""The same for a cycle in which someone waits for something else."""
 MAX_CONCURRENT = 8
 """Jobs whose actions are applied at the same time."""
 MAX_TELEMETRY_WRITES = 2
 """Statuses in which only telemetry has changed that are written at the same time, beside the others."""
-MAX_TELEMETRY_STARTED = 10
-"""Statuses in which only telemetry has changed that a cycle begins to write."""
+TELEMETRY_RETRY_INTERVAL = 5.0
+"""Seconds until a job is looked at again whose telemetry was due and not written, because others were."""
+MAX_EXPLAIN_DELAY = 10.0
+"""Seconds for which decisions are not explained at most while changes arrive all the time."""
 SLICE = 50
 """Jobs after which the lease, the probes and the watches get their turn."""
 MAX_IDLE_SHARE = 0.05
@@ -121,7 +127,7 @@ class ControlLoop:
         self._scheduler = Scheduler(settings.accelerator_label)
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
-            cluster, service, self._store_written, settings.identity, self._expect_allocated
+            cluster, service, self._store_written, settings.identity, self._follower.expect
         )
         self._queue: WorkQueue[JobKey] = WorkQueue()
         self._jobs: dict[JobKey, _TrackedJob] = {}
@@ -144,6 +150,7 @@ class ControlLoop:
         self._running = 0
         """The jobs whose actions are carried out, without those of which only telemetry is written."""
         self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
+        self._explained_at = time.monotonic()
         self._reads = 0
         self._report_cost = 0.0
 
@@ -182,7 +189,7 @@ class ControlLoop:
             await self._timed_cycle()
             if not self._decision_hangs():
                 self._on_progress()
-            await asyncio.sleep(PAUSE)
+            await self._pause(PAUSE)
 
     async def _wait_for_work(self) -> None:
         """Wait for a change, or until a decision is due, but not longer than `INTERVAL`."""
@@ -234,13 +241,20 @@ class ControlLoop:
             self._follower.refresh_interval = max(INTERVAL, cost / MAX_IDLE_SHARE)
             self._reads, self._report_cost = self._follower.reads, 0.0
         # Cycles take at most half of the time, so that changes that arrive all the time do not take a core.
-        await asyncio.sleep(min(used, MAX_PAUSE))
+        await self._pause(min(used, MAX_PAUSE))
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but no longer than until the decision that is being made has ended."""
+        if self._decision is None:
+            await asyncio.sleep(seconds)
+        else:
+            await asyncio.wait([self._decision], timeout=seconds)
 
     async def _cycle(self, apply_wait: float | None = APPLY_WAIT) -> None:
         self._drop_applied()
         self._adopt_decision()
         self._collect_changes()
-        keys = self._free_to_change(self._queue.take(self._clock()))
+        keys = self._free_to_change(self._queue.take(self._clock(), self._max_background()))
         self._looking = set(keys)
         looked_at = await self._look(keys)
         self._update_resources()
@@ -250,7 +264,7 @@ class ControlLoop:
         self._plan(urgent, looked_at)
         self._begin_decision()
         if not are_others_written:
-            for job, actions in self._applier.oldest_telemetry(telemetry, MAX_TELEMETRY_STARTED):
+            for job, actions in self._applier.take_telemetry(telemetry, self._clock()):
                 self._begin(job, self._write_telemetry(job, actions))
         self._metrics.pending.set(len(self._applying) + len(self._planned))
         await self._applied(apply_wait)
@@ -258,7 +272,7 @@ class ControlLoop:
         self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
         self._metrics.waiting.set(self._scheduler.waiting)
         self._queue.add(_key(job_id) for job_id in self._errors.take_failed())
-        if self._queue.has_reported:
+        if self._queue.has_reported and self._decision is None:
             self._cache.changed.set()
         if self._views is not None:
             present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
@@ -283,6 +297,7 @@ class ControlLoop:
         """Find the jobs that changes of the caches and of the metrics service concern."""
         changes = self._cache.take_changes()
         self._queue.add(changes.jobs)
+        self._queue.add_reported(changes.no_news)
         if changes.resources:
             self._resources_changed = True
             self._update_lost_nodes()
@@ -300,6 +315,21 @@ class ControlLoop:
             self._queue.add(
                 key for key, job in self._jobs.items() if any(pod.node in nodes for pod in job.cached.pods)
             )
+
+    def _max_background(self) -> int:
+        """Return how many jobs with nothing but reports or telemetry are looked at now.
+
+        A decision that is waited for takes twice as long beside such work, and decisions leave time for it.
+        """
+        if self._decision is not None:
+            return 0
+        return MAX_BESIDE_CHANGES if self._has_changes else MAX_BACKGROUND
+
+    @property
+    def _has_changes(self) -> bool:
+        """Whether someone waits for a cycle, or for writes other than those of telemetry."""
+        has_writes = self._running > 0 or bool(self._planned)
+        return has_writes or self._queue.has_changed or self._cache.has_changes
 
     def _free_to_change(self, keys: Iterable[JobKey]) -> list[JobKey]:
         """Return the jobs without writes of the operator that are not finished, or not observed yet.
@@ -351,15 +381,15 @@ class ControlLoop:
 
     def _track(self, key: JobKey, job: _TrackedJob) -> None:
         before, self._jobs[key] = self._jobs.get(key), job
-        was_runnable = before is not None and before.assessment.phase is JobPhase.RUNNABLE
         if job.assessment.phase is JobPhase.RUNNABLE:
             self._scheduler.update(job.observed)
-            self._resources_changed |= not was_runnable
-            return
-        self._scheduler.remove(job.observed.resource.id)
+        else:
+            self._scheduler.remove(job.observed.resource.id)
         # The pods of a job that may not run take resources.
-        changed = before is None or was_runnable or before.cached.pods != job.cached.pods
-        self._resources_changed |= changed
+        if before is None:
+            self._resources_changed |= bool(job.cached.pods)
+        else:
+            self._resources_changed |= _holding(before) != _holding(job)
 
     def _drop(self, keys: Collection[JobKey]) -> None:
         """Have each phase drop its memory of jobs that are deleted. Others' Jobs and pods have none."""
@@ -437,7 +467,7 @@ class ControlLoop:
                 actions = self._reconcile(tracked)
                 telemetry_due = float("inf")
                 if actions is not None and actions.telemetry_changed:
-                    telemetry_due = self._applier.telemetry_due_at(job)
+                    telemetry_due = max(self._applier.telemetry_due_at(job), now + TELEMETRY_RETRY_INTERVAL)
                 due = (
                     self._fetcher.next_due(tracked.cached, now),
                     self._scheduler.next_due(job),
@@ -455,25 +485,31 @@ class ControlLoop:
         return urgent, telemetry
 
     def _reconcile(self, tracked: _TrackedJob) -> Actions | None:
-        """Return the actions for a job. None while it waits for its first decision: it stays as it is."""
+        """Return the actions for a job. None if there are none before its first decision."""
         job, assessment = tracked.observed, tracked.assessment
         decision = self._scheduler.decision(job.resource.id)
         if decision is None and assessment.phase is JobPhase.RUNNABLE:
-            return None
+            return reconcile_undecided(job, assessment)
         failed_placement = self._scheduler.failed_placement(job)
         failing_count = self._scheduler.failing_count(job)
         return reconcile(job, assessment, decision, failed_placement, failing_count)
 
     async def _store_decisions(self) -> None:
-        """Store the explained decisions with the metrics service, or have them explained again."""
+        """Store the explained decisions with the metrics service, or have them explained again.
+
+        While there are changes, they come first, for `MAX_EXPLAIN_DELAY` at most.
+        """
 
         async def store(decision: DecisionView) -> None:
             if self._views is None or not await self._applier.store_decision(decision):
                 self._scheduler.explain_again(decision.job)
 
-        if self._decision is None:
-            explained = await asyncio.to_thread(self._scheduler.explain)
-            await asyncio.gather(*map(store, explained))
+        may_wait = time.monotonic() < self._explained_at + MAX_EXPLAIN_DELAY
+        if self._decision is not None or (may_wait and self._has_changes):
+            return
+        explained = await asyncio.to_thread(self._scheduler.explain)
+        self._explained_at = time.monotonic()
+        await asyncio.gather(*map(store, explained))
 
     # -- apply ----------------------------------------------------------------------------------------------
 
@@ -548,6 +584,9 @@ class ControlLoop:
             self._metrics.count_allocation(before, actions.allocate.replicas)
         with self._errors.isolate(job.resource.id):
             applied = await self._applier.apply(job, actions)
+            if actions.declare is not None:
+                # It may be lost again before it is read, so that no change of the job is seen.
+                self._queue.add([job.resource.key])
             if applied.claim_created:
                 self._fetcher.expire_claim(job.resource.uid)
             if applied.template_rejection is not None:
@@ -555,9 +594,6 @@ class ControlLoop:
                 self._look_at(job.resource.key)
             self._errors.clear(job.resource.id)
         self._on_progress()
-
-    def _expect_allocated(self, job_id: str, view: AllocationView) -> None:
-        self._follower.expect(job_id, view.version)
 
     def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
         self._cache.put(resource, raw, is_news=is_news)
@@ -576,6 +612,11 @@ class ControlLoop:
             self._scheduler.decide_again()
         except ClusterError as error:
             logger.warning("%s; the watches continue", error)
+
+
+def _holding(job: _TrackedJob) -> Sequence[Pod]:
+    """Return the pods whose resources a decision can't use."""
+    return () if job.assessment.phase is JobPhase.RUNNABLE else tuple(job.cached.pods)
 
 
 def is_waited_for(job: ObservedJob, actions: Actions) -> bool:

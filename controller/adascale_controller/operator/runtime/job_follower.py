@@ -23,6 +23,8 @@ RETRY_INTERVAL = 1.0
 """Seconds until the next request after one that has failed."""
 IDLE_REFRESH_INTERVAL = 60.0
 """Seconds between two reads of all jobs while no job trains, so that there are no new reports."""
+READ_SHARE = 0.5
+"""The share of the time that the requests of a read of all jobs take: the cycles go on beside it."""
 EXPECTED_WITHIN = 1.0
 """Seconds after which a job is no longer behind, whatever was written."""
 _GONE = 410
@@ -54,7 +56,7 @@ class JobFollower:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = threading.Event()
         self._failure: Exception | None = None
-        self._expected: dict[str, tuple[int, float]] = {}
+        self._expected: dict[str, tuple[Callable[[JobView], bool], float]] = {}
         self._complete_since = 0.0
         """The begin of the last read of all jobs: `views` has all that was written before."""
         self._lock = threading.Lock()
@@ -75,18 +77,18 @@ class JobFollower:
         """Stop after the current request."""
         self._stopped.set()
 
-    def expect(self, job_id: str, version: int) -> None:
-        """Have a job be behind until `views` has this version of it, which the operator has written."""
-        self._expected[job_id] = version, time.monotonic()
+    def expect(self, job_id: str, has_written: Callable[[JobView], bool]) -> None:
+        """Have a job be behind until `views` has it with what the operator has written."""
+        self._expected[job_id] = has_written, time.monotonic()
 
     def is_behind(self, job_id: str) -> bool:
         """Whether `views` lacks what the operator has written about a job within `EXPECTED_WITHIN`."""
         if job_id not in self._expected:
             return False
-        (version, written_at), views = self._expected[job_id], self.views
+        (has_written, written_at), views = self._expected[job_id], self.views
         present = views.get(job_id) if views is not None else None
         is_read = views is None or self._complete_since > written_at
-        is_read = is_read or (present is not None and present.version >= version)
+        is_read = is_read or (present is not None and has_written(present))
         if is_read or time.monotonic() >= written_at + EXPECTED_WITHIN:
             del self._expected[job_id]
             return False
@@ -142,7 +144,7 @@ class JobFollower:
 
     def _read_all(self) -> None:
         begun, begun_at = time.thread_time(), time.monotonic()
-        page = self._service.read_jobs()
+        page = self._service.read_jobs(READ_SHARE)
         self._cursor, self._listed_at = page.cursor, time.monotonic()
         self._publish({view.id: view for view in page.jobs})
         self._complete_since = begun_at

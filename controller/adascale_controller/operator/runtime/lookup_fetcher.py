@@ -37,7 +37,7 @@ MAX_CONCURRENT = 16
 """Reads of claims at the same time."""
 DEADLINE = 8.0
 """Seconds after which a call fails."""
-CYCLE_WAIT = 0.25
+CYCLE_WAIT = 0.1
 """Seconds that a cycle waits for the calls that it starts."""
 CLAIM_INTERVAL = 5.0
 """Seconds between two reads of a claim that does not exist."""

@@ -19,10 +19,12 @@ class CacheChanges:
 
     Args:
         jobs: the jobs one of whose objects has changed, by namespace and name.
+        no_news: the other jobs with an object that has changed in nothing that a reader has to look at now.
         resources: whether the free resources may have changed: a node, or a pod that belongs to no job.
     """
 
     jobs: Collection[JobKey]
+    no_news: Collection[JobKey]
     resources: bool
 
 
@@ -41,6 +43,7 @@ class ObjectCache:
         self._pods: dict[JobKey | None, dict[JobKey, ApiObject]] = {}
         """The pods of each job, and of no job."""
         self._changed_jobs: dict[JobKey, None] = {}
+        self._no_news: dict[JobKey, None] = {}
         self._resources_changed = False
         self.changed = asyncio.Event()
         """Is set by each change that has to be looked at now. The reader clears it."""
@@ -67,10 +70,16 @@ class ObjectCache:
         """Return namespace and name of the jobs that have pods, whether they exist or not."""
         return [job for job in self._pods if job is not None]
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether there are news that were not taken."""
+        return bool(self._changed_jobs) or self._resources_changed
+
     def take_changes(self) -> CacheChanges:
         """Return what has changed since the last call."""
-        changes = CacheChanges(self._changed_jobs.keys(), self._resources_changed)
-        self._changed_jobs, self._resources_changed = {}, False
+        no_news = [job for job in self._no_news if job not in self._changed_jobs]
+        changes = CacheChanges(self._changed_jobs.keys(), no_news, self._resources_changed)
+        self._changed_jobs, self._no_news, self._resources_changed = {}, {}, False
         return changes
 
     def put(self, resource: Resource, raw: ApiObject, *, is_news: bool = True) -> None:
@@ -79,8 +88,8 @@ class ObjectCache:
         Args:
             resource: its resource.
             raw: the object.
-            is_news: whether a reader has to look at it now. A heartbeat of a node never is, nor what a pod of
-                no job reports while it stays on its node.
+            is_news: whether a reader has to look at it now. A new generation always is; a heartbeat of a node
+                never is, nor what a pod of no job reports while it stays on its node.
         """
         key = object_key(raw)
         cached = self._objects[resource].get(key)
@@ -93,9 +102,11 @@ class ObjectCache:
             self._index(key, cached, raw)
         if cached is not None and _is_without_effect(resource, cached, raw):
             return
+        if not is_news and cached is not None and _generation(cached) == _generation(raw):
+            self._no_news[key] = None
+            return
         self._note(resource, key, cached, raw)
-        if is_news:
-            self.changed.set()
+        self.changed.set()
 
     def remove(self, resource: Resource, raw: ApiObject) -> None:
         """Remove a deleted object, of which `raw` is the last version."""
@@ -173,6 +184,10 @@ def _without_heartbeat(node: ApiObject) -> list[object]:
     metadata, status = node["metadata"], node.get("status") or {}
     conditions = {raw["type"]: raw["status"] for raw in status.get("conditions") or ()}
     return [metadata.get("labels"), node.get("spec"), status.get("allocatable"), conditions]
+
+
+def _generation(raw: ApiObject) -> object:
+    return raw["metadata"].get("generation")
 
 
 def _version(raw: ApiObject) -> int:

@@ -9,8 +9,6 @@ Key = TypeVar("Key")
 
 SWEEP_INTERVAL = 120.0
 """Seconds after which a job is looked at in any case."""
-MAX_BACKGROUND = 100
-"""Jobs of a cycle at most that are looked at only for new reports, telemetry, or because of the interval."""
 
 
 class WorkQueue(Generic[Key]):
@@ -53,20 +51,29 @@ class WorkQueue(Generic[Key]):
                 jobs.pop(key, None)
 
     @property
+    def has_changed(self) -> bool:
+        """Whether there are jobs that have changed since they were looked at."""
+        return bool(self._changed)
+
+    @property
     def has_reported(self) -> bool:
         """Whether there are jobs whose new reports were not looked at yet."""
         return bool(self._reported)
 
-    def take(self, now: float) -> list[Key]:
-        """Return the jobs to look at now: of those that can wait the oldest, `MAX_BACKGROUND` at most.
+    def take(self, now: float, max_background: int) -> list[Key]:
+        """Return the jobs to look at now: of those that can wait the oldest.
 
         Args:
             now: seconds since 1970.
+            max_background: how many of those that can wait, at most. Half of them are left to the jobs
+                without new reports, if so many are due.
         """
         taken = dict.fromkeys((*self._changed, *self._planned(now)))
-        waiting = [key for key in self._reported if key not in taken]
-        waiting += [key for key in self._planned_background(now) if key not in taken]
-        taken.update(dict.fromkeys(list(dict.fromkeys(waiting))[:MAX_BACKGROUND]))
+        reported = [key for key in self._reported if key not in taken]
+        due = [key for key in self._planned_background(now) if key not in taken and key not in self._reported]
+        number = max(max_background // 2, max_background - len(reported))
+        taken.update(dict.fromkeys(due[:number]))
+        taken.update(dict.fromkeys(reported[: max_background - min(number, len(due))]))
         self._changed.clear()
         for key in taken:
             self._reported.pop(key, None)

@@ -87,6 +87,7 @@ class _Candidate:
         """Return its state on a type of accelerator. None if it is not tied to a type."""
         return self.state if accelerator is None else self.states[accelerator]
 
+    @cached_property
     def options(self) -> TypeOptions:
         """Return the types from which to choose; none without a valid count."""
         state = self.state
@@ -336,7 +337,7 @@ class Scheduler:
         ordered = sorted(candidates.values(), key=lambda each: (each.state.arrival, each.state.id))
         types: dict[str, str] = {}
         if resources.free is not None:
-            types = choose_types([each.options() for each in ordered], resources.free)
+            types = choose_types([each.options for each in ordered], resources.free)
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
         capacity = resources.capacity(candidates, demands, before)
