@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adascale_controller.explanation_schedule import MAX_JOBS
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
 from adascale_core.accelerators import Accelerator
 from adascale_core.decision import Decision
@@ -207,3 +211,26 @@ def test_a_decision_for_another_type_does_not_hold_for_a_job_that_has_begun_on_o
     assert second is not None
     assert second.accelerator is not None
     assert second.accelerator.type == "l4"
+
+
+def test_all_new_decisions_are_explained_without_another_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_SHARE", inf)
+    scheduler = Scheduler()
+    scheduler.set_resources(None, ())
+    for number in range(3 * MAX_JOBS - 1):
+        scheduler.update(waiting(number, None, None))
+    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
+    batches = [[each.job for each in scheduler.explain()] for _ in range(4)]
+    assert [len(jobs) for jobs in batches] == [MAX_JOBS, MAX_JOBS, MAX_JOBS - 1, 0]
+    assert len({job for jobs in batches for job in jobs}) == 3 * MAX_JOBS - 1
+    assert not scheduler.is_due(NOW + 60)
+
+
+def test_explanations_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_SHARE", 1e-9)
+    scheduler = Scheduler()
+    scheduler.set_resources(None, ())
+    for number in range(MAX_JOBS + 1):
+        scheduler.update(waiting(number, None, None))
+    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
+    assert [len(scheduler.explain()) for _ in range(3)] == [MAX_JOBS, 0, 0]

@@ -467,7 +467,9 @@ class ControlLoop:
                 actions = self._reconcile(tracked)
                 telemetry_due = float("inf")
                 if actions is not None and actions.telemetry_changed:
-                    telemetry_due = max(self._applier.telemetry_due_at(job), now + TELEMETRY_RETRY_INTERVAL)
+                    telemetry_due = self._applier.telemetry_due_at(job)
+                    if telemetry_due <= now:
+                        telemetry_due = now + TELEMETRY_RETRY_INTERVAL
                 due = (
                     self._fetcher.next_due(tracked.cached, now),
                     self._scheduler.next_due(job),

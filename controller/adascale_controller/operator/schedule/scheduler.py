@@ -204,6 +204,8 @@ class Scheduler:
         self._outdated: set[str] = set()
         self._is_explained = True
         self._explain_cost = 0.0
+        self._explain_at = -inf
+        """When more jobs may be explained, on the monotonic clock."""
         self._not_stored: set[str] = set()
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
 
@@ -388,22 +390,20 @@ class Scheduler:
         return changed
 
     def explain(self) -> Sequence[DecisionView]:
-        """Return the explanations to store with the metrics service, of the last decision, once.
+        """Return the explanations to store with the metrics service, of the last decision, each once.
 
-        To be called in a thread, while no decision is made.
+        To be called in a thread, while no decision is made, again and again: a call explains a few jobs.
         """
         result = self._result
-        if result is None or self._is_explained:
+        if result is None or self._is_explained or time.monotonic() < self._explain_at:
             return ()
-        self._is_explained = True
         begun = time.thread_time()
         for job_id in self._not_stored:
             self._explanations.repeat(job_id)
         self._not_stored.clear()
         decisions = {job: each for job, each in result.decisions.items() if job not in self._outdated}
         due = self._explanations.due(decisions, result.decided_at)
-        if self._explanations.has_more:
-            self._measurements_changed = True
+        self._is_explained = not self._explanations.has_more
         if not due:
             return ()
         found: dict[str, DecisionView] = {}
@@ -412,6 +412,8 @@ class Scheduler:
                 problem, result.decided_at, decisions=result.decisions, time=time.time(), only=due
             )
         self._explain_cost = time.thread_time() - begun
+        pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
+        self._explain_at = time.monotonic() + pause
         return list(found.values())
 
     def decision(self, job_id: str) -> Decision | None:
