@@ -65,7 +65,7 @@ MAX_IDLE_SHARE = 0.05
 """The share of the time that the reports of all jobs take, with reading them."""
 DECISION_DEADLINE = 60.0
 """Seconds after which a decision is taken to hang: the operator makes no progress."""
-APPLY_WAIT = 0.1
+APPLY_WAIT = 0.05
 """Seconds that a cycle waits for its writes. Jobs whose writes take longer are left out until these end."""
 
 
@@ -252,9 +252,10 @@ class ControlLoop:
 
     async def _cycle(self, apply_wait: float | None = APPLY_WAIT) -> None:
         self._drop_applied()
-        self._adopt_decision()
+        is_decided = self._adopt_decision()
         self._collect_changes()
-        keys = self._free_to_change(self._queue.take(self._clock(), self._max_background()))
+        max_background = 0 if is_decided else self._max_background()
+        keys = self._free_to_change(self._queue.take(self._clock(), max_background))
         self._looking = set(keys)
         looked_at = await self._look(keys)
         self._update_resources()
@@ -442,13 +443,18 @@ class ControlLoop:
             self._decision.add_done_callback(lambda _: self._cache.changed.set())
             self._decision_begun_at = time.monotonic()
 
-    def _adopt_decision(self) -> None:
-        """Use the decision that was made, if any: the jobs that get another replica count are looked at."""
+    def _adopt_decision(self) -> bool:
+        """Use the decision that was made: the jobs that get another replica count are looked at.
+
+        Returns:
+            whether one was made.
+        """
         if self._decision is None or not self._decision.done():
-            return
+            return False
         result, self._decision = self._decision.result(), None
         self._metrics.cycle_cpu.inc(result.cost)
         self._queue.add(_key(job_id) for job_id in sorted(self._scheduler.adopt(result, self._clock())))
+        return True
 
     def _decision_hangs(self) -> bool:
         return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE
