@@ -125,7 +125,7 @@ class NodeTable:
         """For each kind of demand, in the order in which nodes are tried: how many replicas each node holds
         when it is empty."""
         self.most_slots: list[int] = []
-        """For each kind of demand, how many replicas the node holds that holds most."""
+        """For each kind of demand, the largest number of replicas that one node holds when it is empty."""
         self.slots_by_node: list[tuple[list[int], dict[int, int]]] = []
         """For each kind of demand: how many replicas each node holds that holds any, ascending by node, and
         node -> its position in this order."""

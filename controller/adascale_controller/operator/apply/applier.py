@@ -78,7 +78,7 @@ class Applier:
         self._on_stored = on_stored
         self._status_written_at: dict[str, float] = {}
         self._telemetry_until = float("-inf")
-        """When such writes will have had their rate, if no more begin, in seconds since 1970."""
+        """Until when the writes of telemetry so far use up their rate, in seconds since 1970."""
         self.jobs = 0
         """The number of all jobs."""
 

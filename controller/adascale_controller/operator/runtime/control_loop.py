@@ -56,7 +56,7 @@ MAX_CONCURRENT = 8
 MAX_TELEMETRY_WRITES = 2
 """Statuses in which only telemetry has changed that are written at the same time, beside the others."""
 TELEMETRY_RETRY_INTERVAL = 5.0
-"""Seconds until a job is looked at again whose telemetry was due and not written, because others were."""
+"""Seconds until a job is looked at again whose telemetry was due, but not written before other statuses."""
 MAX_EXPLAIN_DELAY = 10.0
 """Seconds for which decisions are not explained at most while changes arrive all the time."""
 SLICE = 50
@@ -251,10 +251,12 @@ class ControlLoop:
             await asyncio.wait([self._decision], timeout=seconds)
 
     async def _cycle(self, apply_wait: float | None = APPLY_WAIT) -> None:
+        is_deciding = self._decision is not None
         self._drop_applied()
-        is_decided = self._adopt_decision()
+        self._adopt_decision()
         self._collect_changes()
-        max_background = 0 if is_decided else self._max_background()
+        # A decision takes twice as long beside other work, and what it has changed comes first.
+        max_background = 0 if is_deciding else MAX_BESIDE_CHANGES if self._has_changes else MAX_BACKGROUND
         keys = self._free_to_change(self._queue.take(self._clock(), max_background))
         self._looking = set(keys)
         looked_at = await self._look(keys)
@@ -316,15 +318,6 @@ class ControlLoop:
             self._queue.add(
                 key for key, job in self._jobs.items() if any(pod.node in nodes for pod in job.cached.pods)
             )
-
-    def _max_background(self) -> int:
-        """Return how many jobs with nothing but reports or telemetry are looked at now.
-
-        A decision that is waited for takes twice as long beside such work, and decisions leave time for it.
-        """
-        if self._decision is not None:
-            return 0
-        return MAX_BESIDE_CHANGES if self._has_changes else MAX_BACKGROUND
 
     @property
     def _has_changes(self) -> bool:
@@ -390,7 +383,7 @@ class ControlLoop:
         if before is None:
             self._resources_changed |= bool(job.cached.pods)
         else:
-            self._resources_changed |= _holding(before) != _holding(job)
+            self._resources_changed |= _fixed_pods(before) != _fixed_pods(job)
 
     def _drop(self, keys: Collection[JobKey]) -> None:
         """Have each phase drop its memory of jobs that are deleted. Others' Jobs and pods have none."""
@@ -443,18 +436,13 @@ class ControlLoop:
             self._decision.add_done_callback(lambda _: self._cache.changed.set())
             self._decision_begun_at = time.monotonic()
 
-    def _adopt_decision(self) -> bool:
-        """Use the decision that was made: the jobs that get another replica count are looked at.
-
-        Returns:
-            whether one was made.
-        """
+    def _adopt_decision(self) -> None:
+        """Use the decision that was made, if any: the jobs that get another replica count are looked at."""
         if self._decision is None or not self._decision.done():
-            return False
+            return
         result, self._decision = self._decision.result(), None
         self._metrics.cycle_cpu.inc(result.cost)
         self._queue.add(_key(job_id) for job_id in sorted(self._scheduler.adopt(result, self._clock())))
-        return True
 
     def _decision_hangs(self) -> bool:
         return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE
@@ -622,7 +610,7 @@ class ControlLoop:
             logger.warning("%s; the watches continue", error)
 
 
-def _holding(job: _TrackedJob) -> Sequence[Pod]:
+def _fixed_pods(job: _TrackedJob) -> Sequence[Pod]:
     """Return the pods whose resources a decision can't use."""
     return () if job.assessment.phase is JobPhase.RUNNABLE else tuple(job.cached.pods)
 

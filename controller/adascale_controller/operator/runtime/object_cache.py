@@ -72,7 +72,7 @@ class ObjectCache:
 
     @property
     def has_changes(self) -> bool:
-        """Whether there are news that were not taken."""
+        """Whether there are changes to look at now that were not taken."""
         return bool(self._changed_jobs) or self._resources_changed
 
     def take_changes(self) -> CacheChanges:
