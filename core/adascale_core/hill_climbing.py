@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -34,23 +36,28 @@ def allocate_on_nodes(
         tables: count -> utility for each job.
         capacity: the nodes and the demands of the jobs.
     """
-    admitted = _admit(jobs, capacity)
-    utilities = {job.job.id: table for job, table in zip(jobs, tables, strict=True) if job.job.id in admitted}
-    wanted = {name: _most_useful(counts, admitted[name].job.replicas) for name, counts in utilities.items()}
+    utilities = {job.job.id: table for job, table in zip(jobs, tables, strict=True) if job.counts}
+    wanted = {job.job.id: _most_useful(utilities[job.job.id], job.job.replicas) for job in jobs if job.counts}
     if capacity.fits(wanted):
-        return [wanted.get(utility.job.id, 0) for utility in jobs]
-    smallest = {name: utility.counts[0] for name, utility in admitted.items()}
-    present = {name: utility.present_count or utility.counts[0] for name, utility in admitted.items()}
+        return [wanted.get(job.job.id, 0) for job in jobs]
+    plan = _Plan(utilities, capacity)
+    if not plan.may_fit or plan.start is None:
+        admitted = _admit(jobs, capacity)
+        if len(admitted) < len(utilities):
+            utilities = {name: utilities[name] for name in admitted}
+            plan = _Plan(utilities, capacity)
+    planned = plan.start or plan.start_for_part()
+    present = {job.job.id: job.present_count or job.counts[0] for job in jobs if job.job.id in utilities}
+    packing = capacity.pack(present)
+    starts = [planned] if packing is None else [_Start(present, packing), planned]
     found = []
-    for start, desired in ((present, {}), _planned(utilities, capacity, smallest)):
-        packing = capacity.pack(start)
-        if packing is not None:
-            search = HillClimbing(utilities, capacity, packing, start)
-            search.raise_to(desired)
-            search.run()
-            found.append(search.result())
+    for start in starts:
+        search = HillClimbing(utilities, capacity, start.packing, start.counts)
+        search.raise_to(start.desired)
+        search.run()
+        found.append(search.result())
     best = max(found, key=lambda counts: sum(utilities[name][count] for name, count in counts.items()))
-    return [best.get(utility.job.id, 0) for utility in jobs]
+    return [best.get(job.job.id, 0) for job in jobs]
 
 
 def _most_useful(utilities: Mapping[int, int], present: int) -> int:
@@ -58,40 +65,76 @@ def _most_useful(utilities: Mapping[int, int], present: int) -> int:
     return max(utilities, key=lambda count: (utilities[count], count == present, -count))
 
 
-def _planned(
-    utilities: Mapping[str, Mapping[int, int]], capacity: NodeCapacity, smallest: Mapping[str, int]
-) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Return counts that fit, and counts that fit if the nodes are taken for a single one.
+@dataclass(frozen=True)
+class _Start:
+    """Where a search starts.
+
+    Args:
+        counts: job id -> count.
+        packing: of these counts.
+        desired: job id -> count, to which jobs are raised first, as far as they fit.
+    """
+
+    counts: Mapping[str, int]
+    packing: Packing
+    desired: Mapping[str, int] = field(default_factory=dict)
+
+
+class _Plan:
+    """Counts of a high total utility, where all nodes together are taken for a single one.
 
     Args:
         utilities: job id -> count -> utility.
         capacity: the nodes.
-        smallest: job id -> smallest count; these fit.
     """
-    consumers = [Consumer(counts, capacity.request(name)) for name, counts in utilities.items()]
-    totals = np.array(capacity.totals, dtype=np.float64)
-    least = sum(
-        (smallest[name] * np.array(each.request) for name, each in zip(utilities, consumers, strict=True)),
-        start=np.zeros(len(totals)),
-    )
 
-    def counts(share: float) -> dict[str, int]:
+    def __init__(self, utilities: Mapping[str, Mapping[int, int]], capacity: NodeCapacity) -> None:
+        self._capacity = capacity
+        self._consumers = [Consumer(counts, capacity.request(name)) for name, counts in utilities.items()]
+        self._smallest = {name: min(counts) for name, counts in utilities.items()}
+        self._totals = np.array(capacity.totals, dtype=np.float64)
+        self._least = sum(
+            (
+                count * np.array(each.request)
+                for count, each in zip(self._smallest.values(), self._consumers, strict=True)
+            ),
+            start=np.zeros(len(self._totals)),
+        )
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the smallest counts would fit on a single node with all resources."""
+        return bool(np.all(self._least <= self._totals))
+
+    @cached_property
+    def start(self) -> _Start | None:
+        """The best counts for all resources; None if the nodes do not hold them."""
+        counts = self._counts(1.0)
+        packing = self._capacity.pack(counts)
+        return None if packing is None else _Start(counts, packing)
+
+    def start_for_part(self) -> _Start:
+        """Return the best counts for as large a part of the resources as the nodes hold.
+
+        The smallest counts must fit.
+        """
+        fitting, low, high = self._smallest, 0.0, 1.0
+        packing = self._capacity.pack(fitting)
+        assert packing is not None
+        for _ in range(_PLANS):
+            share = (low + high) / 2
+            counts = self._counts(share)
+            packed = self._capacity.pack(counts)
+            if packed is None:
+                high = share
+            else:
+                fitting, packing, low = counts, packed, share
+        return _Start(fitting, packing, self._counts(1.0))
+
+    def _counts(self, share: float) -> dict[str, int]:
         """Return the best counts for a share of what the smallest counts leave free."""
-        chosen = choose_counts(consumers, least + share * (totals - least))
-        return dict(zip(utilities, chosen, strict=True))
-
-    planned = counts(1.0)
-    if capacity.fits(planned):
-        return planned, {}
-    fitting, low, high = smallest, 0.0, 1.0
-    for _ in range(_PLANS):
-        share = (low + high) / 2
-        fewer = counts(share)
-        if capacity.fits(fewer):
-            fitting, low = fewer, share
-        else:
-            high = share
-    return fitting, planned
+        chosen = choose_counts(self._consumers, self._least + share * (self._totals - self._least))
+        return dict(zip(self._smallest, chosen, strict=True))
 
 
 def _admit(jobs: Sequence[JobUtility], capacity: NodeCapacity) -> dict[str, JobUtility]:
@@ -171,7 +214,7 @@ class HillClimbing:
         the next decision would then reject these counts.
         """
         last = len(self._changes)
-        if not self._capacity.fits(self._counts):
+        if self._changes and not self._capacity.fits(self._counts):
             fitting = 0
             while last - fitting > 1:
                 middle = (fitting + last) // 2

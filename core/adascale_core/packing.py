@@ -294,6 +294,8 @@ def pack(problem: PackingProblem, counts: Mapping[str, int]) -> Packing | None:
     }
     demands.sort(key=lambda demand: (-sizes[demand.job], len(demand.node_order), demand.job))
     packing = _with_placed(problem, counts)
+    if not packing.may_hold(demands, counts):
+        return None
     if all(packing.place_new(demand, counts[demand.job]) for demand in demands):
         return packing
     if len({problem.demands[job].kind for job, count in counts.items() if count > 0}) == 1:
@@ -580,6 +582,20 @@ class Packing:
         """Return the ranks below `count` that have no node."""
         assigned = self._nodes.setdefault(demand.job, {})
         return [rank for rank in range(count) if rank not in assigned] if assigned else range(count)
+
+    def may_hold(self, demands: Iterable[IndexedDemand], counts: Mapping[str, int]) -> bool:
+        """Return False if all nodes together have fewer free units of a resource than these jobs still need.
+
+        Args:
+            demands: of the jobs.
+            counts: job id -> number of replicas.
+        """
+        needed = [0] * len(self._total)
+        for demand in demands:
+            missing = len(self.missing(demand, counts[demand.job]))
+            for i, units in demand.request:
+                needed[i] += missing * units
+        return all(need <= free for need, free in zip(needed, self._total, strict=True))
 
     def room(self, demand: IndexedDemand, node: int) -> int:
         """Return how many more replicas of a job fit on a node."""
