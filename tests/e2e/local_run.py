@@ -220,14 +220,17 @@ class Run:
 
     def _children(self) -> Iterator[tuple[int, str, list[str]]]:
         """Each child process: its id, command line and environment."""
+        ours = {f"ADASCALE_CHECKPOINT_DIR={self.state}/checkpoints"}
+        with suppress(OSError, ValueError):
+            url = json.loads((self.state / "service.json").read_text())["url"]
+            ours.add(f"ADASCALE_API_URL={url}")
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 command = (entry / "cmdline").read_text().replace("\0", " ")
                 environ = (entry / "environ").read_text(errors="replace").split("\0")
             except OSError:
                 continue
-            is_replica = f"ADASCALE_CHECKPOINT_DIR={self.state}/checkpoints" in environ
-            if is_replica or f"{self.state}/api.sqlite" in command:
+            if ours.intersection(environ) or f"{self.state}/api.sqlite" in command:
                 yield int(entry.name), command, environ
 
 

@@ -15,7 +15,7 @@ from adascale_controller.local.machine import ADDRESS
 from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import describe_exit
+from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.names import ENV_TOKEN
 
 START_TIMEOUT = 60.0
@@ -24,6 +24,8 @@ BACKLOG = 2048
 """Connections that may wait for the service to accept them, such as those made while it restarts."""
 STOP_TIMEOUT = 5.0
 """Seconds that the service has to exit before it is killed."""
+MAX_KILLED_STARTS = 5
+"""How often the service is started again if it is killed before it listens."""
 
 
 class ServiceProcessError(AdaScaleError):
@@ -76,6 +78,8 @@ class ServiceProcess:
     def start(self, cancelled: Callable[[], bool]) -> bool:
         """Start the service and wait until it accepts connections; False if cancelled before that.
 
+        If it is killed before that, another one is started.
+
         Raises:
             ServiceProcessError: it does not start.
         """
@@ -84,15 +88,23 @@ class ServiceProcess:
         command = [sys.executable, "-P", "-m", "adascale_api", "--fd", str(self._listener.fileno())]
         command += ["--database", f"sqlite:///{self._folder.database.absolute()}"]
         command += ["--port-file", str(self._folder.port_file.absolute())]
-        self._process = ChildProcess(command, self._environ, self.log, [self._lock, self._listener.fileno()])
-        deadline = time.monotonic() + START_TIMEOUT
+        inherited = [self._lock, self._listener.fileno()]
+
+        def start() -> ChildProcess:
+            return ChildProcess(command, self._environ, self.log, inherited)
+
+        self._process = start()
+        deadline, killed = time.monotonic() + START_TIMEOUT, 0
         while not self._folder.port_file.exists():
             if cancelled():
                 return False
-            if self._process.exit_code is not None:
+            code = self._process.exit_code
+            if code is not None and classify_exit(code) is ExitClass.KILLED and killed < MAX_KILLED_STARTS:
+                killed += 1
+                self._process = start()
+            elif code is not None:
                 raise ServiceProcessError(
-                    f"the metrics service did not start ({describe_exit(self._process.exit_code)}):\n"
-                    f"{tail(self.log)}"
+                    f"the metrics service did not start ({describe_exit(code)}):\n{tail(self.log)}"
                 )
             if time.monotonic() > deadline:
                 raise ServiceProcessError(
