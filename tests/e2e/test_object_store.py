@@ -1,6 +1,8 @@
 """`adascale run` with checkpoints in an object store: a real S3 server."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.S3Ser
 
 def test_a_run_that_is_killed_resumes_from_an_object_store(tmp_path: Path, server: s3.S3Server) -> None:
     state, job, objects = tmp_path / "state", tmp_path / "job.yaml", tmp_path / "objects" / s3.BUCKET / "runs"
+    log = state / "logs" / "replica-0.log"
 
     def manifests() -> list[Path]:
         return sorted(objects.glob("default.test/checkpoint-*.json"))
@@ -44,16 +47,38 @@ def test_a_run_that_is_killed_resumes_from_an_object_store(tmp_path: Path, serve
         run.process.wait()
     saved = json.loads(manifests()[-1].read_text())
     assert saved["step"] > 0
-    write(int(saved["progress"]) + 200, 0.0)
-    resumed = adascale("run", job, "--state-dir", state, "--port", 0, timeout=120)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    step = resumed.stdout.partition("Resuming at step ")[2].partition(", progress")[0]
-    assert int(step.replace(",", "")) >= saved["step"], resumed.stdout
-    assert "Finished at progress" in resumed.stdout
+    write(int(saved["progress"]) + 1000, 0.01)
+    with running(job, state) as run:
+        run.wait_for_output("Resuming at step ")
+        step = run.output.partition("Resuming at step ")[2].partition(", progress")[0]
+        assert int(step.replace(",", "")) >= saved["step"], run.output
+        run.wait_for_step(saved["step"] + 1)
+        # The server is away when the trainer starts again, and when training ends.
+        server.stop()
+        os.kill(run.wait_for_trainer(), signal.SIGKILL)
+        wait_until(lambda: "cannot be read" in log.read_text(), "the start of the trainer", 200)
+        assert "trying again" in log.read_text()
+        server.start()
+        wait_until(lambda: "the storage of checkpoints works again" in log.read_text(), "the server", 200)
+        run.wait_for_trainer()
+        server.stop()
+        wait_until(lambda: log.read_text().count("trying again") == 2, "the end of training", 200)
+        assert run.process.poll() is None
+        server.start()
+        assert run.wait_for_exit(200) == 0, run.output
+        assert "Finished at progress" in run.output
+        assert "Traceback" not in run.output
     status = adascale("status", "test", "--state-dir", state, "-o", "json")
     assert json.loads(status.stdout)["checkpointStep"] > saved["step"], status.stdout
+
+
+def test_a_job_that_starts_for_the_first_time_without_its_object_store_fails_at_once(
+    tmp_path: Path, server: s3.S3Server
+) -> None:
     server.stop()
-    away = adascale("run", job, "--state-dir", state, "--port", 0, timeout=120)
+    job = write_paced_job(tmp_path / "job.yaml", 0.0, checkpoint={"url": URL})
+    away = adascale("run", job, "--state-dir", tmp_path / "state", "--port", 0, timeout=120)
     assert away.returncode == 1
     assert f"{URL}/default.test cannot be read" in away.stdout + away.stderr
+    assert "trying again" not in away.stdout + away.stderr
     assert "Traceback" not in away.stdout + away.stderr

@@ -66,7 +66,7 @@ def writer(folder: ControlledFolder, saved: list[Manifest]) -> Iterator[Checkpoi
     assert writer.wait(60)
 
 
-def load(folder: ControlledFolder) -> dict[str, Any]:
+def load(folder: Folder) -> dict[str, Any]:
     loaded = CheckpointStore(folder).load()
     assert loaded is not None
     return loaded[0]
@@ -194,9 +194,12 @@ def test_the_memory_of_a_snapshot_is_used_again() -> None:
 # -- when a checkpoint is due -----------------------------------------------------------------------------
 
 
+def group_of(*, is_main: bool = True) -> Any:
+    return SimpleNamespace(is_main=is_main, has_failed=False, broadcast=lambda value: value)
+
+
 def checkpointing_in(directory: Path, interval: float) -> Checkpointing:
-    group = SimpleNamespace(is_main=True, broadcast=lambda value: value, gather=lambda value: [value])
-    return Checkpointing(directory, interval, cast(ReplicaGroup, group))
+    return Checkpointing(directory, interval, cast(ReplicaGroup, group_of()))
 
 
 def save(checkpointing: Checkpointing, saved_at: float) -> None:
@@ -244,3 +247,115 @@ def test_the_interval_continues_over_a_restart(tmp_path: Path, age: float, is_du
     restarted = checkpointing_in(tmp_path, 500.0)
     restarted.load()
     assert restarted.is_due == is_due
+
+
+def test_a_checkpoint_is_due_when_this_replica_becomes_rank_0(tmp_path: Path) -> None:
+    group = group_of(is_main=False)
+    checkpointing = Checkpointing(tmp_path, 1000.0, group)
+    checkpointing.begin_generation()
+    checkpointing.save(INFO, lambda: {"number": 1})
+    assert not checkpointing.is_due
+    checkpointing.begin_generation()
+    assert not checkpointing.is_due
+    group.is_main = True
+    checkpointing.begin_generation()
+    assert checkpointing.is_due, "rank 0 was writing when it was lost"
+    checkpointing.save(INFO, lambda: {"number": 2})
+    checkpointing.close()
+    checkpointing.begin_generation()
+    assert not checkpointing.is_due
+
+
+# -- a storage that does not work -------------------------------------------------------------------------
+
+
+class FailingFolder(Folder):
+    """A folder that does not work, except after `failures` attempts."""
+
+    def __init__(self, directory: Path, failures: int) -> None:
+        super().__init__(directory)
+        self.failures = failures
+        self.attempts = 0
+
+    def names(self) -> list[str]:
+        self.attempts += 1
+        if self.attempts <= self.failures:
+            raise StorageError("the server does not answer")
+        return super().names()
+
+
+def failing_checkpointing(
+    directory: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Checkpointing, FailingFolder, Any]:
+    folder, group = FailingFolder(directory, failures), group_of()
+    monkeypatch.setattr(checkpointing_module, "open_storage", lambda _: folder)
+    return Checkpointing(directory, 1000.0, group), folder, group
+
+
+def test_the_end_of_training_is_saved_as_soon_as_the_storage_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointing, folder, _ = failing_checkpointing(tmp_path, 3, monkeypatch)
+    checkpointing.save(INFO, lambda: {"number": 1}, final=True)
+    assert checkpointing.has_final
+    assert load(folder)["number"] == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert "the server does not answer" in first
+    assert first.endswith("trying again for 600 s")
+    assert second == "adascale: the storage of checkpoints works again"
+
+
+def test_the_end_of_training_is_saved_by_finish_as_soon_as_the_storage_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointing, folder, _ = failing_checkpointing(tmp_path, 2, monkeypatch)
+    checkpointing.save_on_rank_0(INFO, lambda: {"number": 1})
+    assert folder.attempts > 2
+    assert checkpointing.load() == {"number": 1}
+
+
+def test_a_job_that_has_trained_waits_for_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpointing_in(tmp_path, 1000.0), time.time())
+    checkpointing, _, _ = failing_checkpointing(tmp_path, 2, monkeypatch)
+    assert checkpointing.load(wait=True) == {"number": 1}
+
+
+def test_other_reads_and_writes_of_a_storage_that_does_not_work_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointing, folder, _ = failing_checkpointing(tmp_path, 100, monkeypatch)
+    with pytest.raises(CheckpointError, match="cannot be read: the server does not answer"):
+        checkpointing.load()
+    assert folder.attempts == 1
+    with pytest.raises(CheckpointError, match="the server does not answer"):
+        checkpointing.save(INFO, lambda: {"number": 1}, durable=True)
+    assert folder.attempts <= 4
+
+
+@pytest.mark.parametrize("end", ["the time is over", "a replica is lost", "the process is terminated"])
+def test_waiting_for_a_storage_ends(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointing, folder, group = failing_checkpointing(tmp_path, 10**9, monkeypatch)
+    if end == "the time is over":
+        monkeypatch.setattr(checkpointing_module, "MAX_WAIT_FOR_STORAGE", 0.3)
+    elif end == "a replica is lost":
+        group.has_failed = True
+    else:
+        checkpointing.is_terminated = lambda: folder.attempts > 4
+    with pytest.raises(CheckpointError, match="the server does not answer"):
+        checkpointing.save(INFO, lambda: {"number": 1}, final=True)
+    assert not checkpointing.has_final
+    with pytest.raises(CheckpointError, match="the server does not answer"):
+        checkpointing.load(wait=True)
+
+
+def test_a_replica_that_was_replaced_does_not_try_to_save_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(checkpointing_in(tmp_path, 1000.0), time.time())
+    with pytest.raises(CheckpointError, match="this replica was replaced while it was disconnected"):
+        checkpointing_in(tmp_path, 1000.0).save(
+            replace(INFO, generation=2), lambda: {"number": 2}, final=True
+        )
+    assert capsys.readouterr().out == ""

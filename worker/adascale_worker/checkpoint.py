@@ -30,7 +30,7 @@ from adascale_core.checkpoint_manifest import (
     state_file_name,
 )
 from adascale_worker import state_tree
-from adascale_worker.errors import CheckpointError, UnusableCheckpointError
+from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.state_file import StateFileLayout, read_layout
 from adascale_worker.state_tree import InvalidSpecError
@@ -129,7 +129,7 @@ class CheckpointStore:
             )
             manifest = self._commit(manifest, info)
         except StorageError as error:
-            raise CheckpointError(
+            raise StorageUnavailableError(
                 f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
                 "Check that the storage can be reached and written, or use another one"
             ) from error
@@ -147,7 +147,7 @@ class CheckpointStore:
         try:
             annotated = self._commit(annotated, info)
         except StorageError as error:
-            raise CheckpointError(f"the result cannot be saved in {self.storage}: {error}") from error
+            raise StorageUnavailableError(f"the result cannot be saved in {self.storage}: {error}") from error
         self._prune()
         return annotated
 
@@ -172,7 +172,7 @@ class CheckpointStore:
                 damages.append(str(error))
                 continue
             except StorageError as error:
-                raise CheckpointError(f"{self.storage} cannot be read: {error}") from error
+                raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
             for damage in damages:
                 print(
                     f"adascale: {damage}; resuming from checkpoint {manifest.number}, step {manifest.step}",
@@ -196,7 +196,7 @@ class CheckpointStore:
         try:
             names = self.storage.names()
         except StorageError as error:
-            raise CheckpointError(f"{self.storage} cannot be read: {error}") from error
+            raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
         return sorted(number for number in map(manifest_number, names) if number is not None)
 
     # -- reading ----------------------------------------------------------------------------------------

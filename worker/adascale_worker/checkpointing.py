@@ -5,23 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from adascale_client import Backoff
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.checkpoint_writer import CheckpointWriter
-from adascale_worker.errors import CheckpointError
+from adascale_worker.errors import CheckpointError, StorageUnavailableError
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.storage import open_storage
 
 State = dict[str, Any]
 MakeState = Callable[[], State]
+T = TypeVar("T")
 MAX_WAIT_AT_EXIT = 20.0
 """Seconds that the end of a process waits for the checkpoint that is being written."""
 MAX_WAIT_FOR_MEMORY = 5.0
 """Seconds that `release_memory` waits for a storage that does not answer."""
+MAX_WAIT_FOR_STORAGE = 600.0
+"""Seconds for which reading the last checkpoint of a job, and saving the end of training, are tried again."""
 
 
 class Checkpointing:
@@ -35,6 +39,9 @@ class Checkpointing:
         interval: seconds between two checkpoints.
         group: the replicas of this generation.
 
+    Attributes:
+        is_terminated: returns whether this process is to end, so that it does not wait for a storage.
+
     Raises:
         CheckpointError: the location is a URL that cannot be used.
     """
@@ -46,7 +53,9 @@ class Checkpointing:
         )
         self.interval = interval
         """Seconds between two checkpoints."""
+        self.is_terminated: Callable[[], bool] = lambda: False
         self._group = group
+        self._was_main: bool | None = None
         self._saved_at = float("-inf")
         self._manifest: Manifest | None = None
         self._result: dict[str, float | str] = {}
@@ -70,15 +79,27 @@ class Checkpointing:
         """Whether the state at the end of training is saved."""
         return self._has_final
 
-    def load(self) -> State | None:
+    def begin_generation(self) -> None:
+        """Have a checkpoint be due if this replica has become rank 0.
+
+        The one that the former rank 0 was writing may be lost.
+        """
+        if self._was_main is False and self._group.is_main:
+            self._saved_at = float("-inf")
+        self._was_main = self._group.is_main
+
+    def load(self, *, wait: bool = False) -> State | None:
         """Return the newest intact checkpoint. None if there is none. Called on rank 0 only.
+
+        Args:
+            wait: whether to wait for a storage that cannot be read, at most `MAX_WAIT_FOR_STORAGE` seconds.
 
         Raises:
             CheckpointError: there are checkpoints, but all are damaged; or the storage cannot be read.
         """
         if self._store is None:
             return None
-        loaded = self._store.load()
+        loaded = self._repeat(self._store.load) if wait else self._store.load()
         if loaded is None:
             return None
         state, self._manifest = loaded
@@ -99,7 +120,8 @@ class Checkpointing:
         """Save a checkpoint. A collective call. Without a location, nothing is written.
 
         Returns when the state is copied, and the copy is written while training continues; a failure is
-        reported. If `final` or `durable`, returns when the checkpoint is written.
+        reported. If `final` or `durable`, returns when the checkpoint is written. The end of training exists
+        in memory only, so if it cannot be saved, that is tried again for `MAX_WAIT_FOR_STORAGE` seconds.
 
         Args:
             info: description of the checkpoint.
@@ -114,33 +136,64 @@ class Checkpointing:
             CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
         """
         if self._writer is not None:
-            is_durable = durable or final
-            self._save_with(self._writer, info, make_state, None if is_durable else weights, changed_by_step)
+            if final or durable:
+                self._save_durably(self._writer, info, make_state, wait=final)
+            else:
+                self._start_to_save(self._writer, info, make_state, weights, changed_by_step)
         self._has_final = self._has_final or final
         self._is_final_written = self._has_final
 
-    def _save_with(
+    def _start_to_save(
         self,
         writer: CheckpointWriter,
         info: CheckpointInfo,
         make_state: MakeState,
-        weights: Sequence[Tensor] | None,
+        weights: Sequence[Tensor],
         changed_by_step: Iterable[Tensor],
     ) -> None:
-        """Save a durable checkpoint if `weights` is None, else copy the state."""
+        self._saved_at = time.monotonic()
+        if self._group.is_main:
+            writer.start(make_state(), info, self._result, weights, changed_by_step)
+
+    def _save_durably(
+        self, writer: CheckpointWriter, info: CheckpointInfo, make_state: MakeState, *, wait: bool
+    ) -> None:
+        def save() -> Manifest:
+            return writer.save(make_state(), info, self._result)
+
         failure = None
         self._saved_at = time.monotonic()
-        if self._group.is_main and weights is not None:
-            writer.start(make_state(), info, self._result, weights, changed_by_step)
-        elif self._group.is_main:
+        if self._group.is_main:
             try:
-                writer.save(make_state(), info, self._result)
+                self._repeat(save) if wait else save()
             except CheckpointError as error:
                 failure = str(error)
-        if weights is None:
-            failure = self._group.broadcast(failure)
+        failure = self._group.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)
+
+    def _repeat(self, action: Callable[[], T]) -> T:
+        """Repeat what the storage has refused, until it works, for at most `MAX_WAIT_FOR_STORAGE` seconds.
+
+        Raises:
+            CheckpointError: trying again does not help, has not helped, or has to end.
+        """
+        begun, backoff, has_reported = time.monotonic(), Backoff(), False
+        while True:
+            try:
+                result = action()
+            except StorageUnavailableError as error:
+                waited = time.monotonic() - begun
+                if waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self.is_terminated():
+                    raise
+                if not has_reported:
+                    print(f"adascale: {error}; trying again for {MAX_WAIT_FOR_STORAGE:.0f} s", flush=True)
+                has_reported = True
+                time.sleep(backoff.next())
+            else:
+                if has_reported:
+                    print("adascale: the storage of checkpoints works again", flush=True)
+                return result
 
     def before_step(self) -> None:
         """Let the step of the optimizer, which comes next, wait for the copy of what it changes.
@@ -156,8 +209,9 @@ class Checkpointing:
         Raises:
             CheckpointError: the checkpoint cannot be written.
         """
-        if self._writer is not None and self._group.is_main:
-            self._writer.save(make_state(), info, self._result)
+        writer = self._writer
+        if writer is not None and self._group.is_main:
+            self._repeat(lambda: writer.save(make_state(), info, self._result))
             self._is_final_written = True
 
     def keep_final(self) -> None:

@@ -36,9 +36,13 @@ class DatasetError(WorkerError):
 
 
 class CheckpointError(WorkerError):
-    """A checkpoint cannot be saved or restored. Trying again may help."""
+    """A checkpoint cannot be saved or restored."""
 
     exit_code = 1
+
+
+class StorageUnavailableError(CheckpointError):
+    """The storage of checkpoints cannot be read or written now. Trying again may help."""
 
 
 class UnusableCheckpointError(CheckpointError):

@@ -49,6 +49,28 @@ def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> fr
     return frozenset(found)
 
 
+def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
+    """Have what waits for data on the connections `sockets` fail if the other host is silent.
+
+    The heartbeats of members go to rank 0 only, so they do not notice that two others have lost the
+    connection between them. The kernel asks the other host, whose kernel answers also while its process is
+    busy.
+
+    Args:
+        sockets: the connections.
+        seconds: of silence; 3 if it is less.
+    """
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+            borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, seconds / 2),
+                (socket.TCP_KEEPINTVL, seconds / 6),
+                (socket.TCP_KEEPCNT, 3),
+            ):
+                borrowed.setsockopt(socket.IPPROTO_TCP, option, max(round(value), 1))
+
+
 def shut_down(sockets: Iterable[tuple[int, str]]) -> None:
     """Shut the connections `sockets` down, so that nothing waits for them. Their owner closes them.
 

@@ -56,6 +56,9 @@ class ReplicaGroup:
         device: device of the tensors that the replicas exchange. "cuda" selects NCCL, or Gloo if two replicas
             share a GPU, which NCCL refuses. Other devices select Gloo.
         is_elastic: whether membership changes, which an agent controls.
+
+    Attributes:
+        peer_timeout: seconds of silence after which a member is lost; None if that is not noticed.
     """
 
     def __init__(self, assignment: RankAssignment, device: torch.device, *, is_elastic: bool = False) -> None:
@@ -65,6 +68,7 @@ class ReplicaGroup:
         self.nodes = 1
         """Number of nodes that the replicas run on."""
         self.is_elastic = is_elastic
+        self.peer_timeout: float | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called once per generation when communication has failed, in any thread."""
         self.save_alone: Callable[[], bool] = lambda: False
@@ -157,6 +161,8 @@ class ReplicaGroup:
                 ports[self.rank] = own_port
                 dist.all_reduce(ports)
                 self._sockets = gloo_sockets.connected_to(created, [port for port in ports.tolist() if port])
+                if self.peer_timeout is not None:
+                    gloo_sockets.keep_alive(self._sockets, self.peer_timeout)
                 set_collective_timeout(MEMBER_TIMEOUT)
         finally:
             with self._lock:
@@ -224,9 +230,10 @@ class ReplicaGroup:
             stuck_collective.watch(
                 lambda: not self._failed or self.generation != generation, lambda: self.save_alone()
             )
+        # The others have to know of it, also if the next call takes long.
+        self.on_failure()
         if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
             abort_process_group()
-        self.on_failure()
 
     def be_alone(self) -> None:
         """Let this replica save its state by itself, because its generation has ended. It leaves next."""

@@ -160,6 +160,7 @@ class TrainingLoop:
         """Without an agent: the limit of the local batch size for the samples of a discarded step."""
         self._receive_memory = ReceiveMemory()
         trainer.group.save_alone = self._save_in_thread
+        trainer.checkpointing.is_terminated = lambda: shutdown_signal.received is not None
         self._assignment: Assignment | None = None
         self._state_generation: int | None = None
         """The generation in which the state was last equal on all members. None without a state."""
@@ -191,7 +192,8 @@ class TrainingLoop:
         state = None
         if group.is_main:
             try:
-                state = trainer.checkpointing.load()
+                # In the first generation the storage's address may be wrong, so an error is raised at once.
+                state = trainer.checkpointing.load(wait=trainer.generation > 1)
                 if state is not None:
                     self._state.load_state_dict(state)
             except AdaScaleError as error:
@@ -261,6 +263,7 @@ class TrainingLoop:
         else:
             self.was_restored = self.load()
         self._receive_memory.clear()
+        trainer.checkpointing.begin_generation()
         self._agreement = Agreement()
         self._checks.begin_generation()
         self._overtake()
