@@ -260,6 +260,32 @@ def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize(("micro", "scale"), [(1, 2.0), (4, 16.0), (2, 128.0)])
+def test_a_state_that_is_loaded_at_another_size_continues_as_the_state_in_memory(
+    micro: int, scale: float
+) -> None:
+    model = network()
+    inner = torch.optim.AdamW(two_groups(model), lr=0.02, weight_decay=0.1)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
+    data = learnable_batches(10 + 8 * micro)
+    for start in range(0, 10, 2):
+        train_step(optimizer, model, data[start : start + 2])
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    optimizer.set_num_gradients_to_accumulate(micro)
+    optimizer.set_scale(scale)
+    resumed = network()
+    inner = torch.optim.AdamW(two_groups(resumed), lr=0.02, weight_decay=0.1)
+    again = AdaScale(inner, num_gradients_to_accumulate=micro, scale=scale)
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    for start in range(10, len(data), micro):
+        train_step(optimizer, model, data[start : start + micro])
+        train_step(again, resumed, data[start : start + micro])
+    assert again.gain() == optimizer.gain() > 1.0
+    for ours, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_pickled_copy_trains_on_as_the_original() -> None:
     model = network()
     optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.02), num_gradients_to_accumulate=2)

@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -60,6 +61,18 @@ def test_an_evaluation_inside_the_data_loop_does_not_disturb_training(make_train
         trainer.step(0)
         final.append([parameter.tolist() for parameter in model.parameters()])
     assert final[0] == final[1]
+
+
+def test_numbers_of_numpy_are_added(make_trainer: MakeTrainer) -> None:
+    trainer, model = entered(make_trainer)
+    model.eval()
+    evaluation = trainer.evaluation(samples(), batch_size=8)
+    batches = 0
+    for _ in evaluation:
+        batches += 1
+        evaluation.add(loss=np.float32(0.5), correct=np.int64(2), best=np.array(1), any=True)
+    assert evaluation.sums == {"loss": 0.5 * batches, "correct": 2 * batches, "best": batches, "any": batches}
+    assert isinstance(evaluation.sums["correct"], int)
 
 
 def test_wrong_uses_are_refused(make_trainer: MakeTrainer) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from adascale_core.views import StoredReports
 from adascale_worker import reporter as reporter_module
 from adascale_worker.device_clock import HostClock
 from adascale_worker.environment import RankAssignment
+from adascale_worker.errors import WorkerError
+from adascale_worker.logged_metrics import require_metrics
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
 from adascale_worker.telemetry import Telemetry
@@ -241,7 +244,7 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     telemetry = Telemetry(BatchBounds(8), group, make_reporter, HostClock(), "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
 
-    def loss_of_report(*losses: torch.Tensor | float, **others: float) -> float | None:
+    def loss_of_report(*losses: Any, **others: float) -> float | None:
         telemetry.log(others)
         for loss in losses:
             telemetry.log({"loss": loss})
@@ -256,4 +259,16 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     assert loss_of_report(accuracy=0.5) == 3.0, "its last mean"
     assert loss_of_report(torch.tensor(float("nan")), recall=0.25) is None
     assert reporter.reports[-1].metrics == {"accuracy": 0.5, "recall": 0.25}
+    assert loss_of_report(np.float32(1.5), np.array(2.5), np.int64(5)) == 3.0
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), "1", None, np.ones(2), 1j, torch.ones(0)])
+def test_what_is_no_number_is_not_logged(value: object) -> None:
+    with pytest.raises(WorkerError, match=r"trainer.log\(\) got .* for accuracy: pass a number or a tensor"):
+        require_metrics({"accuracy": value}, 0)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int64(1), np.array(1.0), torch.ones(2)])
+def test_numbers_are_logged(value: object) -> None:
+    require_metrics({"accuracy": value}, 0)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.logged_metrics import as_number
 from adascale_worker.process_group import ReplicaGroup
 
 POLL_INTERVAL = 0.02
@@ -167,10 +168,11 @@ class Evaluation(Iterator[Any]):
             WorkerError: a value is something else.
         """
         for name, value in sums.items():
+            number = int(value) if isinstance(value, bool) else as_number(value)
             if isinstance(value, Tensor) and value.numel() == 1:
                 self._pending.setdefault(name, []).append(value.detach().reshape(()))
-            elif isinstance(value, int | float):
-                self._pending.setdefault(name, []).append(value)
+            elif number is not None:
+                self._pending.setdefault(name, []).append(number)
             else:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
                 raise WorkerError(

@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from adascale_core.names import MAX_METRICS, METRIC_NAME
 from adascale_worker.errors import WorkerError
+
+
+def as_number(value: object) -> int | float | None:
+    """Return a number of Python or NumPy, or of an array without dimensions; None for others and tensors."""
+    if not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None
 
 
 def require_metrics(values: Mapping[str, object], known: int) -> None:
@@ -27,8 +39,8 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
     if not values:
         raise WorkerError("trainer.log() got no value: call trainer.log(loss=loss, accuracy=accuracy)")
     for name, value in values.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number and not (isinstance(value, Tensor) and value.numel() and not value.is_complex()):
+        is_tensor = isinstance(value, Tensor) and value.numel() > 0 and not value.is_complex()
+        if not is_tensor and as_number(value) is None:
             got = "an empty or complex tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise WorkerError(
                 f"trainer.log() got {got} for {name}: pass a number or a tensor of real numbers"

@@ -448,13 +448,14 @@ class ElasticTrainer:
         loop.enter_generation()
 
     def _make_membership(self, channel: socket.socket) -> Membership:
-        environ = os.environ
+        environ, group = os.environ, self._trainer.group
+        group.peer_timeout = environment.read_peer_timeout(environ)
         return Membership(
             AgentChannel(channel),
             listen(environ.get(ENV_ADDRESS, "127.0.0.1")),
-            self._trainer.group,
+            group,
             environment.read_secret(environ),
-            environment.read_peer_timeout(environ),
+            group.peer_timeout,
             lambda: self._shutdown_signal.received is not None,
             kind_of(self.device),
         )
