@@ -14,7 +14,8 @@ replicas as they want, it measures the operator while nothing changes but report
 - lost pod: from the eviction of a pod to its deletion by the operator, so that it is replaced at once.
 
 The times are those at which watches of this process see the results. The jobs have 20 templates, which differ
-in image, processor and memory. --profile needs py-spy.
+in image, processor and memory. --profile writes a flame graph of the operator during the changes, by py-spy
+(`pip install py-spy`), which needs the right to trace processes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,8 +91,10 @@ def main() -> None:
         "--settle", type=float, default=300.0, help="seconds to wait for stable counts, at most"
     )
     parser.add_argument("--log", type=Path, help="where the operator's log is copied to")
-    parser.add_argument("--profile", type=Path, metavar="SVG", help="a flame graph of the operator")
+    parser.add_argument("--profile", type=Path, metavar="SVG", help="write a flame graph of the operator")
     arguments = parser.parse_args()
+    if arguments.profile is not None and shutil.which("py-spy") is None:
+        parser.error("--profile needs py-spy on the PATH: pip install py-spy")
     kubeconfig = os.environ["KUBECONFIG"]
     with (
         config.new_client_from_config(config_file=kubeconfig) as api,
@@ -296,7 +301,6 @@ class Measurement:
         started = operator.figures() - begun
         self._note(f"the jobs have as many replicas as they want: {self._training(url)[1]}", begun)
         self._add("operator, processor time until then", f"{started.cpu:.0f} s")
-        self._profile(operator)
         before, service_cpu = operator.figures(), cpu_of(service)
         time.sleep(arguments.seconds)
         idle, service_cpu = operator.figures() - before, cpu_of(service) - service_cpu
@@ -319,10 +323,11 @@ class Measurement:
             ("lost pod to its deletion by the operator", self._lose),
         ]
         before = operator.figures()
-        for name, measure in kinds:
-            p50, p99 = percentiles([measure(number) for number in range(arguments.samples)])
-            self._add(f"{name}, p50 / p99 of {arguments.samples}", f"{p50:.2f} / {p99:.2f} s")
-            self._note(name, begun)
+        with self._profiled(operator):
+            for name, measure in kinds:
+                p50, p99 = percentiles([measure(number) for number in range(arguments.samples)])
+                self._add(f"{name}, p50 / p99 of {arguments.samples}", f"{p50:.2f} / {p99:.2f} s")
+                self._note(name, begun)
         changes = operator.figures() - before
         self._add(
             "operator, processor time of a cycle, changes all the time", f"{changes.ms_per_cycle:.0f} ms"
@@ -357,11 +362,21 @@ class Measurement:
                 seen, since = training, time.monotonic()
             time.sleep(3)
 
-    def _profile(self, operator: Operator) -> None:
-        if self._arguments.profile is not None:
-            seconds = str(int(self._arguments.seconds))
-            command = ["py-spy", "record", "--pid", str(operator.process.pid), "--duration", seconds]
-            subprocess.Popen([*command, "--threads", "--output", str(self._arguments.profile)])
+    @contextmanager
+    def _profiled(self, operator: Operator) -> Iterator[None]:
+        """Profile the operator during the context, if that is requested."""
+        file = self._arguments.profile
+        if file is None:
+            yield
+            return
+        command = ["py-spy", "record", "--pid", str(operator.process.pid), "--threads", "--output", str(file)]
+        profiler = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            profiler.send_signal(signal.SIGINT)
+            if code := profiler.wait(60):
+                print(f"py-spy has failed with exit code {code}: there is no profile", file=sys.stderr)
 
     # -- changes ------------------------------------------------------------------------------------------
 

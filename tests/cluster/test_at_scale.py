@@ -123,7 +123,7 @@ def test_no_end_of_the_operator_changes_a_job(
             folder = tmp_path / name
             folder.mkdir()
             # Of all namespaces, so that it watches nodes.
-            options = ("--lease-namespace", namespace)
+            options = ("--lease-namespace", namespace, "--identity", name)
             operators.append(OperatorProcess(kubeconfig, url, token, folder, *options))
             return operators[-1]
 
@@ -150,12 +150,13 @@ def test_no_end_of_the_operator_changes_a_job(
                 works(0)
                 assert jobs.made() == made, "after a restart"
                 third = start("third")
-                wait_until(lambda: "Waiting for the lease" in third.log, "an operator that waits")
+                wait_until(lambda: "second holds it" in third.log, "an operator that waits")
                 assert second.stop() == 0
                 works(1)
                 assert jobs.made() == made, "after a takeover from an operator that ends"
+                fourth = start("fourth")
+                wait_until(lambda: "third holds it" in fourth.log, "an operator that waits")
                 third.stop(signal.SIGKILL)
-                start("fourth")
                 works(2)
                 assert jobs.made() == made, "after a takeover from a killed operator"
         finally:

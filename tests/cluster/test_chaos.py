@@ -204,7 +204,8 @@ def test_under_any_faults_each_sample_is_trained_once(
     assert len(applied) >= FAULTS / 2, f"training has ended before {len(pending)} faults"
     assert job.status()["failures"] == 0
     # A pod that is not needed any more may be deleted meanwhile.
-    logs = [attempt(partial(job.logs, rank)) or "" for rank in job.pods(ended=True)]
+    pods = [pod.metadata.name for pod in job.pods(ended=True).values()]
+    logs = [attempt(partial(job.kubectl, "logs", name, "--tail=-1")) or "" for name in pods]
     results = [json.loads(found[1]) for text in logs for found in RESULT.finditer(text)]
     assert results, "no replica has printed a result"
     for result in results:

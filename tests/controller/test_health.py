@@ -123,6 +123,8 @@ def test_a_decision_that_hangs_is_no_progress(progress: list[None], monkeypatch:
 
     def hung_for_cycles() -> bool:
         if begun.is_set():
+            # What is written meanwhile is no sign of health: no new job gets pods.
+            world.edit(maxReplicas=8 + len(counts) % 2)
             text = world.metrics.text().decode()
             found = next(line for line in text.splitlines() if line.startswith(cycles))
             counts.append((float(found.split()[1]), len(progress)))

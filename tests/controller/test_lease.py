@@ -309,6 +309,47 @@ def test_a_lease_that_is_lost_because_the_event_loop_was_blocked_says_so() -> No
     run(main)
 
 
+@pytest.mark.parametrize("spells", [(25.0,), (6.0, 6.0, 6.0)])
+def test_a_lease_that_is_lost_because_a_renewal_was_not_continued_says_so(spells: tuple[float, ...]) -> None:
+    async def main() -> None:
+        server = Server()
+        connection = Connection(server)
+        only = election(connection, "only")
+        await only.acquire()
+        connection.delay = lambda count: 1.0
+        connection.fault = lambda count: "deaf"
+        held = asyncio.create_task(only.hold())
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        for seconds in spells:
+            count = connection.count
+            await seconds_until(lambda before=count: connection.count > before or held.done())  # type: ignore[misc]
+            loop.now += seconds
+        with pytest.raises(LeaseLostError, match=r"has not run for \d+ s: it was paused, or does not get"):
+            await held
+
+    run(main)
+
+
+def test_a_lease_that_is_lost_because_the_server_does_not_answer_says_so() -> None:
+    async def main() -> None:
+        server = Server()
+        connection = Connection(server)
+        only = election(connection, "only")
+        await only.acquire()
+        server.down = True
+        with pytest.raises(LeaseLostError, match="within 20 s: lost"):
+            await only.hold()
+        server.down = False
+        await asyncio.sleep(100)
+        await only.acquire()
+        connection.delay = lambda count: 100.0
+        with pytest.raises(LeaseLostError, match="within 20 s: the API server does not answer in time"):
+            await only.hold()
+
+    run(main)
+
+
 @pytest.mark.parametrize("fault", ["lost", "deaf"])
 def test_the_holder_keeps_running_in_an_outage_shorter_than_the_renew_deadline(fault: str) -> None:
     async def main() -> None:

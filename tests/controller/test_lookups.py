@@ -25,7 +25,7 @@ from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.event_reader import EventReader
 from adascale_controller.operator.runtime.lookup_fetcher import SHORT_OF_PODS_TIMEOUT, LookupFetcher
 from adascale_controller.operator.types.conditions import ConditionType, Reason
-from adascale_controller.operator.types.kubernetes import ApiObject, timestamp
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, timestamp
 from adascale_controller.operator.types.workload import PodSettings, Workload
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
@@ -239,11 +239,22 @@ def test_all_jobs_of_a_namespace_that_lack_pods_share_one_read_of_events() -> No
             reads.append((namespace, selector))
             return [failed_create(f"uid-of-job-{number}") for number in range(100)]
 
-        fetcher = LookupFetcher(EventsCluster(world, list_events), lambda _: None)
+        returned = set()
+        all_returned = asyncio.Event()
+
+        def on_result(key: JobKey) -> None:
+            returned.add(key)
+            if len(returned) == len(jobs):
+                all_returned.set()
+
+        fetcher = LookupFetcher(EventsCluster(world, list_events), on_result)
         jobs = [short_of_pods(number) for number in range(100)]
         await fetcher.fetch(jobs, NOW)
         assert not reads
         await fetcher.fetch(jobs, NOW + SHORT_OF_PODS_TIMEOUT)
+        assert not reads, "a job with other changes waits for Events"
+        async with asyncio.timeout(5):
+            await all_returned.wait()
         assert reads == [("team", "involvedObject.kind=Job,reason=FailedCreate")]
         for number, each in enumerate(jobs):
             results = fetcher.results(each)

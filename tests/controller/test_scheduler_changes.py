@@ -16,7 +16,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
 from adascale_core.accelerators import Accelerator
-from adascale_core.decision import Decision
+from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import StepTime
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.views import JobView
@@ -130,6 +130,45 @@ def test_after_any_changes_the_decisions_are_those_that_a_look_at_everything_fin
         assert before is not None
         assert after is not None
         assert (before.replicas, before.waiting) == (after.replicas, after.waiting)
+
+
+def test_a_job_does_not_grow_into_what_another_keeps_because_it_was_edited_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decided = {"team.job-0": 4, "team.job-1": 2}
+    monkeypatch.setattr(
+        DecisionProblem,
+        "decide",
+        lambda problem, now: {
+            each.job.id: Decision(decided[each.job.id], "by the test") for each in problem.queue
+        },
+    )
+    nodes = [
+        {
+            "metadata": {"name": f"node{number}", "resourceVersion": "1"},
+            "status": {
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "allocatable": {"nvidia.com/gpu": gpus, "pods": 9},
+            },
+        }
+        for number, gpus in enumerate((4, 2))
+    ]
+    scheduler = Scheduler()
+    scheduler.set_resources(nodes, ())
+    scheduler.update(training(0, None, None, 4, measured=True))
+    scheduler.update(training(1, None, None, 2, measured=True))
+    decide(scheduler, NOW)
+    decided |= {"team.job-0": 2, "team.job-1": 4}
+    scheduler.decide_again()
+    late = scheduler.solve(scheduler.decision_input())
+    scheduler.update(training(0, 3, None, 4, measured=True))
+    scheduler.adopt(late, NOW + 100)
+    found = [scheduler.decision(name) for name in decided]
+    assert [each.replicas for each in found if each is not None] == [3, 2]
+    assert scheduler.is_due(NOW + 200), "both are decided about again"
+    decide(scheduler, NOW + 200)
+    found = [scheduler.decision(name) for name in decided]
+    assert [each.replicas for each in found if each is not None] == [2, 4]
 
 
 def test_nothing_is_decided_again_if_nothing_has_changed() -> None:

@@ -8,11 +8,15 @@ from collections.abc import Callable, Collection, Iterator
 
 import pytest
 
+from adascale_controller.operator.apply import applier
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.runtime.control_loop import ControlLoop
-from adascale_controller.operator.types.kubernetes import JobKey, Resource
+from adascale_controller.operator.schedule import scheduler
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import Allocation, AllocationView
+from support.fake_cluster import FakeCluster
+from support.fake_service import FakeService
 from support.observed_jobs import report
 from support.world import World
 
@@ -269,6 +273,149 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
 
     run_steps(world, steps())
     assert looks == [False]
+
+
+@pytest.mark.parametrize("call", ["put_decision", "delete_job"])
+def test_a_slow_metrics_service_delays_no_reaction(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    world = training_on_four(decisions)
+    may_answer, waiting = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        waiting.set()
+        assert may_answer.wait(60)
+
+    monkeypatch.setattr(FakeService, call, hang)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        if call == "put_decision":
+            world.edit(replicas=2)
+        else:
+            world.delete(Resource.ADASCALEJOBS, "digits")
+            world.delete(Resource.JOBS, "digits")
+            for name in list(world.agents):
+                world.delete_pod(name)
+        yield waiting.is_set
+        world.submit("other", suspend=True)
+        yield lambda: "status" in world.objects[Resource.ADASCALEJOBS]["other"]
+        assert not may_answer.is_set()
+        may_answer.set()
+
+    try:
+        run_steps(world, steps())
+    finally:
+        may_answer.set()
+
+
+def test_telemetry_is_written_beside_a_write_that_does_not_end(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_loop, "MAX_TELEMETRY_DELAY", 0.3)
+    monkeypatch.setattr(control_loop, "TELEMETRY_RETRY_INTERVAL", 0.05)
+    monkeypatch.setattr(applier, "TELEMETRY_INTERVAL", 0.0)
+    world = training_on_four(decisions)
+    written: list[float] = []
+    waiting = threading.Event()
+    apply_status = FakeCluster.apply_status
+
+    async def hang_for_other(
+        self: FakeCluster, namespace: str, name: str, uid: str, status: ApiObject
+    ) -> ApiObject:
+        if name == "other":
+            waiting.set()
+            await asyncio.Event().wait()
+        written.append(status["progress"])
+        return await apply_status(self, namespace, name, uid, status)
+
+    monkeypatch.setattr(FakeCluster, "apply_status", hang_for_other)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.submit("other", suspend=True)
+        yield waiting.is_set
+        world.service.post(report(replicas=4))
+        yield lambda: bool(written)
+
+    run_steps(world, steps())
+
+
+def test_a_list_of_all_objects_that_hangs_delays_no_reaction(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_loop, "RESYNC_INTERVAL", 0.0)
+    world = training_on_four(decisions)
+    listing = threading.Event()
+
+    async def hang(*_: object) -> tuple[list[ApiObject], int]:
+        listing.set()
+        await asyncio.Event().wait()
+        return [], 0
+
+    monkeypatch.setattr(FakeCluster, "list", hang)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        yield listing.is_set
+        world.edit(replicas=2)
+        yield desired(world, 2)
+
+    run_steps(world, steps())
+
+
+def test_a_decision_that_fails_is_made_again(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(control_loop, "DECISION_RETRY_INTERVAL", 0.1)
+    world = training_on_four(decisions)
+    decide, failures = decisions.decide, 0
+
+    def fail_twice(problem: DecisionProblem, now: float) -> dict[str, Decision]:
+        nonlocal failures
+        if failures < 2:
+            failures += 1
+            raise ZeroDivisionError("a bug")
+        return decide(problem, now)
+
+    monkeypatch.setattr(decisions, "decide", fail_twice)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.edit(maxReplicas=8)
+        yield lambda: failures > 0
+        pod = next(iter(world.agents))
+        world.evict_pod(pod)
+        yield lambda: f"delete pod {pod}" in world.writes
+        ended = decisions.ended
+        yield lambda: decisions.ended > ended
+
+    run_steps(world, steps())
+    assert failures == 2
+    assert caplog.text.count("No decision could be made; trying again") == 2
+
+
+def test_a_decision_that_can_not_be_explained_is_tried_once(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = training_on_four(decisions)
+    attempts = 0
+
+    def fail(*_: object, **__: object) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(scheduler, "explain", fail)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        world.edit(replicas=2)
+        yield lambda: attempts > 0
+        ended = world.now + 0.5
+        yield lambda: world.now > ended
+        world.edit(backoffLimit=9)
+        world.writes = []
+        yield lambda: "status" in world.writes
+
+    run_steps(world, steps())
+    assert attempts <= decisions.ended
+    assert caplog.text.count("The last decision could not be explained") == attempts
 
 
 def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:

@@ -57,6 +57,8 @@ MAX_TELEMETRY_WRITES = 2
 """Statuses in which only telemetry has changed that are written at the same time, beside the others."""
 TELEMETRY_RETRY_INTERVAL = 5.0
 """Seconds until a job is looked at again whose telemetry was due, but not written before other statuses."""
+MAX_TELEMETRY_DELAY = 30.0
+"""Seconds after which telemetry is written beside other statuses that are written all the time."""
 MAX_EXPLAIN_DELAY = 10.0
 """Seconds for which decisions are not explained at most while changes arrive all the time."""
 SLICE = 50
@@ -65,8 +67,12 @@ MAX_IDLE_SHARE = 0.05
 """The share of the time that the reports of all jobs take, with reading them."""
 DECISION_DEADLINE = 60.0
 """Seconds after which a decision is taken to hang: the operator makes no progress."""
+DECISION_RETRY_INTERVAL = 10.0
+"""Seconds until the next decision after one that has failed."""
 APPLY_WAIT = 0.05
 """Seconds that a cycle waits for its writes. Jobs whose writes take longer are left out until these end."""
+STORE = "store explained decisions"
+"""The name of these calls among those that no cycle waits for."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class ControlLoop:
         self._on_progress = on_progress
         self._clock = clock
         self._metrics = metrics or OperatorMetrics()
-        self._errors = ErrorIsolation(self._metrics.job_errors.inc)
+        self._errors = ErrorIsolation(self._metrics.job_errors.inc, clock)
         self._deregistration = Deregistration(service, settings.namespace)
         self._observer = Observer(
             PodSettings(settings.pod_api_url or settings.api_url, settings.accelerator_label)
@@ -140,6 +146,12 @@ class ControlLoop:
         self._resources_changed = True
         self._decision: asyncio.Task[DecisionResult] | None = None
         self._decision_begun_at = 0.0
+        self._decide_after = float("-inf")
+        """When a decision may begin after one has failed, on the monotonic clock."""
+        self._beside: dict[str, asyncio.Task[None]] = {}
+        """Calls that no cycle waits for."""
+        self._listed_at = time.monotonic()
+        self._list_duration = 0.0
         self._applying: dict[JobKey, asyncio.Task[None]] = {}
         self._postponed: set[JobKey] = set()
         """The jobs to look at as soon as their actions are carried out."""
@@ -149,6 +161,8 @@ class ControlLoop:
         """The jobs that this cycle looks at. Their planned actions are about to be replaced."""
         self._running = 0
         """The jobs whose actions are carried out, without those of which only telemetry is written."""
+        self._telemetry_at = time.monotonic()
+        """When telemetry could be written last."""
         self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
         self._explained_at = time.monotonic()
         self._reads = 0
@@ -167,28 +181,29 @@ class ControlLoop:
     async def _cancel_writes(self) -> None:
         """End what goes on beside the cycles: another operator may write as soon as this one has ended."""
         self._planned.clear()
-        tasks = [*self._applying.values(), *([self._decision] if self._decision is not None else [])]
+        tasks: list[asyncio.Task[Any]] = [*self._applying.values(), *self._beside.values()]
+        if self._decision is not None:
+            tasks.append(self._decision)
         for task in tasks:
             task.cancel()
         self._applying.clear()
+        self._beside.clear()
         self._postponed.clear()
         self._decision = None
         self._look_at_all()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        listed_at = time.monotonic()
+        self._listed_at = time.monotonic()
         while True:
             await self._wait_for_work()
-            interval = STALE_RESYNC_INTERVAL if self._errors.cache_is_stale else RESYNC_INTERVAL
-            if time.monotonic() - listed_at > interval:
-                listed_at = time.monotonic()
-                self._errors.cache_is_stale = False
-                await self._resync()
+            stale_interval = max(STALE_RESYNC_INTERVAL, self._list_duration / MAX_IDLE_SHARE)
+            interval = stale_interval if self._errors.cache_is_stale else RESYNC_INTERVAL
+            if time.monotonic() - self._listed_at > interval:
+                self._begin_beside("list all objects", self._resync)
             self._follower.check()
             await self._timed_cycle()
-            if not self._decision_hangs():
-                self._on_progress()
+            self._note_progress()
             await self._pause(PAUSE)
 
     async def _wait_for_work(self) -> None:
@@ -196,7 +211,8 @@ class ControlLoop:
         wait = INTERVAL
         if self._decision is None:
             now = self._clock()
-            wait = min(wait, max(0.0, self._scheduler.due_at(now) - now))
+            due_in = max(self._scheduler.due_at(now) - now, self._decide_after - time.monotonic())
+            wait = min(wait, max(due_in, 0.0))
         try:
             async with asyncio.timeout(wait):
                 await self._cache.changed.wait()
@@ -227,6 +243,7 @@ class ControlLoop:
         while self._decision is not None:
             await asyncio.wait([self._decision])
             await self._cycle(apply_wait=None)
+        await asyncio.gather(*self._beside.values())
 
     async def _timed_cycle(self) -> None:
         begun = time.thread_time()
@@ -266,7 +283,9 @@ class ControlLoop:
         are_others_written = bool(self._applying or self._planned)
         self._plan(urgent, looked_at)
         self._begin_decision()
-        if not are_others_written:
+        # What is always in progress must not keep telemetry from being written.
+        if not are_others_written or time.monotonic() - self._telemetry_at > MAX_TELEMETRY_DELAY:
+            self._telemetry_at = time.monotonic()
             for job, actions in self._applier.take_telemetry(telemetry, self._clock()):
                 self._begin(job, self._write_telemetry(job, actions))
         self._metrics.pending.set(len(self._applying) + len(self._planned))
@@ -274,13 +293,46 @@ class ControlLoop:
         await self._store_decisions()
         self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
         self._metrics.waiting.set(self._scheduler.waiting)
-        self._queue.add(_key(job_id) for job_id in self._errors.take_failed())
+        for job_id, retry_at in self._errors.take_failed().items():
+            self._queue.retry(_key(job_id), retry_at)
         if self._queue.has_reported and self._decision is None:
             self._cache.changed.set()
         if self._views is not None:
-            present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
-            await self._deregistration.deregister_deleted(
-                self._views, present, lambda: {".".join(key) for key in self._cache.jobs_with_pods()}
+            self._deregister_deleted(self._views)
+
+    def _note_progress(self) -> None:
+        """Report progress, except while a decision hangs: what goes on then is no sign of health."""
+        if not self._decision_hangs():
+            self._on_progress()
+
+    def _begin_beside(self, name: str, calls: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin calls that no cycle waits for, unless the last ones of this name are not over."""
+        if name in self._beside:
+            return
+
+        async def run() -> None:
+            try:
+                await calls()
+            except Exception:
+                # Broad on purpose: they are made again in a later cycle.
+                logger.exception("Could not %s; trying again", name)
+            finally:
+                self._beside.pop(name, None)
+
+        self._beside[name] = asyncio.create_task(run())
+
+    def _deregister_deleted(self, views: Mapping[str, JobView]) -> None:
+        present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
+        deleted = self._deregistration.deleted(
+            views, present, lambda: {".".join(key) for key in self._cache.jobs_with_pods()}
+        )
+
+        def exists(job_id: str) -> bool:
+            return self._cache.get(Resource.ADASCALEJOBS, _key(job_id)) is not None
+
+        if deleted:
+            self._begin_beside(
+                "deregister deleted jobs", lambda: self._deregistration.deregister(deleted, exists)
             )
 
     # -- what to look at ------------------------------------------------------------------------------------
@@ -289,6 +341,11 @@ class ControlLoop:
         """Have a cycle look at a job now."""
         self._queue.add([key])
         self._cache.changed.set()
+
+    def _look_at_changed(self, keys: Collection[JobKey]) -> None:
+        """Have the next cycle look at jobs, and try again what has failed for them."""
+        self._queue.add(keys)
+        self._errors.retry_now(map(".".join, keys))
 
     def _look_at_all(self) -> None:
         """Have a cycle look at everything, as if all had changed."""
@@ -299,17 +356,17 @@ class ControlLoop:
     def _collect_changes(self) -> None:
         """Find the jobs that changes of the caches and of the metrics service concern."""
         changes = self._cache.take_changes()
-        self._queue.add(changes.jobs)
+        self._look_at_changed(changes.jobs)
         self._queue.add_reported(changes.no_news)
         if changes.resources:
             self._resources_changed = True
             self._update_lost_nodes()
         views = self._follower.views
         changed, reported = self._follower.take_changes()
-        self._queue.add(map(_key, changed))
+        self._look_at_changed(list(map(_key, changed)))
         self._queue.add_reported(map(_key, reported))
         if (views is None) != (self._views is None):
-            self._queue.add(self._cache.keys(Resource.ADASCALEJOBS))
+            self._look_at_changed(self._cache.keys(Resource.ADASCALEJOBS))
         self._views = views
 
     def _update_lost_nodes(self) -> None:
@@ -430,7 +487,8 @@ class ControlLoop:
         It runs in a thread, beside the cycles: the lease, the probes and the watches go on, and so do the
         jobs, by the decisions before.
         """
-        if self._decision is None and self._scheduler.is_due(self._clock()):
+        may_decide = self._decision is None and time.monotonic() >= self._decide_after
+        if may_decide and self._scheduler.is_due(self._clock()):
             given = self._scheduler.decision_input()
             self._decision = asyncio.create_task(asyncio.to_thread(self._scheduler.solve, given))
             self._decision.add_done_callback(lambda _: self._cache.changed.set())
@@ -440,9 +498,20 @@ class ControlLoop:
         """Use the decision that was made, if any: the jobs that get another replica count are looked at."""
         if self._decision is None or not self._decision.done():
             return
-        result, self._decision = self._decision.result(), None
+        decision, self._decision = self._decision, None
+        try:
+            result = decision.result()
+        except Exception:
+            # Broad on purpose: a bug of ours must not stop the operator, which follows the decisions before.
+            self._metrics.job_errors.inc()
+            logger.exception("No decision could be made; trying again in %.0f s", DECISION_RETRY_INTERVAL)
+            self._decide_after = time.monotonic() + DECISION_RETRY_INTERVAL
+            self._scheduler.decide_again()
+            return
         self._metrics.cycle_cpu.inc(result.cost)
-        self._queue.add(_key(job_id) for job_id in sorted(self._scheduler.adopt(result, self._clock())))
+        self._metrics.decision_duration.observe(time.monotonic() - self._decision_begun_at)
+        changed = self._scheduler.adopt(result, self._clock())
+        self._look_at_changed([_key(job_id) for job_id in sorted(changed)])
 
     def _decision_hangs(self) -> bool:
         return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE
@@ -472,6 +541,10 @@ class ControlLoop:
                 self._queue.plan(key, now, min(due), telemetry_due)
                 if actions is None:
                     continue
+                retry_at = self._errors.retry_at(job.resource.id)
+                if now < retry_at:
+                    self._queue.retry(key, retry_at)
+                    continue
                 if actions.are_urgent:
                     urgent.append((job, actions))
                 elif self._applier.telemetry_due(job, actions):
@@ -496,16 +569,25 @@ class ControlLoop:
         While there are changes, they come first, for `MAX_EXPLAIN_DELAY` at most.
         """
 
-        async def store(decision: DecisionView) -> None:
-            if self._views is None or not await self._applier.store_decision(decision):
-                self._scheduler.explain_again(decision.job)
+        async def store(explained: Iterable[DecisionView]) -> None:
+            for decision in explained:
+                if self._views is None or not await self._applier.store_decision(decision):
+                    self._scheduler.explain_again(decision.job)
 
         may_wait = time.monotonic() < self._explained_at + MAX_EXPLAIN_DELAY
-        if self._decision is not None or (may_wait and self._has_changes):
+        if STORE in self._beside or self._decision is not None or (may_wait and self._has_changes):
             return
-        explained = await asyncio.to_thread(self._scheduler.explain)
         self._explained_at = time.monotonic()
-        await asyncio.gather(*map(store, explained))
+        try:
+            explained = await asyncio.to_thread(self._scheduler.explain)
+        except Exception:
+            # Broad on purpose: see `_adopt_decision`.
+            self._metrics.job_errors.inc()
+            logger.exception("The last decision could not be explained")
+            self._scheduler.leave_unexplained()
+            return
+        if explained:
+            self._begin_beside(STORE, lambda: store(explained))
 
     # -- apply ----------------------------------------------------------------------------------------------
 
@@ -589,7 +671,7 @@ class ControlLoop:
                 self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
                 self._look_at(job.resource.key)
             self._errors.clear(job.resource.id)
-        self._on_progress()
+        self._note_progress()
 
     def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
         self._cache.put(resource, raw, is_news=is_news)
@@ -599,15 +681,19 @@ class ControlLoop:
         for number, item in enumerate(items, start=1):
             yield item
             if number % SLICE == 0:
-                self._on_progress()
+                self._note_progress()
                 await asyncio.sleep(0)
 
     async def _resync(self) -> None:
+        begun = time.monotonic()
+        self._errors.cache_is_stale = False
         try:
             await self.list_all()
             self._scheduler.decide_again()
         except ClusterError as error:
             logger.warning("%s; the watches continue", error)
+        self._listed_at = time.monotonic()
+        self._list_duration = self._listed_at - begun
 
 
 def _fixed_pods(job: _TrackedJob) -> Sequence[Pod]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.service import AllocationService
@@ -29,34 +29,43 @@ class Deregistration:
         self._namespace = namespace
         self._deregistered: dict[str, None] = {}
 
-    async def deregister_deleted(
+    def deleted(
         self,
         views: Mapping[str, JobView],
         present: Collection[str],
         with_pods: Callable[[], Collection[str]],
-    ) -> None:
-        """Delete the jobs from the metrics service that the cluster no longer has.
+    ) -> Sequence[str]:
+        """Return the jobs of the metrics service that the cluster no longer has.
 
         Args:
             views: the jobs of the metrics service.
             present: ids of all AdaScaleJobs.
             with_pods: returns the ids of jobs that still have pods, which would register again.
         """
-        deleted = [view for view in views.values() if view.id not in present and self._is_ours(view)]
+        deleted = [view.id for view in views.values() if view.id not in present and self._is_ours(view)]
         # Reading all pods is expensive, and most cycles find no deleted job.
         ending = with_pods() if deleted else ()
-        for view in deleted:
-            if view.id in ending:
+        return [job_id for job_id in deleted if job_id not in ending]
+
+    async def deregister(self, deleted: Sequence[str], exists: Callable[[str], bool]) -> None:
+        """Delete these jobs from the metrics service. What fails is logged, and left to the next call.
+
+        Args:
+            deleted: their ids.
+            exists: returns whether there is an AdaScaleJob of this id again.
+        """
+        for job_id in deleted:
+            if exists(job_id):
                 continue
             try:
-                await asyncio.to_thread(self._service.delete_job, view.id)
-                self._deregistered[view.id] = None
+                await asyncio.to_thread(self._service.delete_job, job_id)
+                self._deregistered[job_id] = None
                 if len(self._deregistered) > MAX_DEREGISTERED:
                     del self._deregistered[next(iter(self._deregistered))]
-                logger.info("%s is deleted; removed it from the metrics service", view.id)
+                logger.info("%s is deleted; removed it from the metrics service", job_id)
             except ServiceError as error:
                 if not (isinstance(error, ServiceRefusedError) and error.status == 404):
-                    logger.warning("%s: %s", view.id, error)
+                    logger.warning("%s: %s", job_id, error)
 
     def _is_ours(self, view: JobView) -> bool:
         """Whether the operator may delete a job that has no AdaScaleJob.

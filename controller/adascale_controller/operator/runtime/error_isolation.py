@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from adascale_client import ServiceError
+from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.cluster import ClusterError
 
 logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL = 1.0
+"""Seconds until what has failed is tried again, the first time."""
+MAX_RETRY_INTERVAL = 60.0
+"""The same at most. It doubles with each time that a server refuses."""
+TOO_MANY_REQUESTS = 429
+"""The status of a server that will take the request later."""
+
+
+@dataclass
+class _Failure:
+    """The last error of a job.
+
+    Args:
+        message: what was logged.
+        retry_at: when to try again, in seconds since 1970.
+        interval: seconds from an error to the next attempt.
+    """
+
+    message: str = ""
+    retry_at: float = 0.0
+    interval: float = RETRY_INTERVAL
 
 
 class ErrorIsolation:
     """Logs each error of a job once and suppresses it.
 
+    What a server refuses is tried again after intervals that double, so that many jobs of which writes are
+    refused, by a quota for example, send few requests.
+
     Args:
         on_error: is called for each error.
+        clock: returns seconds since 1970.
     """
 
-    def __init__(self, on_error: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_error: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._on_error = on_error
-        self._last_errors: dict[str, str] = {}
+        self._clock = clock
+        self._failures: dict[str, _Failure] = {}
         self._failed: set[str] = set()
         self.cache_is_stale = False
         """Whether an object at the API server was not as the caches have it."""
@@ -32,33 +63,55 @@ class ErrorIsolation:
         try:
             yield
         except (ClusterError, ServiceError) as error:
-            self._on_error()
-            if self._is_new(job_id, str(error)):
+            # A server that is away or has too much to do serves all jobs as soon as it can.
+            status = error.status if isinstance(error, ClusterError | ServiceRefusedError) else 0
+            is_refused = 400 <= status < 500 and status != TOO_MANY_REQUESTS
+            if self._is_new(job_id, str(error), is_lasting=is_refused):
                 logger.warning("%s: %s; retrying", job_id, error)
             self.cache_is_stale |= isinstance(error, ClusterError) and error.status in {404, 409}
         except Exception as error:
             # Broad on purpose: an object that no schema rules out, or a bug of ours, must not stop the
             # operator for all other jobs.
-            self._on_error()
-            if self._is_new(job_id, repr(error)):
+            if self._is_new(job_id, repr(error), is_lasting=True):
                 logger.exception("%s: unexpected error; the job is skipped", job_id)
 
-    def take_failed(self) -> set[str]:
-        """Return the jobs that have had an error since the last call."""
+    def take_failed(self) -> dict[str, float]:
+        """Return the jobs that have had an error since the last call, and when to look at them again."""
         failed, self._failed = self._failed, set()
-        return failed
+        return {job_id: self.retry_at(job_id) for job_id in failed}
+
+    def retry_at(self, job_id: str) -> float:
+        """Return when to try again what has failed for a job, in seconds since 1970; 0 if nothing has."""
+        failure = self._failures.get(job_id)
+        if failure is None:
+            return 0.0
+        # A time that is too far away was set before the clock was set back.
+        return min(failure.retry_at, self._clock() + failure.interval)
+
+    def retry_now(self, job_ids: Iterable[str]) -> None:
+        """Try again at once for jobs that have changed."""
+        for job_id in job_ids:
+            if job_id in self._failures:
+                self._failures[job_id].retry_at = 0.0
 
     def clear(self, job_id: str) -> None:
         """Drop a job's last error, so that the next error is logged even if it is the same."""
-        self._last_errors.pop(job_id, None)
+        self._failures.pop(job_id, None)
 
     def retain(self, job_ids: set[str]) -> None:
         """Drop the errors of all other jobs."""
-        for job_id in self._last_errors.keys() - job_ids:
-            del self._last_errors[job_id]
+        for job_id in self._failures.keys() - job_ids:
+            del self._failures[job_id]
 
-    def _is_new(self, job_id: str, error: str) -> bool:
+    def _is_new(self, job_id: str, message: str, *, is_lasting: bool) -> bool:
+        self._on_error()
         self._failed.add(job_id)
-        last = self._last_errors.get(job_id)
-        self._last_errors[job_id] = error
-        return error != last
+        failure = self._failures.get(job_id)
+        is_new = failure is None or failure.message != message
+        if failure is None or not is_lasting:
+            failure = self._failures[job_id] = _Failure()
+        else:
+            failure.interval = min(2 * failure.interval, MAX_RETRY_INTERVAL)
+        failure.message = message
+        failure.retry_at = self._clock() + failure.interval
+        return is_new

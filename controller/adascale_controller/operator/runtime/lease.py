@@ -39,6 +39,9 @@ POLL_INTERVAL: Final = 1
 CALL_TIMEOUT: Final = 5
 """Seconds until a call to the API server fails."""
 
+LATENESS_INTERVAL: Final = 0.5
+"""Seconds between two measurements of how late this process runs."""
+
 LATE: Final = (
     "this process has not run for {seconds:.0f} s: it was paused, or does not get enough processor time"
 )
@@ -128,6 +131,8 @@ class Election:
         self._own: Lease | None = None
         """The lease as this process wrote it last."""
         self._valid_until = 0.0
+        self._late = 0.0
+        """Seconds since the last renewal in which this process did not run though it should have."""
 
     @property
     def held(self) -> bool:
@@ -157,24 +162,36 @@ class Election:
             LeaseLostError: another operator holds the lease, or it could not be renewed in time.
         """
         cause = "it was never acquired" if self._own is None else "it changes all the time"
+        self._late = 0.0
         if self._own is not None and not self.held:
-            cause = LATE.format(seconds=self._clock() - self._valid_until + self._renew_deadline)
-        while self.held:
-            due = min(self._clock() + self._retry_interval, self._valid_until)
-            await asyncio.sleep(max(due - self._clock(), 0.0))
-            left = self._valid_until - self._clock()
-            if (late := self._clock() - due) > self._renew_deadline / 2:
-                cause = LATE.format(seconds=late)
-            if left <= 0:
-                break
-            try:
-                async with asyncio.timeout(min(left, CALL_TIMEOUT)):
-                    await self._renew()
-            except (UnansweredError, TimeoutError) as error:
-                cause = _text(error)
-                logger.warning("The lease could not be renewed: %s; retrying", cause)
+            self._late = self._clock() - self._valid_until + self._renew_deadline
+        measuring = asyncio.create_task(self._measure_lateness())
+        try:
+            while self.held:
+                await asyncio.sleep(min(self._retry_interval, self._valid_until - self._clock()))
+                left = self._valid_until - self._clock()
+                if left <= 0:
+                    break
+                try:
+                    async with asyncio.timeout(min(left, CALL_TIMEOUT)):
+                        await self._renew()
+                    self._late = 0.0
+                except (UnansweredError, TimeoutError) as error:
+                    cause = _text(error)
+                    logger.warning("The lease could not be renewed: %s; retrying", cause)
+        finally:
+            measuring.cancel()
         self._own = None
+        if self._late > self._renew_deadline / 2:
+            cause = LATE.format(seconds=self._late)
         raise LeaseLostError(f"the lease could not be renewed within {self._renew_deadline:g} s: {cause}")
+
+    async def _measure_lateness(self) -> None:
+        """Add up the seconds in which this process did not run though it should have."""
+        while True:
+            due = self._clock() + LATENESS_INTERVAL
+            await asyncio.sleep(LATENESS_INTERVAL)
+            self._late += max(self._clock() - due, 0.0)
 
     async def release(self) -> None:
         """Release the lease if it is held, so that no other operator waits until it expires."""

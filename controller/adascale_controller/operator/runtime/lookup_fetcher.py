@@ -1,9 +1,10 @@
 """Fetches what the caches don't hold: claims and Events.
 
 Claims are read concurrently, with a bound on the number of calls and a deadline for each; Events by
-`event_reader`. A cycle waits for the calls that it starts, but not longer than `CYCLE_WAIT`; a slower call
-continues in the background, its result is used in a later cycle, and until then the job has the last known
-result. So a slow call of one job delays no other.
+`event_reader`, which lets reads wait for each other. A cycle waits for the claims that it reads, but not
+longer than `CYCLE_WAIT`, and not for Events. All other calls continue in the background, their results are
+used in a later cycle, and until then the job has the last known result. So a slow call of one job delays no
+other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_CONCURRENT = 16
 DEADLINE = 8.0
 """Seconds after which a call fails."""
 CYCLE_WAIT = 0.1
-"""Seconds that a cycle waits for the calls that it starts."""
+"""Seconds that a cycle waits for the claims that it reads."""
 CLAIM_INTERVAL = 5.0
 """Seconds between two reads of a claim that does not exist."""
 SHORT_OF_PODS_TIMEOUT = 1.0
@@ -76,7 +77,7 @@ class LookupFetcher:
 
     Args:
         cluster: the API server.
-        on_result: is called with a job when a call for it returns that its cycle has not waited for.
+        on_result: is called with a job when a call for it has returned too late for its cycle.
     """
 
     def __init__(self, cluster: Cluster, on_result: Callable[[JobKey], None]) -> None:
@@ -98,7 +99,7 @@ class LookupFetcher:
             lookups.results = replace(lookups.results, claim=None)
 
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
-        """Start the calls that are due, and wait for them, but not longer than `CYCLE_WAIT`.
+        """Start the calls that are due, and wait for claims, but not longer than `CYCLE_WAIT`.
 
         Args:
             jobs: the jobs that the cycle looks at.
@@ -106,6 +107,7 @@ class LookupFetcher:
         """
         # Reads of earlier cycles that hang take from the bound, but never all of it.
         limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
+        claims: set[asyncio.Task[None]] = set()
         started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
@@ -115,9 +117,12 @@ class LookupFetcher:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 started[task] = job.resource.key
-        if started:
-            _, slow = await asyncio.wait(started, timeout=CYCLE_WAIT)
-            for task in slow:
+                if name == "claim":
+                    claims.add(task)
+        if claims:
+            await asyncio.wait(claims, timeout=CYCLE_WAIT)
+        for task in started:
+            if not (task in claims and task.done()):
                 task.add_done_callback(lambda done: self._on_result(started[done]))
 
     def results(self, job: CachedJob) -> LookupResults | None:

@@ -22,7 +22,7 @@ class OperatorMetrics:
         )
         self.cycle_duration = Histogram(
             "adascale_operator_cycle_duration_seconds",
-            "Seconds from the begin of a cycle of the control loop until all its actions are carried out.",
+            "Seconds of a cycle of the control loop, beside which decisions and most writes are made.",
             registry=registry,
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
         )
@@ -31,9 +31,15 @@ class OperatorMetrics:
             "Processor time of the operator's process during cycles.",
             registry=registry,
         )
+        self.decision_duration = Histogram(
+            "adascale_operator_decision_duration_seconds",
+            "Seconds from the begin of a decision about all jobs until it is used.",
+            registry=registry,
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+        )
         self.pending = Gauge(
             "adascale_operator_pending_jobs",
-            "Jobs whose actions of this cycle are not carried out yet.",
+            "Jobs whose actions are not carried out yet.",
             registry=registry,
         )
         self._jobs = Gauge(

@@ -44,6 +44,10 @@ class WorkQueue(Generic[Key]):
         self._due[key] = due
         self._background_due[key] = min(background_due, now + SWEEP_INTERVAL)
 
+    def retry(self, key: Key, due: float) -> None:
+        """Have a job looked at not later than at `due`, in seconds since 1970."""
+        self._due[key] = min(due, self._due.get(key, due))
+
     def discard(self, keys: Collection[Key]) -> None:
         """Drop jobs that no longer exist."""
         for jobs in (self._changed, self._reported, self._due, self._background_due):

@@ -372,8 +372,13 @@ class Scheduler:
         """
         decided_on = {job_id: each.state for job_id, each in result.input.candidates.items()}
         present = {job_id: each.state for job_id, each in self._candidates.items()}
+        stale = {
+            job_id
+            for job_id, decision in result.decisions.items()
+            if job_id in present and not still_applies(present[job_id], decided_on[job_id], decision)
+        }
         changed, outdated = self._standing.adopt(
-            result.decisions, decided_on, present, may_grow=self._still_fits(result)
+            result.decisions, decided_on, present, may_grow=self._still_fits(result, stale)
         )
         for job_id, each in result.input.candidates.items():
             if job_id in self._candidates and job_id not in outdated:
@@ -416,6 +421,10 @@ class Scheduler:
         self._explain_at = time.monotonic() + pause
         return list(found.values())
 
+    def leave_unexplained(self) -> None:
+        """Explain nothing more of the last decision."""
+        self._is_explained = True
+
     def decision(self, job_id: str) -> Decision | None:
         """Return what holds for a job. None if it may not run, or waits for its first decision."""
         candidate = self._candidates.get(job_id)
@@ -454,19 +463,29 @@ class Scheduler:
         decisions = map(self._standing.get, self._candidates)
         return sum(decision is not None and decision.replicas == 0 for decision in decisions)
 
-    def _still_fits(self, result: DecisionResult) -> bool:
-        """Whether the counts of a decision fit on the present nodes."""
+    def _still_fits(self, result: DecisionResult, stale: Collection[str]) -> bool:
+        """Whether the counts of a decision fit on the present nodes, beside the jobs that keep theirs.
+
+        Args:
+            result: the decision.
+            stale: the jobs of which it is not used.
+        """
         before, present = result.input.resources, self._resources
-        if before is present or before.free == present.free:
+        if not stale and (before is present or before.free == present.free):
             return True
         demands, counts = {}, {}
         for job_id, candidate in self._candidates.items():
-            decision = result.decisions.get(job_id)
+            decision = result.decisions.get(job_id) if job_id not in stale else None
             accelerator = decision.accelerator if decision is not None else None
             name = accelerator.type if accelerator is not None else None
             demands[job_id] = candidate.demand_on(name if name in candidate.types.by_type else None)
-            if decision is not None and decision.replicas:
-                counts[job_id] = decision.replicas
+            if decision is not None:
+                replicas = decision.replicas
+            else:
+                standing = self._standing.get(job_id)
+                replicas = max(candidate.state.replicas, standing.replicas if standing is not None else 0)
+            if replicas:
+                counts[job_id] = replicas
         return present.capacity(self._candidates, demands, result).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class StandingDecisions:
 
 def still_applies(state: JobState, decided_on: JobState, decision: Decision) -> bool:
     """Whether a decision about the state `decided_on` holds for `state`: only measurements are new."""
+    if state is decided_on:
+        return True
     return constraints(state) == constraints(decided_on) and state.replicas in (
         decided_on.replicas,
         decision.replicas,

@@ -1,0 +1,31 @@
+"""Jobs that the cluster no longer has are removed from the metrics service."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from adascale_controller.operator.apply.service import AllocationService
+from adascale_controller.operator.runtime.deregistration import Deregistration
+
+
+class Service:
+    """Records what is deleted, during which another job is created again."""
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+
+    def delete_job(self, job_id: str) -> None:
+        self.deleted.append(job_id)
+
+
+def test_a_job_that_is_created_again_meanwhile_is_kept() -> None:
+    service = Service()
+    deregistration = Deregistration(cast(AllocationService, service), None)
+    # The second is created again while the first is deleted.
+    asyncio.run(
+        deregistration.deregister(
+            ["team.a", "team.b", "team.c"], lambda job: job == "team.b" and any(service.deleted)
+        )
+    )
+    assert service.deleted == ["team.a", "team.c"]
