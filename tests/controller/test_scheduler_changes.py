@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -63,6 +63,24 @@ def training(number: int, most: int | None, zone: str | None, count: int, *, mea
     )
 
 
+def _on_type(job: ObservedJob, accelerator: str) -> ObservedJob:
+    """Return a job whose status says that its replicas are on a type of accelerator."""
+    status = {**job.resource.status, "accelerator": accelerator}
+    return replace(job, resource=replace(job.resource, status=status))
+
+
+def nodes_of_types(*types: str) -> Nodes:
+    """Return a node of each type of accelerator, with one of them."""
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    return [
+        {
+            "metadata": {"name": name, "resourceVersion": "1", "labels": {DEFAULT_ACCELERATOR_LABEL: name}},
+            "status": {**ready, "allocatable": {"nvidia.com/gpu": 1, "pods": 9}},
+        }
+        for name in types
+    ]
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> ObservedJob:
     number, most = draw(st.integers(0, 3)), draw(st.sampled_from([None, 1, 2]))
@@ -77,14 +95,25 @@ def clusters(draw: st.DrawFn) -> Nodes:
     version = draw(st.integers(1, 10**6))
     return [
         {
-            "metadata": {"name": f"node{number}", "resourceVersion": str(version), "labels": {"zone": zone}},
+            "metadata": {
+                "name": f"node{number}",
+                "resourceVersion": str(version),
+                "labels": {"zone": zone, **({DEFAULT_ACCELERATOR_LABEL: type_} if type_ else {})},
+            },
             "status": {
                 "conditions": [{"type": "Ready", "status": "True"}],
                 "allocatable": {"nvidia.com/gpu": gpus, "pods": 9},
             },
         }
-        for number, (gpus, zone) in enumerate(
-            draw(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("ab")), max_size=3))
+        for number, (gpus, zone, type_) in enumerate(
+            draw(
+                st.lists(
+                    st.tuples(
+                        st.integers(0, 3), st.sampled_from("ab"), st.sampled_from([None, "h200", "l4"])
+                    ),
+                    max_size=3,
+                )
+            )
         )
     ]
 
@@ -92,10 +121,18 @@ def clusters(draw: st.DrawFn) -> Nodes:
 CHANGES = st.lists(st.one_of(jobs(), clusters(), st.integers(0, 3)), min_size=1, max_size=12)
 
 
-def decide(scheduler: Scheduler, now: float) -> None:
-    """Decide if that is due, as the control loop does."""
+def decide(scheduler: Scheduler, now: float, present: Iterable[str] = ()) -> None:
+    """Decide if that is due, as the control loop does, which then looks at the jobs that are returned."""
     if scheduler.is_due(now):
-        scheduler.adopt(scheduler.solve(scheduler.decision_input()), now)
+        before = {job_id: scheduler.decision(job_id) for job_id in present}
+        changed = scheduler.adopt(scheduler.solve(scheduler.decision_input()), now)
+        for job_id, decision in before.items():
+            if job_id not in changed:
+                assert _requested(scheduler.decision(job_id)) == _requested(decision)
+
+
+def _requested(decision: Decision | None) -> object:
+    return decision and (decision.replicas, decision.accelerator)
 
 
 @settings(max_examples=60)
@@ -118,13 +155,13 @@ def test_after_any_changes_the_decisions_are_those_that_a_look_at_everything_fin
             nodes = change
             incremental.set_resources(nodes, ())
         # Long enough for a decision about new measurements.
-        decide(incremental, NOW + 1000 * moment)
+        decide(incremental, NOW + 1000 * moment, present)
     found = {job_id: incremental.decision(job_id) for job_id in present}
     incremental.set_resources(nodes, ())
     for each in present.values():
         incremental.update(each)
     incremental.decide_again()
-    decide(incremental, NOW + 1_000_000)
+    decide(incremental, NOW + 1_000_000, present)
     for job_id, before in found.items():
         after = incremental.decision(job_id)
         assert before is not None
@@ -226,30 +263,38 @@ def test_a_job_that_has_become_what_was_decided_is_not_decided_about_at_once() -
 def test_a_decision_for_another_type_does_not_hold_for_a_job_that_has_begun_on_one() -> None:
     """Otherwise it would be stopped for that type, and resumed by the decision made meanwhile, and so on."""
     scheduler = Scheduler()
-    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-    resources = {"nvidia.com/gpu": 1, "pods": 9}
-    nodes: Nodes = [
-        {
-            "metadata": {"name": name, "resourceVersion": "1", "labels": {DEFAULT_ACCELERATOR_LABEL: name}},
-            "status": {**ready, "allocatable": resources},
-        }
-        for name in ("h200", "l4")
-    ]
-    scheduler.set_resources(nodes, ())
+    scheduler.set_resources(nodes_of_types("h200", "l4"), ())
     scheduler.update(waiting(0, None, None))
     decide(scheduler, NOW)
     first = scheduler.decision("team.job-0")
     assert first is not None
     assert first.accelerator == Accelerator("h200", required=True)
-    begun = training(0, None, None, 1, measured=False)
-    status = {**begun.resource.status, "accelerator": "l4"}
-    scheduler.update(replace(begun, resource=replace(begun.resource, status=status)))
+    scheduler.update(_on_type(training(0, None, None, 1, measured=False), "l4"))
     assert scheduler.decision("team.job-0") == Decision(1, "unchanged")
     decide(scheduler, NOW + 1)
     second = scheduler.decision("team.job-0")
     assert second is not None
     assert second.accelerator is not None
     assert second.accelerator.type == "l4"
+
+
+def test_a_decision_that_holds_again_is_followed_though_it_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+        return {utility.job.id: Decision(0, "by the test") for utility in problem.queue}
+
+    monkeypatch.setattr(DecisionProblem, "decide", stop)
+    scheduler = Scheduler()
+    scheduler.set_resources(nodes_of_types("h200", "l4"), ())
+    scheduler.update(_on_type(training(0, None, None, 1, measured=False), "h200"))
+    decide(scheduler, NOW, ["team.job-0"])
+    scheduler.update(training(0, None, None, 0, measured=False))
+    assert scheduler.decision("team.job-0") is None, "without replicas it may get another type"
+    decide(scheduler, NOW + 1, ["team.job-0"])
+    assert scheduler.decision("team.job-0") == Decision(
+        0, "by the test", accelerator=Accelerator("h200", True)
+    )
 
 
 def test_all_new_decisions_are_explained_without_another_decision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,7 +368,7 @@ class Scheduler:
             now: seconds since 1970.
 
         Returns:
-            the jobs that get another replica count.
+            the jobs that get another replica count, or have a decision again.
         """
         decided_on = {job_id: each.state for job_id, each in result.input.candidates.items()}
         present = {job_id: each.state for job_id, each in self._candidates.items()}
@@ -380,10 +380,12 @@ class Scheduler:
         changed, outdated = self._standing.adopt(
             result.decisions, decided_on, present, may_grow=self._still_fits(result, stale)
         )
+        without_decision = self._without_decision()
         for job_id, each in result.input.candidates.items():
             if job_id in self._candidates and job_id not in outdated:
                 self._present_types[job_id] = each.types.present
-        if outdated or any(map(self._is_about_another_type, self._candidates.values())):
+        still_without = self._without_decision()
+        if outdated or still_without:
             self._jobs_changed = True
         # Without the decision before, of which it holds the predictions.
         self._result, self._adopted_at = replace(result, input=replace(result.input, before=None)), now
@@ -392,7 +394,7 @@ class Scheduler:
         self._share_used_until = max(earlier, now - result.cost) + result.cost / MAX_CHANGE_SHARE
         self._outdated = outdated
         self._is_explained = False
-        return changed
+        return changed | (without_decision - still_without)
 
     def explain(self) -> Sequence[DecisionView]:
         """Return the explanations to store with the metrics service, of the last decision, each once.
@@ -456,6 +458,10 @@ class Scheduler:
             return False
         before = self._present_types.get(job_id)
         return candidate.types.present not in (before, decision.accelerator.type)
+
+    def _without_decision(self) -> set[str]:
+        """Return the jobs of which the last decision no longer holds."""
+        return {each.state.id for each in self._candidates.values() if self._is_about_another_type(each)}
 
     @property
     def waiting(self) -> int:
