@@ -45,12 +45,15 @@ for generation in range(1, failures + 1):
         group.destroy()
 form(3, port, 30)
 print(*group.sum([rank + 1.0]))
+print(group.broadcast(["é", None, {"rank": rank}] if rank == 0 else ["longer", "than", "rank 0's", "value"]))
+print(group.gather(None if rank == 0 else "a reason"))
 group.destroy_before_finalization()
 """
 
 
 @pytest.mark.slow
 def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed() -> None:
+    """They exchange numbers and values of JSON."""
     port = str(free_port())
     processes = [
         subprocess.Popen(
@@ -60,7 +63,8 @@ def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed
     ]
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     # Gloo writes lines of its own with some versions of torch.
-    assert [output.splitlines()[-1:] for output in outputs] == [["3.0"], ["3.0"]]
+    expected = ["3.0", "['é', None, {'rank': 0}]", "[None, 'a reason']"]
+    assert [output.splitlines()[-3:] for output in outputs] == [expected, expected]
 
 
 @pytest.mark.parametrize(

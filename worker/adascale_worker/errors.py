@@ -51,6 +51,12 @@ class UnusableCheckpointError(CheckpointError):
     exit_code = EXIT_INVALID_PROGRAM
 
 
+def error_named(name: str, message: str) -> WorkerError:
+    """Return the error that another replica has raised while it restored a checkpoint, by its class's name."""
+    kinds = CheckpointError, StorageUnavailableError, UnusableCheckpointError
+    return next((kind for kind in kinds if kind.__name__ == name), WorkerError)(message)
+
+
 def exit_code(error: AdaScaleError) -> int:
     """Return the exit code of a trainer or an agent that `error` ends.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import threading
 import time
@@ -279,13 +280,15 @@ class ReplicaGroup:
     # -- communication ------------------------------------------------------------------------------------
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on all ranks. The value can be any object that pickle supports."""
+        """Return rank 0's `value` on all ranks. It consists of what JSON has: no peer can make it run code."""
         if self.replicas == 1:
             return value
-        values = [value]
+        document = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        (length,) = self.broadcast_integers([len(document)])
+        document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self._device)
         with self._guarded():
-            dist.broadcast_object_list(values, src=0, device=self._device)
-        return values[0]
+            dist.broadcast(document, src=0)
+            return _from_bytes(document)
 
     def broadcast_integers(self, numbers: list[int], source: int = 0) -> list[int]:
         """Return the `numbers` of rank `source` on all ranks: cheaper than `broadcast`, for equal lengths."""
@@ -331,13 +334,16 @@ class ReplicaGroup:
             work.wait()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks, on all ranks."""
+        """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
         if self.replicas == 1:
             return [value]
-        values: list[Any] = [None] * self.replicas
+        document = _to_bytes(value)
+        lengths = [length for (length,) in self.gather_integers([len(document)])]
+        table = torch.zeros(self.replicas, max(lengths), dtype=torch.uint8, device=self._device)
+        table[self.rank, : len(document)] = document
         with self._guarded():
-            dist.all_gather_object(values, value)
-        return values
+            dist.all_reduce(table)
+            return [_from_bytes(row[:length]) for row, length in zip(table, lengths, strict=True)]
 
     def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the `numbers` of all ranks, in the order of ranks, on all ranks."""
@@ -492,3 +498,12 @@ def is_lost_peer(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _to_bytes(value: Any) -> torch.Tensor:
+    """Return a value as a JSON document: shape (bytes,)."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(document: torch.Tensor) -> Any:
+    return json.loads(document.cpu().numpy().tobytes())
