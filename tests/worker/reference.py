@@ -118,7 +118,7 @@ class Adam:
         for number, group in enumerate(self.groups):
             moments = [self.second_moment(group, p).double().flatten() for p in group["params"]]
             v = torch.cat(moments)
-            whole.append((v.clamp(min=1e-3 * v.mean()).sqrt() + self.eps[number]).tolist())
+            whole.append((v + 1e-3 * v.mean() + self.eps[number] ** 2).sqrt().tolist())
         return whole
 
 

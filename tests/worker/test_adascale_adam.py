@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from adascale_worker import AdaScale, SecondMomentOptimizer
-from adascale_worker.scaling_rules import adam_hyperparameters
+from adascale_worker.scaling_rules import AdamRule, adam_hyperparameters
 from adascale_worker.statistics import metric
 from adascale_worker.supported_optimizers import UnsupportedOptimizerError
+from adascale_worker.torch_private import weighted_sqr_norms, weighted_sqr_norms_together
 from worker.adascale_problem import Net, backward, batches, network, one_group, squared_error, two_groups
 from worker.reference import Batch, Reference
 
@@ -194,7 +195,7 @@ def test_estimates_are_unbiased_in_the_metric_of_the_steps_before() -> None:
     state = copy.deepcopy(optimizer.state_dict())
     weights = copy.deepcopy(model.state_dict())
     v = torch.cat([inner.state[p]["exp_avg_sq"].flatten() for p in model.parameters()]) / (1 - 0.999)
-    divisor = v.clamp(min=1e-3 * v.mean()).sqrt() + 1e-8
+    divisor = (v + 1e-3 * v.mean() + 1e-8**2).sqrt()
 
     def gradient(batch: Batch) -> Tensor:
         found = torch.autograd.grad(squared_error(model, batch), list(model.parameters()))
@@ -334,6 +335,36 @@ def test_norms_are_the_same_in_pieces_and_together(device: str, monkeypatch: pyt
             optimizer.zero_grad()
         results.append((optimizer.grad_sqr, optimizer.grad_var))
     assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_kernels_for_many_tensors_give_the_same_norms_as_inner_products() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (1, 7, 500)]
+    divisors = [torch.rand(tensor.shape) + 0.1 for tensor in tensors]
+    expected = [(x.double().square() / divisor).sum() for x, divisor in zip(tensors, divisors, strict=True)]
+    for norms in (weighted_sqr_norms_together, weighted_sqr_norms):
+        found = norms(tensors, [divisor.clone() for divisor in divisors])
+        assert [each.item() for each in found] == pytest.approx([each.item() for each in expected])
+
+
+@pytest.mark.parametrize("shapes", [[(5,)], [(200, 100)], [(5,), (3, 4), (200, 100)]])
+def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    inner = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    inner.step()
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    moments = [inner.state[parameter]["exp_avg_sq"] for parameter in parameters]
+    before = copy.deepcopy([*gradients, *moments])
+    measured = metric.SecondMomentMetric(AdamRule(inner), inner)
+    pairs = list(zip(parameters, gradients, strict=True))
+    norms = [measured.norm(*pair).item() for pair in pairs]
+    assert norms == pytest.approx([measured.divided(*pair).norm().item() for pair in pairs], rel=1e-4)
+    together = measured.sqr_norm(parameters, gradients, torch.device("cpu")).item()
+    assert together == pytest.approx(sum(norm**2 for norm in norms), rel=1e-4)
+    assert all(map(torch.equal, before, [*gradients, *moments]))
 
 
 def test_a_gradient_that_is_not_finite_in_the_first_step_is_noticed() -> None:

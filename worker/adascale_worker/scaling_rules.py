@@ -17,8 +17,7 @@ The weight decay of Adam is a part of the gradient, and stays as it is.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ from adascale_worker.torch_private import multiply_in_place
 Gain = float | Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SecondMoment:
+class SecondMoment(NamedTuple):
     """The second moment that an optimizer divides the gradient of a parameter by, as `value * factor`.
 
     Attributes:
@@ -108,8 +106,8 @@ class ScalingRule:
     def prepare(self, number: int, gain: Gain) -> None:
         """Prepare the state of group `number` for a step that is worth `gain` steps."""
 
-    def second_moment(self, number: int, parameter: Tensor) -> SecondMoment | None:
-        """Return the second moment of a parameter of group `number`; None before its first step."""
+    def second_moments(self, number: int) -> dict[int, SecondMoment]:
+        """Return the second moments of group `number` by the id of the parameter, of those with a step."""
         raise NotImplementedError
 
     def eps(self, number: int) -> float:
@@ -159,19 +157,30 @@ class AdamRule(ScalingRule):
         self.units += [1.0] * (number + 1 - len(self.units))
         self.units[number] = gain
 
-    def second_moment(self, number: int, parameter: Tensor) -> SecondMoment | None:
-        """Return the second moment of a parameter of group `number`; None before its first step."""
-        state = self._optimizer.state.get(parameter)
-        if not state:
-            return None
+    def second_moments(self, number: int) -> dict[int, SecondMoment]:
+        """Return the second moments of group `number` by the id of the parameter, of those with a step."""
         group = self._optimizer.param_groups[number]
-        value = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-        step = state["step"]
-        # On the host a number, which costs less; on a GPU (capturable) a tensor, which it does not wait for.
-        passed = step if step.device.type != "cpu" else step.item()
-        if isinstance(passed, float) and passed == 0.0:
-            return None  # All steps were skipped, in the kernel of a fused optimizer.
-        return SecondMoment(value, 1.0 / (1.0 - float(group["betas"][1]) ** (passed * self._unit(number))))
+        name = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+        beta, unit, states = float(group["betas"][1]), self._unit(number), self._optimizer.state
+        found: dict[int, SecondMoment] = {}
+        factors: dict[float, float] = {}
+        for parameter in group["params"]:
+            state = states.get(parameter)
+            if not state:
+                continue
+            step = state["step"]
+            if not step.is_cpu:
+                # On a GPU (capturable) a tensor, which it does not wait for.
+                found[id(parameter)] = SecondMoment(state[name], 1.0 / (1.0 - beta ** (step * unit)))
+                continue
+            passed = step.item()
+            if passed == 0.0:
+                continue  # All steps were skipped, in the kernel of a fused optimizer.
+            factor = factors.get(passed)
+            if factor is None:
+                factor = factors[passed] = 1.0 / (1.0 - beta ** (passed * unit))
+            found[id(parameter)] = SecondMoment(state[name], factor)
+        return found
 
     def eps(self, number: int) -> float:
         """Return what group `number` adds to the square root of the second moment."""
@@ -199,10 +208,14 @@ class ProtocolRule(ScalingRule):
         values: Mapping[str, Any] = self._optimizer.hyperparameters_at(group, float(gain))
         return values
 
-    def second_moment(self, number: int, parameter: Tensor) -> SecondMoment | None:  # noqa: ARG002
-        """Return the second moment of a parameter of group `number`; None before its first step."""
-        value = self._optimizer.second_moment(parameter)
-        return None if value is None else SecondMoment(value)
+    def second_moments(self, number: int) -> dict[int, SecondMoment]:
+        """Return the second moments of group `number` by the id of the parameter, of those with a step."""
+        found = {}
+        for parameter in self._optimizer.param_groups[number]["params"]:
+            value = self._optimizer.second_moment(parameter)
+            if value is not None:
+                found[id(parameter)] = SecondMoment(value)
+        return found
 
     def eps(self, number: int) -> float:
         """Return what group `number` adds to the square root of the second moment."""

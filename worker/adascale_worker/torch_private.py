@@ -127,18 +127,31 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     return list(norm(tensors, 2) if dtype is None else norm(tensors, 2, dtype=dtype))
 
 
-def l1_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the L1 norm of each tensor, of at least 32 bits, with one kernel for many of them."""
-    norm = _private(torch, "_foreach_norm", "to read the second moments of gradients")
-    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
-    return list(norm(tensors, 1, dtype=torch.float32) if half else norm(tensors, 1))
+def weighted_sqr_norms(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of x^2 / divisor for each tensor x.
+
+    Args:
+        tensors: of one dimension, on one device.
+        divisors: of the same shapes, and positive. May be overwritten.
+    """
+    if tensors[0].is_cpu:
+        # An inner product costs a fraction of a norm there.
+        return [torch.dot(_quotient(x, divisor), x) for x, divisor in zip(tensors, divisors, strict=True)]
+    return weighted_sqr_norms_together(tensors, divisors)
 
 
-def divide_each(tensors: Sequence[Tensor], divisors: Sequence[Tensor | float]) -> list[Tensor]:
-    """Return the quotients of tensors, with one kernel for many of them."""
-    if all(isinstance(divisor, Tensor) for divisor in divisors):
-        return list(_private(torch, "_foreach_div", "to divide gradients")(tensors, divisors))
-    return [tensor / divisor for tensor, divisor in zip(tensors, divisors, strict=True)]
+def weighted_sqr_norms_together(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) -> list[Tensor]:
+    """As `weighted_sqr_norms`, with one kernel of each kind for many tensors on a GPU."""
+    quotients = _private(torch, "_foreach_div", "to divide gradients")(tensors, divisors)
+    _private(torch, "_foreach_mul_", "to divide gradients")(quotients, tensors)
+    # They are not negative, so their sum is their L1 norm.
+    return list(_private(torch, "_foreach_norm", "to read the norms of gradients")(quotients, 1))
+
+
+def _quotient(tensor: Tensor, divisor: Tensor) -> Tensor:
+    if tensor.dtype is divisor.dtype:
+        return torch.div(tensor, divisor, out=divisor)
+    return (tensor / divisor).to(tensor.dtype)
 
 
 def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:
@@ -188,6 +201,8 @@ def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
 
     One call; `torch.cat` needs a view of each tensor first.
     """
+    if len(tensors) == 1:
+        return tensors[0].flatten().clone()  # torch would return a view.
     flatten: Callable[[Sequence[Tensor]], Tensor] = _private(
         torch._C._nn, "flatten_dense_tensors", "to read the norms of small gradients"
     )

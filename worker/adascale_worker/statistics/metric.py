@@ -1,15 +1,19 @@
 """The metric that gradients are measured in.
 
 For SGD it is the Euclidean norm. An optimizer that divides each gradient by sqrt(v) + eps, with v the second
-moment of the gradients, steps in another metric: there, |g|^2 is the sum of (g / (sqrt(v) + eps))^2. In the
-Euclidean norm a few coordinates with large gradients would decide the gain, although the optimizer gives all
-coordinates steps of about the same size. (AdaptDL measures the gradients of Adam in the same metric.)
+moment of the gradients, steps in another metric: there, |g|^2 is the sum of g^2 / (v + c). In the Euclidean
+norm a few coordinates with large gradients would decide the gain, although the optimizer gives all
+coordinates steps of about the same size. (AdaptDL measures the gradients of Adam in such a metric too.)
+
+c = eps^2 + FLOOR * (the mean of v in the group). sqrt(v + eps^2) differs from sqrt(v) + eps only where v is
+about as small as eps^2, by 41% at most, and needs no root, which would cost as much as all else.
 
 v is from the steps before, so it does not depend on the gradients that are measured, and the estimates stay
 unbiased. All norms of a step use the same v.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,12 +24,11 @@ from adascale_worker.statistics.norms import (
     accumulation_dtype,
     norm,
     sqr_norm,
-    sum_of_squares,
 )
-from adascale_worker.torch_private import divide_each, flatten_together, l1_norms, l2_norms
+from adascale_worker.torch_private import flatten_together, weighted_sqr_norms
 
 FLOOR = 1e-3
-"""The lowest second moment that counts, relative to the mean of the group. A coordinate whose gradient was
+"""What is added to each second moment, relative to the mean of the group. A coordinate whose gradient was
 almost always zero, such as the embedding of a rare word, would otherwise outweigh all others."""
 
 MIN_EPS = 1e-12
@@ -33,7 +36,7 @@ MIN_EPS = 1e-12
 MAX_ELEMENTS_TO_KEEP = 1 << 14
 """Up to this size, divisors on the CPU are computed together and kept for all norms of a step."""
 
-CHUNK = {"cpu": 1 << 17}
+CHUNK = {"cpu": 1 << 18}
 """Elements that are divided at once. On the CPU, as many as fit into its cache."""
 
 DEFAULT_CHUNK = 1 << 25
@@ -96,10 +99,9 @@ class SecondMomentMetric(EuclideanMetric):
         divisor = self._divisor_of(parameter)
         if divisor is None:
             return norm(gradient)
-        if gradient.numel() <= MAX_ELEMENTS_TO_KEEP:
-            return norm(divisor.divide(parameter, gradient.reshape(-1)))
-        norms = divisor.norms([parameter], [gradient])
-        return norms[0] if len(norms) == 1 else sum_of_squares(norms, gradient.device).sqrt()
+        sqr_norms = divisor.sqr_norms([parameter], [gradient])
+        total = sqr_norms[0] if len(sqr_norms) == 1 else _total(sqr_norms, gradient.device)
+        return total.sqrt()
 
     def sqr_norm(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
@@ -108,7 +110,7 @@ class SecondMomentMetric(EuclideanMetric):
         divisor = self._divisor_of(parameters[0]) if parameters else None
         if divisor is None:
             return sqr_norm(gradients, device)
-        return sum_of_squares(divisor.norms(parameters, gradients), device)
+        return _total(divisor.sqr_norms(parameters, gradients), device)
 
     def divided(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient, divided."""
@@ -126,19 +128,17 @@ class SecondMomentMetric(EuclideanMetric):
             return self._divisors
         self._divisors, self._group_of = {}, {}
         for number, group in enumerate(self._optimizer.param_groups):
-            moments = {}
-            for parameter in group["params"]:
-                self._group_of[id(parameter)] = number
-                moment = self._rule.second_moment(number, parameter)
-                if moment is not None:
-                    moments[id(parameter)] = moment
+            self._group_of.update((id(parameter), number) for parameter in group["params"])
+            moments = self._rule.second_moments(number)
             if moments:
                 self._divisors[number] = _GroupDivisor(moments, max(self._rule.eps(number), MIN_EPS))
         return self._divisors
 
 
 class _GroupDivisor:
-    """Divides the gradients of one group by sqrt(v) + eps, where v is at least a part of its mean.
+    """Divides the squares of the gradients of one group by v + c.
+
+    v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
 
     Args:
         moments: by the id of the parameter. A parameter without one has the mean of the group.
@@ -147,111 +147,148 @@ class _GroupDivisor:
 
     def __init__(self, moments: dict[int, SecondMoment], eps: float) -> None:
         self._moments = moments
-        self._eps = eps
-        self._small_parts: dict[tuple[int, ...], Tensor] = {}
-        small = {number: moment for number, moment in moments.items() if _is_small(moment.value)}
-        factors = {moment.factor for moment in small.values()}
-        if len(factors) != 1 or any(isinstance(factor, Tensor) for factor in factors):
-            small = {}
-        values = [moment for number, moment in moments.items() if number not in small]
-        # v is not negative, so its sum is its L1 norm.
-        sums = l1_norms([_real(moment.value) for moment in values]) if values else []
-        terms = [each * moment.factor for each, moment in zip(sums, values, strict=True)]
+        self._memory: Tensor | None = None
+        factors = {moment.factor for moment in moments.values() if isinstance(moment.factor, float)}
+        small: dict[int, Tensor] = {}
+        if len(factors) == 1:
+            small = {number: value for number, (value, _) in moments.items() if _is_small(value)}
+        large = [moment for number, moment in moments.items() if number not in small]
+        sums = [_real(value).sum(dtype=_sum_dtype(value)) * factor for value, factor in large]
+        self._small_factor = factors.pop() if small else 1.0
         whole = None
         if small:
-            whole = flatten_together([moment.value for moment in small.values()]) * factors.pop()
-            terms.append(whole.sum())
-        device = terms[0].device
-        total = torch.stack([term.to(device, accumulation_dtype(device)) for term in terms]).sum()
-        mean = total / sum(_real(moment.value).numel() for moment in moments.values())
+            whole = flatten_together(list(small.values()))
+            sums.append(whole.sum() * self._small_factor)
+        total = _total(sums, sums[0].device)
+        mean = total / sum(_real(value).numel() for value, _ in moments.values())
         # A number on the CPU, because an operation with a number costs less.
         self._mean: float | Tensor = mean.item() if mean.device.type == "cpu" else mean
-        # The divisors of small parameters, together and each by itself.
-        self._small_divisors: dict[int, Tensor] = {}
+        self._added = self._mean * FLOOR + eps**2
+        self._small_sizes = {number: value.numel() for number, value in small.items()}
+        # What the squares of the gradients of small parameters are multiplied by, by their numbers.
+        self._weights: dict[tuple[int, ...], Tensor] = {}
         if whole is not None:
-            divisors = torch.as_tensor(self._divisor(SecondMoment(whole)))
-            parts = divisors.split([moment.value.numel() for moment in small.values()])
-            self._small_divisors = dict(zip(small, parts, strict=True))
-            self._small_parts[tuple(small)] = divisors
+            self._weights[tuple(small)] = whole.add_(self._added / self._small_factor).reciprocal_()
 
-    def norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return norms whose squares add up to the squared norm of the gradients."""
-        small: list[tuple[Tensor, Tensor]] = []
+    def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return numbers that add up to the squared norm of the gradients."""
+        small: list[Tensor] = []
+        numbers: list[int] = []
         large: list[tuple[Tensor, Tensor]] = []
-        for pair in zip(parameters, gradients, strict=True):
-            is_small = id(pair[0]) in self._small_divisors and pair[1].dtype is torch.float32
-            (small if is_small else large).append(pair)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient.dtype is torch.float32 and id(parameter) in self._small_sizes:
+                small.append(gradient)
+                numbers.append(id(parameter))
+            else:
+                large.append((parameter, gradient))
         found: list[Tensor] = []
         if small:
-            flat = flatten_together([gradient for _, gradient in small])
-            flat = flat.div_(self._small_divisor([parameter for parameter, _ in small]))
-            found.append(torch.dot(flat, flat).sqrt())
-        for pieces in self._pieces(large):
-            found += l2_norms(divide_each([g for g, _ in pieces], [self._divisor(m) for _, m in pieces]))
+            squares = flatten_together(small).square_()
+            found.append(torch.dot(squares, self._small_weights(tuple(numbers))) / self._small_factor)
+        for pieces, divisors, factors in self._pieces(large):
+            sums = weighted_sqr_norms(pieces, divisors)
+            found += [each / factor for each, factor in zip(sums, factors, strict=True)]
         return found
 
     def divide(self, parameter: Tensor, flat: Tensor) -> Tensor:
         """Return a gradient in one dimension, divided."""
-        divisor = self._small_divisors.get(id(parameter))
-        if divisor is not None and flat.dtype is torch.float32:
-            return flat / divisor
-        moment = self._moments.get(id(parameter))
         is_complex = flat.is_complex()
-        gradient = _real(flat)
-        if gradient.dtype in HALF_PRECISION:
-            gradient = gradient.float()
-        divided = gradient / self._divisor(None if moment is None else _flat(moment))
+        gradient = _widened(_real(flat))
+        if id(parameter) in self._small_sizes:
+            return gradient * (self._small_weights((id(parameter),)) / self._small_factor).sqrt()
+        divisor, factor = self._divisor(self._moments.get(id(parameter)), slice(None), gradient)
+        divided = gradient / (divisor * factor).sqrt()
         return torch.view_as_complex(divided.view(-1, 2)) if is_complex else divided
 
     def _pieces(
         self, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Iterator[list[tuple[Tensor, SecondMoment | None]]]:
-        """Return gradients and second moments in one dimension, in lists of at most so many elements."""
-        pieces: list[tuple[Tensor, SecondMoment | None]] = []
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[float | Tensor]]]:
+        """Return gradients in one dimension with `_divisor` of each, in lists of at most so many elements."""
+        pieces: list[Tensor] = []
+        divisors: list[Tensor] = []
+        factors: list[float | Tensor] = []
         size = 0
         for parameter, gradient in pairs:
             limit = CHUNK.get(gradient.device.type, DEFAULT_CHUNK)
             moment = self._moments.get(id(parameter))
-            gradient = _real(gradient.reshape(-1))
-            flat = None if moment is None else _flat(moment)
-            for start in range(0, gradient.numel(), limit):
-                piece = gradient[start : start + limit]
-                if piece.dtype in HALF_PRECISION:
-                    piece = piece.float()
+            flat = _real(gradient.reshape(-1))
+            for start in range(0, flat.numel(), limit):
+                part = slice(start, start + limit)
+                piece = _widened(flat[part])
                 if size + piece.numel() > limit and pieces:
-                    yield pieces
-                    pieces, size = [], 0
-                part = None if flat is None else SecondMoment(flat.value[start : start + limit], flat.factor)
-                pieces.append((piece, part))
+                    yield pieces, divisors, factors
+                    pieces, divisors, factors, size = [], [], [], 0
+                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece, size, limit))
+                pieces.append(piece)
+                divisors.append(divisor)
+                factors.append(factor)
                 size += piece.numel()
         if pieces:
-            yield pieces
+            yield pieces, divisors, factors
 
-    def _divisor(self, moment: SecondMoment | None) -> Tensor | float:
-        """Return sqrt(v) + eps for second moments of any shape, of at least 32 bits."""
+    def _divisor(
+        self, moment: SecondMoment | None, part: slice, gradient: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, float | Tensor]:
+        """Return (v + c) / factor for a part of a parameter, and factor.
+
+        The first is `out`, or a new tensor of one dimension, of at least 32 bits.
+        """
         if moment is None:
-            return self._mean**0.5 + self._eps
-        value = moment.value.float() if moment.value.dtype in HALF_PRECISION else moment.value
-        floor = self._mean * FLOOR
-        if isinstance(floor, Tensor):
-            floor = floor.to(value.device, value.dtype)
-        return (value * moment.factor).clamp_(min=floor).sqrt_().add_(self._eps)
+            return torch.ones_like(gradient), self._mean + self._added
+        value, factor = _widened(_real(moment.value.reshape(-1))[part]), moment.factor
+        added = self._added / factor
+        if isinstance(added, Tensor):
+            added = added.to(value.device, value.dtype)
+        if out is not None and value.dtype is out.dtype:
+            return torch.add(value, added, out=out), factor
+        return value + added, factor
 
-    def _small_divisor(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the divisors of small parameters in one dimension; put together once for each step."""
-        key = tuple(map(id, parameters))
-        if key not in self._small_parts:
-            self._small_parts[key] = torch.cat([self._small_divisors[number] for number in key])
-        return self._small_parts[key]
+    def _scratch(self, piece: Tensor, start: int, limit: int) -> Tensor | None:
+        """Return memory for the divisor of a piece on the CPU, where new memory costs as much as the division.
+
+        Args:
+            piece: of a gradient.
+            start: the number of elements before it that are divided at the same time.
+            limit: how many are divided at the same time at most.
+        """
+        if not piece.is_cpu:
+            return None
+        if self._memory is None or self._memory.dtype is not piece.dtype:
+            self._memory = torch.empty(limit, dtype=piece.dtype)
+        return self._memory[start : start + piece.numel()]
+
+    def _small_weights(self, numbers: tuple[int, ...]) -> Tensor:
+        """Return the weights of small parameters in one dimension; put together once for each step."""
+        if numbers not in self._weights:
+            parts = self._small_parts
+            self._weights[numbers] = torch.cat([parts[number] for number in numbers])
+        return self._weights[numbers]
+
+    @cached_property
+    def _small_parts(self) -> dict[int, Tensor]:
+        """The weights of each small parameter."""
+        whole = self._weights[tuple(self._small_sizes)]
+        parts = whole.split(list(self._small_sizes.values()))
+        return dict(zip(self._small_sizes, parts, strict=True))
 
 
 def _is_small(value: Tensor) -> bool:
-    return value.is_cpu and value.dtype is torch.float32 and value.numel() <= MAX_ELEMENTS_TO_KEEP
+    return value.dtype is torch.float32 and value.is_cpu and value.numel() <= MAX_ELEMENTS_TO_KEEP
 
 
-def _flat(moment: SecondMoment) -> SecondMoment:
-    """The same with the value in one dimension."""
-    return SecondMoment(_real(moment.value.reshape(-1)), moment.factor)
+def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of scalars on any devices: shape (), on `device`."""
+    dtype = accumulation_dtype(device)
+    return torch.stack([term.to(device, dtype) for term in terms]).sum()
+
+
+def _sum_dtype(value: Tensor) -> torch.dtype | None:
+    return torch.float32 if value.dtype in HALF_PRECISION else None
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a tensor of at least 32 bits."""
+    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
 
 
 def _real(tensor: Tensor) -> Tensor:
