@@ -10,7 +10,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from adascale_core.batch import AUTO, Auto
-from adascale_core.names import MAX_BATCH_SIZE, MAX_METRICS, MAX_REPLICAS, MAX_STEPS, METRIC_NAME
+from adascale_core.names import (
+    MAX_ACCELERATOR_LENGTH,
+    MAX_BATCH_SIZE,
+    MAX_METRICS,
+    MAX_REPLICAS,
+    MAX_STEPS,
+    METRIC_NAME,
+)
 
 MAX_INTEGER = 2**31 - 1
 
@@ -43,5 +50,6 @@ ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), INTEGER]
 Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
 NO_NUL = r"^[^\x00]*$"
 """PostgreSQL stores no text with this character."""
+AcceleratorType = Annotated[str, Field(max_length=MAX_ACCELERATOR_LENGTH, pattern=r"^[^\x00-\x1f]*$")]
 MetricName = Annotated[str, Field(pattern=f"^{METRIC_NAME}$")]
 Metrics = Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]

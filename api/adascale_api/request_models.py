@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_api.field_types import (
     NO_NUL,
+    AcceleratorType,
     Count,
     Estimate,
     ExitCode,
@@ -21,7 +22,7 @@ from adascale_api.field_types import (
     Steps,
 )
 from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
-from adascale_core.names import MAX_DEVICE_LENGTH, MAX_REPLICAS, MAX_STALL_LENGTH
+from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
 from adascale_core.views import (
     CountView,
     DecisionView,
@@ -106,11 +107,8 @@ class GainReportBody(RequestBody):
         default_factory=dict,
         description="The means, since the last report, of other values that the program has logged, by name.",
     )
-    accelerator: str = Field(
-        default="",
-        max_length=MAX_DEVICE_LENGTH,
-        pattern=r"^[^\x00-\x1f]*$",
-        description="The type of accelerator of the replicas; empty if unknown.",
+    accelerator: AcceleratorType = Field(
+        default="", description="The type of accelerator of the replicas; empty if unknown."
     )
 
 
@@ -175,7 +173,7 @@ class RegistrationBody(RequestBody):
             replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
             exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
             version="0.1.0", node="node-a", key="", stall="",
-            device="cpu", local_bsz_limit=None,
+            accelerator="cpu", local_bsz_limit=None,
         )
     )  # fmt: skip
 
@@ -228,8 +226,8 @@ class RegistrationBody(RequestBody):
         max_length=MAX_STALL_LENGTH,
         description="While no step of its trainer ends: where that is, or that it waits for the others.",
     )
-    device: str = Field(
-        default="", max_length=MAX_DEVICE_LENGTH, description="The kind of device that it computes on."
+    accelerator: AcceleratorType = Field(
+        default="", description="The type of accelerator that it computes on; empty if unknown."
     )
     local_bsz_limit: Samples | None = Field(
         default=None,

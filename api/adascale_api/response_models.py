@@ -15,8 +15,8 @@ class GainResponse(GainReportBody):
     job: str = Field(description="The full job id.")
     efficiency: float = Field(description="gain / scale.")
     local_bsz_limit: int | None = Field(
-        description="The largest local batch size that is used, since a larger one did not fit into memory; "
-        "null if none has failed."
+        description="The largest local batch size that is used on the type of accelerator of the report, "
+        "since a larger one did not fit into memory; null if none has failed."
     )
     predictions: list[PredictionView] | None = Field(
         description="One per valid replica count; null until the job is declared and a step time is known."

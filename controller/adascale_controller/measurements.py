@@ -215,9 +215,11 @@ class JobMeasurements:
             view: the newest view of it.
             total: the progress at which it ends; None if unbounded.
             accelerator: the type of accelerator that the operator has chosen. None for the type on which it
-                was measured last. Measurements on other types are not used.
+                was measured last, and the limit of the types that its replicas have. Measurements and limits
+                of other types are not used.
         """
         spec, report = job.spec, view.latest
+        bounds = spec.bounds.with_limit(view.local_bsz_limit_on(accelerator))
         estimate = GradientEstimate(report.grad_sqr, report.grad_var) if report else None
         if report is not None and estimate is not None:
             self.template.add_estimate(estimate, report.step)
@@ -233,7 +235,7 @@ class JobMeasurements:
         return JobState(
             id=job.id,
             arrival=0.0,
-            bounds=spec.bounds.with_limit(view.local_bsz_limit),
+            bounds=bounds,
             min_replicas=spec.min_replicas,
             max_replicas=spec.max_replicas,
             replicas=view.desired.replicas if view.desired else 0,

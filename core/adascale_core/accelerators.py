@@ -32,13 +32,13 @@ class TypeOptions:
 
     Args:
         job: the job id.
-        smallest: its smallest replica count.
-        demands: type -> what it requests of the nodes of that type.
+        smallest: type -> its smallest replica count there, on the types that have one.
+        demands: type -> what it requests of the nodes of that type, on the same types.
         present: the type that it runs on; None if it has no replicas.
     """
 
     job: str
-    smallest: int
+    smallest: Mapping[str, int]
     demands: Mapping[str, Demand]
     present: str | None = None
 
@@ -80,11 +80,12 @@ def choose_types(jobs: Sequence[TypeOptions], nodes: Iterable[Node]) -> dict[str
     def fits(job: TypeOptions, name: str) -> bool:
         key = _key(job.job, name)
         kind = capacity.equivalence_class(key)
-        if kind in rejected and job.smallest >= rejected[kind]:
+        smallest = job.smallest[name]
+        if kind in rejected and smallest >= rejected[kind]:
             return False
-        if packing.resize(key, job.smallest, always_repack=True):
+        if packing.resize(key, smallest, always_repack=True):
             return True
-        rejected[kind] = job.smallest
+        rejected[kind] = smallest
         return False
 
     for job in jobs:
@@ -108,9 +109,9 @@ def _key(job: str, name: str) -> str:
 
 def _can_hold(capacity: NodeCapacity, job: TypeOptions, name: str) -> bool:
     """Whether the nodes of a type hold the smallest count of a job if no other job runs."""
-    demand = job.demands[name]
-    if len(demand.placed) >= job.smallest:
+    demand, smallest = job.demands[name], job.smallest[name]
+    if len(demand.placed) >= smallest:
         return True
     if not demand.one_node and not demand.placed:
-        return capacity.empty_slots(_key(job.job, name)) >= job.smallest
-    return capacity.fits({_key(job.job, name): job.smallest})
+        return capacity.empty_slots(_key(job.job, name)) >= smallest
+    return capacity.fits({_key(job.job, name): smallest})

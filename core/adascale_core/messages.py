@@ -54,8 +54,7 @@ class GainReport(Message):
             measured since the last report.
         metrics: other values that the program has logged, by name: the mean of each since the last report, or
             its last mean before.
-        accelerator: the type of accelerator of the replicas: what the operator has chosen, else the kind of
-            rank 0's device; empty if unknown.
+        accelerator: the type of accelerator of the replicas, as in the `Registration` of rank 0.
     """
 
     generation: int
@@ -192,14 +191,14 @@ class JobSpec(Message):
 
 @dataclass(frozen=True)
 class LocalBszLimit(Message):
-    """What fits into the memory of a kind of device, as far as training has shown.
+    """What fits into the memory of a type of accelerator, as far as training has shown.
 
     Args:
-        device: the kind of device.
+        accelerator: the type, as in a `Registration`.
         local_bsz: the largest local batch size that is used on it, since a larger one did not fit.
     """
 
-    device: str
+    accelerator: str
     local_bsz: int
 
 
@@ -392,7 +391,8 @@ class Registration(Message):
         key: a random secret. The first one that the service gets becomes the job's.
         stall: while no step of its trainer ends: where that is, or that it waits for the others, as in
             `is at train.py, line 41, in load`. Empty while steps end.
-        device: the kind of device that its trainer computes on; empty if unknown.
+        accelerator: the type of accelerator that its trainer computes on: what the operator has chosen, else
+            the kind of the device; empty if unknown.
         local_bsz_limit: the largest local batch size that its trainer can still try, because a larger one
             did not fit into memory; None if none has failed in its generation.
     """
@@ -415,7 +415,7 @@ class Registration(Message):
     node: str = ""
     key: str = ""
     stall: str = ""
-    device: str = ""
+    accelerator: str = ""
     local_bsz_limit: int | None = None
 
     @classmethod

@@ -147,8 +147,8 @@ WAITS_FOR_OTHERS = "waits for the others"
 """The `stall` of a replica that is not behind."""
 MAX_STALL_LENGTH = 1024
 """Characters of the `stall` of a replica."""
-MAX_DEVICE_LENGTH = 128
-"""Characters of the name of a kind of device."""
+MAX_ACCELERATOR_LENGTH = 128
+"""Characters of the name of a type of accelerator."""
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of metrics in Prometheus' text format."""

@@ -29,7 +29,7 @@ trainer waits although it was left out (`MemberView.left_out`), the agent replac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -72,7 +72,7 @@ _HISTORY_LENGTH = 2048
 """How many agents and trainers that may not take part again are kept, the latest."""
 
 _MAX_LIMITS = 32
-"""Kinds of devices whose limits are kept, the latest."""
+"""Types of accelerators whose limits are kept, the latest."""
 
 
 class StaleAllocationError(AdaScaleError):
@@ -106,8 +106,8 @@ class Rendezvous:
         stepped: the newest generation in which a step was finished; 0 if none.
         stalled: the number of disrupted generations since, in which no step was finished.
         deaths: index -> the number of trainers of this replica since that were killed before any step.
-        local_bsz_limits: kind of device -> the largest local batch size that is used on it, since a larger
-            one did not fit into its memory.
+        local_bsz_limits: type of accelerator -> the largest local batch size that is used on it, since a
+            larger one did not fit into its memory.
         last_limited: the newest generation that has ended because a batch did not fit; 0 if none has.
     """
 
@@ -133,8 +133,22 @@ class Rendezvous:
     @property
     def local_bsz_limit(self) -> int | None:
         """The largest local batch size that fits on all of its replicas; None if none has failed."""
-        present = [each for each in self.replicas.values() if each.state not in EXITED_STATES]
-        return applicable_limit(self.local_bsz_limits, (each.device for each in present))
+        return applicable_limit(self.local_bsz_limits, self._present_accelerators)
+
+    def local_bsz_limit_of_report(self, accelerator: str) -> int | None:
+        """Return the largest local batch size that fits where a report was made; None if none has failed.
+
+        Args:
+            accelerator: the type of accelerator of the report, which is that of rank 0. While a replica has
+                it, the limit is that of all replicas.
+        """
+        present = self._present_accelerators
+        is_elsewhere = accelerator != "" and accelerator not in present
+        return applicable_limit(self.local_bsz_limits, {accelerator} if is_elsewhere else present)
+
+    @property
+    def _present_accelerators(self) -> set[str]:
+        return {each.accelerator for each in self.replicas.values() if each.state not in EXITED_STATES}
 
     @property
     def restarts_without_progress(self) -> int:
@@ -183,13 +197,14 @@ class Rendezvous:
         )
 
 
-def applicable_limit(limits: Mapping[str, int], devices: Iterable[str]) -> int | None:
-    """Return the largest local batch size that fits on all `devices`; None if none has failed on them.
+def applicable_limit(limits: Mapping[str, int], accelerators: Collection[str]) -> int | None:
+    """Return the largest local batch size that fits on all these types; None if none has failed on them.
 
-    Without devices, those of the next replicas may be of any kind.
+    Without types, the next replicas may have any.
     """
-    present = set(devices)
-    return min((size for device, size in limits.items() if device in present or not present), default=None)
+    return min(
+        (size for each, size in limits.items() if each in accelerators or not accelerators), default=None
+    )
 
 
 def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None = None) -> Rendezvous:
@@ -405,16 +420,16 @@ def _count_failure(state: Rendezvous, registration: Registration) -> Rendezvous:
 
 
 def _with_limit(state: Rendezvous, registration: Registration) -> Rendezvous:
-    """Lower the limit of a kind of device if a batch did not fit into its memory.
+    """Lower the limit of a type of accelerator if a batch did not fit into its memory.
 
     That is no disruption. A peer may have registered the end of the generation first.
     """
     limit, generation = registration.local_bsz_limit, registration.generation
     if limit is None:
         return state
-    device = registration.device
+    accelerator = registration.accelerator
     limits = dict(state.local_bsz_limits)
-    limits[device] = min(limit, limits.pop(device, limit))
+    limits[accelerator] = min(limit, limits.pop(accelerator, limit))
     newest = list(limits.items())[-_MAX_LIMITS:]
     state = replace(state, local_bsz_limits=MappingProxyType(dict(newest)))
     if generation <= state.last_limited:

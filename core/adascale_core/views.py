@@ -96,8 +96,8 @@ class GainView(Message):
         report: the latest report.
         predictions: for each valid replica count, in rising order; None while the job is not declared or no
             step time is measured.
-        local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into
-            memory; None if none has failed.
+        local_bsz_limit: the largest local batch size that is used on the type of accelerator of the report,
+            since a larger one did not fit into memory; None if none has failed.
     """
 
     job: str
@@ -239,9 +239,9 @@ class JobView(Message):
         latest: the latest report; None if there is none.
         step_times: the median step time of each batch plan, over its latest reports.
         created_at: when the service created the job, in seconds since 1970.
-        local_bsz_limits: the largest local batch sizes that are used on kinds of devices, since larger ones
-            did not fit into their memory.
-        local_bsz_limit: the limit that holds for its replicas; None if none has failed on their devices.
+        local_bsz_limits: the largest local batch sizes that are used on types of accelerators, since larger
+            ones did not fit into their memory.
+        local_bsz_limit: the limit that holds for its replicas; None if none has failed on their types.
     """
 
     id: str
@@ -260,6 +260,17 @@ class JobView(Message):
     created_at: float
     local_bsz_limits: Sequence[LocalBszLimit] = ()
     local_bsz_limit: int | None = None
+
+    def local_bsz_limit_on(self, accelerator: str | None) -> int | None:
+        """Return the limit that holds on a type of accelerator; None if none has failed there.
+
+        Args:
+            accelerator: the type to which the job is tied. None for the types of its replicas.
+        """
+        if accelerator is None:
+            return self.local_bsz_limit
+        sizes = (each.local_bsz for each in self.local_bsz_limits if each.accelerator == accelerator)
+        return next(sizes, None)
 
     @classmethod
     def empty(cls, job_id: str = "", created_at: float = 0.0) -> Self:

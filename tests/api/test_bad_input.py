@@ -238,6 +238,9 @@ def test_an_invalid_declaration_is_refused(
         ({"address": "a" * 300}, ["address: got"]),
         ({"log": "x" * 70_000}, ["log: got", "65536"]),
         ({"generation": -1}, ["generation: got -1"]),
+        ({"accelerator": "a" * 129}, ["accelerator: got", "128"]),
+        ({"accelerator": "a\n"}, ["accelerator: got"]),
+        ({"device": "cpu"}, ["device: got", "no field of this name"]),
     ],
 )
 def test_an_invalid_registration_is_refused(

@@ -140,7 +140,7 @@ def test_what_does_not_fit_into_memory_limits_predictions_and_the_next_generatio
     spec = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), max_replicas=2)
     client.put(f"/jobs/{job}", spec.to_json())
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
-    members = {"instance": "a.1", "address": "127.0.0.1", "port": 4000, "device": "cpu", "replica": 0}
+    members = {"instance": "a.1", "address": "127.0.0.1", "port": 4000, "accelerator": "cpu", "replica": 0}
     replica = f"/jobs/{job}/replicas/0"
     client.put(replica, {**members, "state": "waiting", "generation": 0})
     running = {**members, "state": "running", "generation": 1, "assigned": 1, "rank": 0, "replicas": 1}
@@ -154,7 +154,14 @@ def test_what_does_not_fit_into_memory_limits_predictions_and_the_next_generatio
     assert answer["active"]["spec"]["local_bsz_limit"] == 6
     view = client.get(f"/jobs/{job}")
     assert (view["local_bsz_limit"], view["disruptions"]) == (6, 0)
-    assert view["local_bsz_limits"] == [{"device": "cpu", "local_bsz": 6}]
+    assert view["local_bsz_limits"] == [{"accelerator": "cpu", "local_bsz": 6}]
     gain = client.get(f"/jobs/{job}/gain")
     assert gain["local_bsz_limit"] == 6
     assert [each["local_bsz"] <= 6 for each in gain["predictions"]] == [True, True]
+    measured_elsewhere = a_report(
+        2, replicas=1, accumulation=1, scale=1.0, grad_sqr=0.01, accelerator="NVIDIA-H200"
+    )
+    client.post_gain(job, measured_elsewhere)
+    gain = client.get(f"/jobs/{job}/gain")
+    assert gain["local_bsz_limit"] is None, "the predictions are about the type that was measured"
+    assert [each["local_bsz"] > 6 for each in gain["predictions"]] == [True, True]

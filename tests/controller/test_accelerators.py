@@ -23,7 +23,7 @@ from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core import names
 from adascale_core.accelerators import Accelerator
 from adascale_core.decision import Decision
-from adascale_core.messages import StepTime
+from adascale_core.messages import JobSpec, LocalBszLimit, StepTime
 from adascale_core.views import JobView
 from support.observed_jobs import SPEC, condition, indexed_job, job, observed, pod, report, view
 
@@ -194,6 +194,68 @@ def test_the_step_times_of_another_type_are_not_used() -> None:
     for cluster, replicas in ((nodes(h200=8, l4=2), 8), (nodes(h200=2, l4=8), 1)):
         (decision,) = decide(replace(new, service=service), on=cluster)
         assert decision.replicas == replicas
+
+
+LIMITED = JobSpec(8, 64, (5, 16), 1, 8, 1000)
+"""One replica needs a local batch of 8, more replicas at least 5."""
+
+
+def with_limits(present: ObservedJob, spec: JobSpec = LIMITED, /, **limits: int) -> ObservedJob:
+    """Return a job with these limits of the local batch size on `h200` and `l4`."""
+    types = {"h200": H200, "l4": L4}
+    assert present.service is not None
+    service = replace(
+        present.service,
+        local_bsz_limits=[LocalBszLimit(types[name], size) for name, size in limits.items()],
+        local_bsz_limit=min(limits.values()),
+    )
+    resource = replace(present.resource, job=replace(present.resource.valid_job, spec=spec))
+    return replace(present, resource=resource, service=service)
+
+
+@pytest.mark.parametrize(
+    ("limits", "spec", "cluster", "expected"),
+    [
+        # what did not fit on the type where it starts, and on the other
+        ({"l4": 7}, LIMITED, nodes(h200=4, l4=8), (L4, 2)),
+        ({"l4": 7}, LIMITED, nodes(h200=8, l4=4), (H200, 1)),
+        ({"h200": 7, "l4": 9}, LIMITED, nodes(h200=4, l4=8), (L4, 1)),
+        # a type is chosen for the smallest count that its memory allows
+        ({"l4": 7}, LIMITED, nodes(h200=1, l4=1), (H200, 1)),
+        ({"h200": 7}, LIMITED, nodes(h200=1, l4=1), (L4, 1)),
+        # no count is valid on one of them
+        ({"l4": 7}, replace(LIMITED, max_replicas=1), nodes(h200=4, l4=8), (H200, 1)),
+        # with one type, pods are as without types, and so may get any device
+        ({"l4": 7}, LIMITED, nodes(h200=4), (H200, 2)),
+    ],
+)
+def test_a_job_starts_with_the_limit_of_the_local_batch_size_of_its_type(
+    limits: dict[str, int], spec: JobSpec, cluster: Sequence[ApiObject], expected: tuple[str, int]
+) -> None:
+    (decision,) = decide(with_limits(waiting(), spec, **limits), on=cluster)
+    assert decision.accelerator is not None
+    assert (decision.accelerator.type, decision.replicas) == expected
+
+
+def test_a_job_leaves_a_type_whose_memory_allows_no_count() -> None:
+    spec = replace(LIMITED, max_replicas=1)
+    (decision,) = decide(with_limits(running(["l4"], required=L4), spec, l4=7), on=nodes(h200=1, l4=8))
+    assert (decision.accelerator, decision.replicas) == (Accelerator(H200, required=True), 1)
+
+
+def test_a_decision_holds_while_only_the_limit_of_another_type_changes() -> None:
+    scheduler, cluster = Scheduler(), nodes(h200=8, l4=4)
+    scheduler.set_resources(cluster, ())
+    new = with_limits(waiting(), h200=9, l4=7)
+    scheduler.update(new)
+    scheduler.adopt(scheduler.solve(scheduler.decision_input()), 0.0)
+    assert new.service is not None
+    started = replace(new, service=replace(new.service, local_bsz_limit=9))
+    for seen in (started, with_limits(new, h200=9, l4=5)):
+        scheduler.update(seen)
+        assert not scheduler.is_due(0.0)
+    scheduler.update(with_limits(new, h200=7, l4=7))
+    assert scheduler.is_due(0.0)
 
 
 # -- what is done about it ------------------------------------------------------------------------------

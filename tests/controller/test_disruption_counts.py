@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from adascale_core.messages import LocalBszLimit
 from support.observed_jobs import actions_for, indexed_job, job, observed, view
 
 
@@ -55,3 +56,15 @@ def test_what_does_not_fit_into_memory_is_in_the_status_and_a_lower_limit_is_an_
     events = [event for event in actions.events if event.reason == "LocalBatchLimited"]
     assert len(events) == has_event
     assert not events or f"at most {limit} samples" in events[0].message
+
+
+@pytest.mark.parametrize(("required", "expected"), [("NVIDIA-H200", 6), ("NVIDIA-L4", None), (None, 4)])
+def test_the_limit_in_the_status_is_that_of_the_type_of_accelerator_that_the_pods_require(
+    required: str | None, expected: int | None
+) -> None:
+    """While it is suspended, a job has no replicas, whose types the metrics service would know."""
+    limits = (LocalBszLimit("NVIDIA-H200", 6), LocalBszLimit("NVIDIA-T4", 4))
+    service = view((2, 0), (2, 0), local_bsz_limits=limits, local_bsz_limit=4)
+    present = indexed_job(2, suspended=True, accelerator=required)
+    actions = actions_for(observed(job((2, 0)), service, present), 0)
+    assert actions.status.get("localBatchLimit") == expected

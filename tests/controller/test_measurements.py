@@ -10,7 +10,7 @@ from adascale_controller.job import Job
 from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
 from adascale_core.batch import candidate_plans
 from adascale_core.goodput_table import candidate_counts
-from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, StepTime
+from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, LocalBszLimit, StepTime
 from adascale_core.views import JobView
 
 REPORT = GainReport(
@@ -49,6 +49,20 @@ def test_the_decision_knows_which_counts_need_batches_that_do_not_fit() -> None:
         assert candidate_counts(state.bounds, 1, 4) == counts
         plans = [plan for count in counts for plan in candidate_plans(state.bounds, count)]
         assert max(plan.local_bsz for plan in plans) == (limit or 16)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "limit"), [("NVIDIA-T4", 7), ("NVIDIA-H200", None), ("NVIDIA-L4", 12), (None, 12)]
+)
+def test_the_decision_has_the_limit_that_was_learned_on_the_type_of_accelerator(
+    accelerator: str | None, limit: int | None
+) -> None:
+    limits = (LocalBszLimit("NVIDIA-L4", 12), LocalBszLimit("NVIDIA-T4", 7))
+    on_l4 = replace(
+        view(1, replace(REPORT, accelerator="NVIDIA-L4")), local_bsz_limits=limits, local_bsz_limit=12
+    )
+    state = JobMeasurements().job_state(JOB, on_l4, 1000, accelerator)
+    assert state.bounds == JOB.spec.bounds.with_limit(limit)
 
 
 def test_a_job_is_not_stable_while_another_allocation_is_desired_or_a_replica_is_lost() -> None:

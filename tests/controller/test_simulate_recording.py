@@ -98,7 +98,7 @@ def test_a_batch_that_did_not_fit_into_memory_is_not_used_in_the_replay(tmp_path
         client.declare_job(job, JobSpec(32, 512, (16, 64), 2, 4, 4000))
         client.allocate(job, Allocation(1, 2))
         trainers = [
-            Registration(i, f"{i}.1", ReplicaState.WAITING, 0, "127.0.0.1", 4000 + i, device="cpu")
+            Registration(i, f"{i}.1", ReplicaState.WAITING, 0, "127.0.0.1", 4000 + i, accelerator="cpu")
             for i in range(2)
         ]
         states: Sequence[dict[str, Any]] = (

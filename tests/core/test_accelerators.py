@@ -25,13 +25,18 @@ def nodes_of(name: str, sizes: Sequence[int]) -> list[Node]:
 
 def options(
     name: str,
-    smallest: int,
+    smallest: int | Mapping[str, int],
     nodes: Mapping[str, Sequence[Node]],
     present: str | None = None,
     placed: Sequence[str] = (),
     one_node: bool = False,
 ) -> TypeOptions:
-    """Return the options of a job that may run on these types, of which it is placed on the present one."""
+    """Return the options of a job that may run on these types, of which it is placed on the present one.
+
+    Its smallest count may depend on the type.
+    """
+    if isinstance(smallest, int):
+        smallest = dict.fromkeys(nodes, smallest)
     demands = {
         kind: Demand(
             {GPU: 1},
@@ -64,6 +69,12 @@ BOTH = {"H200": H200, "L4": L4}
         ([options("a", 3, BOTH), options("b", 7, BOTH)], ["H200", "L4"]),
         # a smaller job behind one that waits
         ([options("a", 9, BOTH), options("b", 1, BOTH)], ["H200", "H200"]),
+        # the smallest count of each type
+        ([options("a", {"H200": 9, "L4": 6}, BOTH), options("b", 1, BOTH)], ["L4", "H200"]),
+        ([options("a", {"H200": 3, "L4": 1}, {"H200": H200[:1], "L4": L4[:1]}, "L4")], ["L4"]),
+        ([options("a", {"H200": 4, "L4": 3}, {"H200": H200[:1], "L4": L4[:1]}, "L4")], ["H200"]),
+        # leaves a type on which it has no valid count
+        ([options("a", 1, {"H200": H200}, "L4")], ["H200"]),
         # stays, however the shares are
         (
             [options("a", 1, BOTH, "L4", ["l4-0"]), options("b", 1, BOTH, "L4", ["l4-1"])],
@@ -85,7 +96,7 @@ def test_the_type_of_each_job(jobs: list[TypeOptions], chosen: list[str]) -> Non
 
 
 def test_a_job_without_options_has_no_type() -> None:
-    assert choose_types([TypeOptions("a", 1, {})], H200) == {}
+    assert choose_types([TypeOptions("a", {}, {})], H200) == {}
 
 
 sizes = st.lists(st.integers(0, 4), max_size=4)
@@ -100,7 +111,12 @@ def clusters(draw: st.DrawFn) -> tuple[dict[str, list[Node]], list[TypeOptions]]
         kinds = draw(st.sets(st.sampled_from(sorted(cluster)), min_size=1))
         present = draw(st.none() | st.sampled_from(sorted(kinds)))
         jobs.append(
-            options(f"job-{i}", draw(st.integers(1, 4)), {kind: cluster[kind] for kind in kinds}, present)
+            options(
+                f"job-{i}",
+                {kind: draw(st.integers(1, 4)) for kind in sorted(kinds)},
+                {kind: cluster[kind] for kind in kinds},
+                present,
+            )
         )
     return cluster, jobs
 
@@ -118,13 +134,13 @@ def test_a_job_gets_a_type_where_it_fits_beside_earlier_jobs(
     for each in jobs:
         kind = chosen[each.job]
         assert kind in each.demands
-        able = [name for name in each.demands if room[name] >= each.smallest]
+        able = [name for name in each.demands if room[name] >= each.smallest[name]]
         if each.present is not None and (each.present in able or not able):
             assert kind == each.present
-        elif any(free[name] >= each.smallest for name in each.demands):
-            assert free[kind] >= each.smallest
-        if free[kind] >= each.smallest:
-            free[kind] -= each.smallest
+        elif any(free[name] >= each.smallest[name] for name in each.demands):
+            assert free[kind] >= each.smallest[kind]
+        if free[kind] >= each.smallest[kind]:
+            free[kind] -= each.smallest[kind]
 
 
 @given(clusters())
@@ -136,7 +152,10 @@ def test_the_jobs_of_each_type_are_decided_separately(
     chosen = choose_types(jobs, nodes)
     demands = {each.job: each.demands[chosen[each.job]] for each in jobs}
     states = [
-        replace(job(each.job, measured=[1, 2, 4], remaining=1000.0 * i + 100), min_replicas=each.smallest)
+        replace(
+            job(each.job, measured=[1, 2, 4], remaining=1000.0 * i + 100),
+            min_replicas=each.smallest[chosen[each.job]],
+        )
         for i, each in enumerate(jobs)
     ]
     together = decide(states, NodeCapacity(nodes, demands), NOW)

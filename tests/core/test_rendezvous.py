@@ -1,7 +1,7 @@
 """Rendezvous: a table of cases for each rule, then invariants of a simulated job under random faults."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
@@ -413,16 +413,19 @@ def test_a_failure_counts_also_if_the_others_have_left_the_replica_out_before() 
     assert (active(state), state.failures, state.disruptions) == ((2, [0]), 1, 0)
 
 
-def too_large(state: Registration, limit: int, device: str = "a") -> Registration:
+def too_large(state: Registration, limit: int, accelerator: str = "a") -> Registration:
     """The registration of a replica whose batch did not fit into memory."""
-    return replace(state, local_bsz_limit=limit, device=device)
+    return replace(state, local_bsz_limit=limit, accelerator=accelerator)
 
 
-def on_device(state: Rendezvous, device: str = "a") -> Rendezvous:
-    """Return the state with replicas of this kind of device."""
+def on_type(state: Rendezvous, *accelerators: str) -> Rendezvous:
+    """Return the state with replicas on these types of accelerators, on the type `a` by default."""
     return replace(
         state,
-        replicas={index: replace(each, device=device) for index, each in state.replicas.items()},
+        replicas={
+            index: replace(each, accelerator=accelerators[index] if accelerators else "a")
+            for index, each in state.replicas.items()
+        },
     )
 
 
@@ -436,7 +439,7 @@ def limit_of(state: Rendezvous) -> int | None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_members_continue_with_a_lower_limit_after_a_batch_of_one_did_not_fit(first: int) -> None:
     state = after(
-        on_device(running(1, 2)),
+        on_type(running(1, 2)),
         *(
             registration(index, HOLDING, 1) if index == first else too_large(holding(index, 1), 6)
             for index in (0, 1)
@@ -448,34 +451,59 @@ def test_members_continue_with_a_lower_limit_after_a_batch_of_one_did_not_fit(fi
 
 
 def test_a_trainer_that_ended_because_a_batch_did_not_fit_is_neither_a_failure_nor_a_disruption() -> None:
-    state = after(on_device(running(1, 2)), too_large(registration(1, REENTERING, 1), 3), holding(0, 1, 1))
+    state = after(on_type(running(1, 2)), too_large(registration(1, REENTERING, 1), 3), holding(0, 1, 1))
     assert active(state) == (2, [0])
     assert limit_of(state) == 3
     assert (state.failures, state.disruptions, state.restarts_without_progress) == (0, 0, 0)
 
 
-def test_limits_only_fall_and_hold_for_their_kind_of_device() -> None:
-    state = on_device(running(1, 1))
+def test_limits_only_fall_and_hold_for_their_type_of_accelerator() -> None:
+    state = on_type(running(1, 1))
     for limit, expected in ((6, 6), (7, 6), (4, 4)):
         state = register(state, too_large(registration(0, RUNNING, 1), limit), ELASTIC)
         assert state.local_bsz_limit == expected
     assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
-    assert on_device(state, "other").local_bsz_limit is None
-    # A job that has no replicas at present may get any device.
+    assert on_type(state, "other").local_bsz_limit is None
+    # A job that has no replicas at present may get any type.
     assert replace(state, replicas={}).local_bsz_limit == 4
 
 
+@pytest.mark.parametrize(
+    ("present", "reported", "expected"),
+    [
+        # the limit of the type of the reports, also if its replicas are on another type by now, or gone
+        (["a"], "a", 6),
+        (["b"], "a", 6),
+        (["a"], "b", 4),
+        (["a"], "c", None),
+        ([], "a", 6),
+        # of all types that its replicas have
+        (["a", "b"], "a", 4),
+        (["a", "c"], "c", 6),
+        # the type of the reports is not known
+        (["a"], "", 6),
+        ([], "", 4),
+    ],
+)
+def test_predictions_have_the_limit_of_the_type_that_was_measured(
+    present: Sequence[str], reported: str, expected: int | None
+) -> None:
+    state = running(1, len(present)) if present else Rendezvous()
+    state = replace(on_type(state, *present), local_bsz_limits={"a": 6, "b": 4})
+    assert state.local_bsz_limit_of_report(reported) == expected
+
+
 def test_limits_are_learned_again_with_other_batch_sizes() -> None:
-    state = register(on_device(running(1, 1)), too_large(registration(0, RUNNING, 1), 4), ELASTIC)
+    state = register(on_type(running(1, 1)), too_large(registration(0, RUNNING, 1), 4), ELASTIC)
     assert declare(state, ELASTIC, replace(ELASTIC, max_replicas=4)).local_bsz_limit == 4
     assert declare(state, ELASTIC, replace(ELASTIC, local_bsz_bounds=(1, 16))).local_bsz_limit is None
 
 
 def test_a_count_whose_batches_do_not_fit_waits_for_another_decision() -> None:
     spec = JobSpec(8, 64, (5, 8), max_replicas=8)
-    state = after(on_device(running(1, 1, spec=spec)), too_large(holding(0, 1), 7), spec=spec)
+    state = after(on_type(running(1, 1, spec=spec)), too_large(holding(0, 1), 7), spec=spec)
     assert active(state) is None, "one replica needs 8 = 1 x 8 samples"
-    joiner = replace(registration(1, WAITING), device="a")
+    joiner = replace(registration(1, WAITING), accelerator="a")
     state = after(state, Allocation(3, 2), joiner, spec=spec)
     assert active(state) == (3, [0, 1])
     assert limit_of(state) == 7

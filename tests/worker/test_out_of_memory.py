@@ -192,6 +192,16 @@ def limits(trainer: Trainer) -> list[int]:
     return [message["local_bsz_limit"] for message in trainer.messages if message["type"] == "limited"]
 
 
+@pytest.mark.parametrize(
+    ("environ", "accelerator"), [({"ADASCALE_ACCELERATOR": "NVIDIA-T4"}, "NVIDIA-T4"), ({}, "cpu")]
+)
+def test_the_limits_of_a_trainer_are_for_the_type_of_accelerator_that_the_operator_has_chosen(
+    make_members: Callable[..., Members], environ: dict[str, str], accelerator: str
+) -> None:
+    (trainer,) = make_members(BOUNDS=json.dumps(BOUNDS), **environ).start(1)
+    assert [m["accelerator"] for m in trainer.messages if m["type"] == "ready"] == [accelerator]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "replica"),

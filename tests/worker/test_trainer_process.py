@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
         "channel = socket.socket(fileno=int(os.environ['ADASCALE_AGENT_FD']));"
         "send = lambda **message: channel.sendall(json.dumps(message).encode() + b'\\n');"
         "channel.sendall(b'what?\\n[1]\\n');"
-        "send(type='ready', port=7);"
+        "send(type='ready', port=7, accelerator='NVIDIA-T4');"
         "lines = channel.makefile();"
         "message = json.loads(lines.readline());"
         "send(type='running', generation=message['generation']);"
@@ -108,9 +109,11 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
         "send(type='stepped', generation=3)"
     )
     trainer = TrainerProcess([sys.executable, "-c", script], os.environ, on_change=lambda: None)
-    wait_until(lambda: trainer.status == TrainerStatus(port=7), "the port")
+    ready = TrainerStatus(port=7, accelerator="NVIDIA-T4")
+    wait_until(lambda: trainer.status == ready, "the port")
     trainer.send("assign", generation=3)
-    wait_until(lambda: trainer.status == TrainerStatus(7, ReplicaState.RUNNING, 3), "the generation")
+    running = replace(ready, state=ReplicaState.RUNNING, generation=3)
+    wait_until(lambda: trainer.status == running, "the generation")
     trainer.send("hold", generation=3)
     wait_until(lambda: trainer.exit_code == 0, "the end")
-    assert trainer.status == TrainerStatus(7, ReplicaState.HOLDING, 3, step=12, lost=(1, 2), stepped=3)
+    assert trainer.status == replace(running, state=ReplicaState.HOLDING, step=12, lost=(1, 2), stepped=3)

@@ -34,7 +34,7 @@ class Membership:
         secret: authenticates members if the assignment has no secret.
         peer_timeout: seconds of silence after which a member is lost.
         is_terminated: returns whether the process got a shutdown signal.
-        device: the kind of device that this trainer computes on.
+        accelerator: the type of accelerator that this trainer computes on.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Membership:
         secret: str,
         peer_timeout: float,
         is_terminated: Callable[[], bool],
-        device: str = "",
+        accelerator: str = "",
     ) -> None:
         self._channel = channel
-        self._device = device
+        self._accelerator = accelerator
         self._listener = listener
         self._group = group
         self._secret = secret
@@ -81,7 +81,8 @@ class Membership:
         """
         self._step = step
         self._channel.start(self._on_assignment, self._on_hold)
-        self._channel.send("ready", port=self._listener.getsockname()[1], device=self._device)
+        port = self._listener.getsockname()[1]
+        self._channel.send("ready", port=port, accelerator=self._accelerator)
 
     # -- messages of the agent ----------------------------------------------------------------------------
 

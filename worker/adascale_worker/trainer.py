@@ -457,7 +457,7 @@ class ElasticTrainer:
             environment.read_secret(environ),
             group.peer_timeout,
             lambda: self._shutdown_signal.received is not None,
-            kind_of(self.device),
+            _accelerator_type(self.device),
         )
 
     def _adopt_settings(self, environ: Mapping[str, str | None]) -> None:
@@ -679,10 +679,15 @@ def _components(
             group,
             _make_reporter,
             clock_of(device),
-            environment.read_accelerator(os.environ) or kind_of(device),
+            _accelerator_type(device),
         ),
         checkpointing=Checkpointing(settings.checkpoint_dir, settings.checkpoint_interval, group),
     )
+
+
+def _accelerator_type(device: torch.device) -> str:
+    """Return the name under which measurements and limits of memory are stored, and used in decisions."""
+    return environment.read_accelerator(os.environ) or kind_of(device)
 
 
 def _make_reporter() -> Reporter | None:

@@ -101,7 +101,7 @@ def _gain_view(transaction: Transaction, job_id: str) -> GainView:
     report = reports.latest_report(transaction, job)
     if report is None:
         raise ReportNotFoundError(job_id)
-    predictions, limit = None, job.rendezvous.local_bsz_limit
+    predictions, limit = None, job.rendezvous.local_bsz_limit_of_report(report.accelerator)
     if job.spec is not None:
         spec = job.spec.with_limit(limit)
         predictions = _predictions(spec, report, reports.step_times(transaction, job))

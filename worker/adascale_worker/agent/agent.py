@@ -181,7 +181,7 @@ class Agent:
             node=self._node,
             key=self._heartbeat.key or self._key,
             stall=status.stall if status else "",
-            device=status.device if status else "",
+            accelerator=status.accelerator if status else "",
             local_bsz_limit=status.local_bsz_limit if status else None,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_core.messages import ReplicaState
-from adascale_core.names import MAX_DEVICE_LENGTH, MAX_STALL_LENGTH
+from adascale_core.names import MAX_ACCELERATOR_LENGTH, MAX_STALL_LENGTH
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TrainerStatus:
         finished: whether training is finished, and the program ends by itself.
         terminated: whether it has got SIGTERM.
         stall: while no step ends: where it is, or that it waits for the others. Empty while steps end.
-        device: the kind of device that it computes on; empty if unknown.
+        accelerator: the type of accelerator that it computes on; empty if unknown.
         local_bsz_limit: the largest local batch size that it can still try, because a larger one did not fit
             into memory; None if none has failed in its generation.
     """
@@ -40,14 +40,15 @@ class TrainerStatus:
     finished: bool = False
     terminated: bool = False
     stall: str = ""
-    device: str = ""
+    accelerator: str = ""
     local_bsz_limit: int | None = None
 
     def after(self, message: Mapping[str, Any]) -> TrainerStatus:
         """Return the status after a message. Messages of unknown types are ignored."""
         match message:
             case {"type": "ready", "port": int(port)}:
-                return replace(self, port=port, device=str(message.get("device", ""))[:MAX_DEVICE_LENGTH])
+                accelerator = str(message.get("accelerator", ""))[:MAX_ACCELERATOR_LENGTH]
+                return replace(self, port=port, accelerator=accelerator)
             case {"type": "running", "generation": int(generation)}:
                 return replace(
                     self,

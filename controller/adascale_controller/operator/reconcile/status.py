@@ -115,7 +115,9 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         status["completionTime"] = current.get("completionTime") or timestamp(observed.now)
     limit = current.get("localBatchLimit")
     if observed.service is not None:
-        limit = observed.service.local_bsz_limit
+        indexed_job = observed.own_indexed_job
+        required = indexed_job.accelerator if indexed_job is not None else None
+        limit = observed.service.local_bsz_limit_on(required)
     if limit is not None:
         status["localBatchLimit"] = limit
     accelerator = current.get("accelerator")

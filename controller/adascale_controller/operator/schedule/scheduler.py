@@ -25,7 +25,7 @@ from adascale_controller.operator.schedule.standing_decisions import StandingDec
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.accelerators import Accelerator, TypeOptions, choose_types
-from adascale_core.batch import valid_replicas
+from adascale_core.batch import BatchBounds, valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
@@ -64,7 +64,8 @@ class _Candidate:
     Args:
         observed: the job.
         demand: what it requests of the nodes, of any type of accelerator.
-        state: its state, on the type on which it was measured last.
+        state: its state, on the type on which it was measured last, with the limit of the local batch size of
+            its replicas.
         types: the types of accelerators that it may run on.
         states: type -> its state.
         template: what other jobs of its template had reported when the state was computed.
@@ -87,13 +88,26 @@ class _Candidate:
         """Return its state on a type of accelerator. None if it is not tied to a type."""
         return self.state if accelerator is None else self.states[accelerator]
 
+    def decided_state(self, decision: Decision | None) -> JobState:
+        """Return its state on the type of a decision, if it may run on that now."""
+        return self.state_on(self.decided_type(decision))
+
+    def decided_type(self, decision: Decision | None) -> str | None:
+        """Return the type of a decision. None if it has none, or none on which the job may run now."""
+        accelerator = decision.accelerator if decision is not None else None
+        name = accelerator.type if accelerator is not None else None
+        return name if name in self.types.by_type else None
+
     @cached_property
     def options(self) -> TypeOptions:
-        """Return the types from which to choose; none without a valid count."""
-        state = self.state
-        counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
-        demands = {name: each.demand for name, each in self.types.by_type.items()} if counts else {}
-        return TypeOptions(state.id, counts[0] if counts else 0, demands, self.types.present)
+        """Return the types from which to choose: those on which a count is valid."""
+        smallest = {}
+        for name, state in self.states.items():
+            counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
+            if counts:
+                smallest[name] = counts[0]
+        demands = {name: self.types.by_type[name].demand for name in smallest}
+        return TypeOptions(self.state.id, smallest, demands, self.types.present)
 
 
 class _Resources:
@@ -255,7 +269,7 @@ class Scheduler:
         kept = decision or Decision(before.state.replicas, "")
         decided_type = kept.accelerator.type if kept.accelerator is not None else None
         if (
-            not still_applies(candidate.state, before.state, kept)
+            not still_applies(candidate.decided_state(kept), before.decided_state(kept), kept)
             or not _same_demand(candidate, before)
             or candidate.types.present not in (before.types.present, decided_type)
         ):
@@ -370,18 +384,23 @@ class Scheduler:
         Returns:
             the jobs that get another replica count, or have a decision again.
         """
-        decided_on = {job_id: each.state for job_id, each in result.input.candidates.items()}
-        present = {job_id: each.state for job_id, each in self._candidates.items()}
+        decisions, known = result.decisions, result.input.candidates
+        decided_on = {job_id: known[job_id].decided_state(each) for job_id, each in decisions.items()}
+        present = {
+            job_id: self._candidates[job_id].decided_state(each)
+            for job_id, each in decisions.items()
+            if job_id in self._candidates
+        }
         stale = {
             job_id
-            for job_id, decision in result.decisions.items()
+            for job_id, decision in decisions.items()
             if job_id in present and not still_applies(present[job_id], decided_on[job_id], decision)
         }
         changed, outdated = self._standing.adopt(
-            result.decisions, decided_on, present, may_grow=self._still_fits(result, stale)
+            decisions, decided_on, present, may_grow=self._still_fits(result, stale)
         )
         without_decision = self._without_decision()
-        for job_id, each in result.input.candidates.items():
+        for job_id, each in known.items():
             if job_id in self._candidates and job_id not in outdated:
                 self._present_types[job_id] = each.types.present
         still_without = self._without_decision()
@@ -432,8 +451,8 @@ class Scheduler:
         candidate = self._candidates.get(job_id)
         if candidate is None:
             return None
-        decision = self._standing.decision(candidate.state)
         last = self._standing.get(job_id)
+        decision = self._standing.decision(candidate.decided_state(last))
         if decision is None:
             return None
         if decision is not last and candidate.limit_reason is not None:
@@ -441,8 +460,8 @@ class Scheduler:
         if self._is_about_another_type(candidate):
             replicas = candidate.state.replicas
             return Decision(replicas, "unchanged") if replicas else None
-        decided_type = decision.accelerator.type if decision.accelerator is not None else None
-        if decided_type is not None and decided_type in candidate.types.by_type:
+        decided_type = candidate.decided_type(decision)
+        if decided_type is not None:
             # The type is what was decided. Whether its pods have to require it depends on where they are now.
             decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
         return decision
@@ -482,9 +501,7 @@ class Scheduler:
         demands, counts = {}, {}
         for job_id, candidate in self._candidates.items():
             decision = result.decisions.get(job_id) if job_id not in stale else None
-            accelerator = decision.accelerator if decision is not None else None
-            name = accelerator.type if accelerator is not None else None
-            demands[job_id] = candidate.demand_on(name if name in candidate.types.by_type else None)
+            demands[job_id] = candidate.demand_on(candidate.decided_type(decision))
             if decision is not None:
                 replicas = decision.replicas
             else:
@@ -544,7 +561,14 @@ class Scheduler:
             demands = {job.id: present}
             return self._resources.capacity(self._candidates, demands, self._result).max_replicas(job.id)
 
-        _update_backoff(memory.backoff, observed, most)
+        on_types = {
+            name: memory.measurements.job_state(job, view, target, name)
+            if each.accelerator.required
+            else state
+            for name, each in types.by_type.items()
+        }
+        bounds = (state if types.present is None else on_types[types.present]).bounds
+        _update_backoff(memory.backoff, observed, bounds, most)
         _update_failing_counts(memory.failing_counts, observed, view)
         failing = memory.failing_counts.given_up
         limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
@@ -563,19 +587,17 @@ class Scheduler:
             stable_since=state.stable_since if is_stable else None,
             limit=limit,
         )
-        states = {}
-        for name, typed in types.by_type.items():
-            measured_on = name if typed.accelerator.required else None
-            on_type = state
-            if measured_on is not None:
-                on_type = memory.measurements.job_state(job, view, target, measured_on)
-            states[name] = replace(
+        states = {
+            name: replace(
                 state,
                 accelerator=name,
+                bounds=on_type.bounds,
                 largest=on_type.largest,
                 step_times=on_type.step_times,
                 template_step_times=on_type.template_step_times,
             )
+            for name, on_type in on_types.items()
+        }
         reported = memory.measurements.template.reported
         return _Candidate(observed, demand, state, types, states, reported, limit_reason)
 
@@ -611,7 +633,9 @@ def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: J
             counts.fail(end.termination.generation, view, failure, at_once=single)
 
 
-def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: Callable[[], int]) -> None:
+def _update_backoff(
+    backoff: PlacementBackoff, observed: ObservedJob, bounds: BatchBounds, capacity: Callable[[], int]
+) -> None:
     current = observed.current_allocation
     if current is None or current.replicas == 0:
         return
@@ -621,8 +645,6 @@ def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: 
     while placed in live and live[placed].is_placed and placed not in refusals:
         placed += 1
     spec = observed.resource.valid_job.spec
-    if observed.service is not None:
-        spec = spec.with_limit(observed.service.local_bsz_limit)
     backoff.update(
         generation=current.generation,
         count=current.replicas,
@@ -630,7 +652,7 @@ def _update_backoff(backoff: PlacementBackoff, observed: ObservedJob, capacity: 
         problem=(problem.reason, problem.message) if problem is not None else None,
         placed=placed,
         valid=lambda: [
-            count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas
+            count for count in valid_replicas(bounds, spec.max_replicas) if count >= spec.min_replicas
         ],
         capacity=capacity,
         now=observed.now,
