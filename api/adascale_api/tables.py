@@ -4,8 +4,9 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 12
-"""Raised with every change of a table, so that a service refuses a database of another version."""
+SCHEMA_VERSION = 13
+"""Raised with every change of a table, or of a document in it, so that a service refuses a database of another
+version."""
 
 SCHEMA = "adascale_schema"
 """The table with the schema's version."""
