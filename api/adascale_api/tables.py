@@ -5,8 +5,7 @@ with the same id.
 """
 
 SCHEMA_VERSION = 13
-"""Raised with every change of a table, or of a document in it, so that a service refuses a database of another
-version."""
+"""Raised with every change of a table, or of a document in one: a service refuses other versions."""
 
 SCHEMA = "adascale_schema"
 """The table with the schema's version."""

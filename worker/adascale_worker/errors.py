@@ -52,7 +52,7 @@ class UnusableCheckpointError(CheckpointError):
 
 
 def error_named(name: str, message: str) -> WorkerError:
-    """Return the error that another replica has raised while it restored a checkpoint, by its class's name."""
+    """Return the error that another replica has raised while it restored a checkpoint, by its name."""
     kinds = CheckpointError, StorageUnavailableError, UnusableCheckpointError
     return next((kind for kind in kinds if kind.__name__ == name), WorkerError)(message)
 

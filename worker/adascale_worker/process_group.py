@@ -280,7 +280,7 @@ class ReplicaGroup:
     # -- communication ------------------------------------------------------------------------------------
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on all ranks. It consists of what JSON has: no peer can make it run code."""
+        """Return rank 0's `value` on all ranks. It consists of what JSON has, so that it can't run code."""
         if self.replicas == 1:
             return value
         document = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)

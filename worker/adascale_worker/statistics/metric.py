@@ -244,7 +244,7 @@ class _GroupDivisor:
         return value + added, factor
 
     def _scratch(self, piece: Tensor, start: int, limit: int) -> Tensor | None:
-        """Return memory for the divisor of a piece on the CPU, where new memory costs as much as the division.
+        """Return memory for the divisor of a piece on the CPU, where new memory costs as much as to divide.
 
         Args:
             piece: of a gradient.
