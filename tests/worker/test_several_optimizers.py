@@ -281,7 +281,9 @@ def test_each_optimizer_has_the_gain_that_adascale_measures_by_itself(
                 expected = adascale.estimate
                 assert (estimate is None) == (expected is None)
                 if estimate is not None and expected is not None:
-                    assert estimate.grad_sqr == pytest.approx(expected.grad_sqr)
+                    # A difference of norms that are about as large as the variance, in float32.
+                    rounding = 1e-6 * expected.grad_var
+                    assert estimate.grad_sqr == pytest.approx(expected.grad_sqr, abs=rounding)
                     assert estimate.grad_var == pytest.approx(expected.grad_var)
     assert trainer.steps == 4
     assert parts["generator"].grad_var > 0
