@@ -21,7 +21,7 @@ from adascale_worker.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError
 from adascale_worker.torch_private import tcp_store
 
-rank, port, failures = map(int, sys.argv[1:])
+rank, port, failures = map(int, sys.argv[1:4])
 members = tuple(Member(replica, "", "127.0.0.1", 0, None) for replica in range(2))
 assignment = RankAssignment(rank, 2, rank, None, None)
 group = process_group.ReplicaGroup(assignment, torch.device("cpu"), is_elastic=True)
@@ -35,7 +35,7 @@ def form(generation, port, timeout):
         port = listener.getsockname()[1]
         wait = process_group.FORMATION_TIMEOUT
         store = tcp_store("127.0.0.1", port, 1, is_master=True, timeout=wait, listen_fd=listener.detach())
-    group.form(Assignment(generation, rank, members, "", {}), store, port)
+    group.form(Assignment(generation, rank, members, "", {}), store, port, sys.argv[4])
 
 
 for generation in range(1, failures + 1):
@@ -51,16 +51,34 @@ group.destroy_before_finalization()
 """
 
 
+def start_two(*arguments: tuple[str, str]) -> list[subprocess.Popen[str]]:
+    """Start a process for each rank, with its number of failures and its secret."""
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), port, *each],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, each in enumerate(arguments)
+    ]
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_know_the_secret_gets_nothing() -> None:
+    processes = start_two(("0", "secret"), ("0", "guessed"))
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=100)
+        assert f"rank {1 - rank} of generation 3 does not know the secret" in errors
+        assert errors.splitlines()[-1].endswith("PeersLostError")
+        assert "3.0" not in output
+
+
 @pytest.mark.slow
 def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed() -> None:
     """They exchange numbers and values of JSON."""
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, rank, port, failures], stdout=subprocess.PIPE, text=True
-        )
-        for rank, failures in (("0", "2"), ("1", "0"))
-    ]
+    processes = start_two(("2", "secret"), ("0", "secret"))
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     # Gloo writes lines of its own with some versions of torch.
     expected = ["3.0", "['é', None, {'rank': 0}]", "[None, 'a reason']"]

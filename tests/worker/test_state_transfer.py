@@ -95,7 +95,7 @@ def transfer_states(rank: int, folder: Path) -> None:
     while not address.exists():
         time.sleep(0.01)
     members = tuple(Member(replica, "", "127.0.0.1", 0, None) for replica in range(REPLICAS))
-    group.form(Assignment(1, rank, members, "", {}), store, int(address.read_text()))
+    group.form(Assignment(1, rank, members, "", {}), store, int(address.read_text()), "secret")
     assert group.transfer_device == host
     receivers = [each for each in range(REPLICAS) if each not in SOURCES]
     route = routes(SOURCES, receivers, [""] * REPLICAS)[rank]

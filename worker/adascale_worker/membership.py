@@ -119,10 +119,13 @@ class Membership:
             self._next_links = MembershipLinks(
                 assignment,
                 self._listener,
-                assignment.secret or self._secret,
+                self._secret_of(assignment),
                 self._peer_timeout,
                 self._on_links_change,
             )
+
+    def _secret_of(self, assignment: Assignment) -> str:
+        return assignment.secret or self._secret
 
     def _on_hold(self, generation: int) -> None:
         if generation < max(self._tried, self._channel.newest_generation):
@@ -232,6 +235,7 @@ class Membership:
         # Nobody trains in a generation that was not formed, and its links take the connections of others.
         self._close_earlier_links(lambda links: links.formation is None)
         self._tried = assignment.generation
+        secret = self._secret_of(assignment)
         links: MembershipLinks | None = None
         if len(assignment.members) > 1:
             links = self._next_links
@@ -243,7 +247,7 @@ class Membership:
         if links is None:
             self._close_earlier_links()
             release_group()
-            self._group.form(assignment, None, 0)
+            self._group.form(assignment, None, 0, secret)
             return Formation(0, (state,))
         links.arrive(state)
         store, formation = None, None
@@ -257,7 +261,7 @@ class Membership:
         # All members have left the previous generation, so nothing is lost on its connections.
         self._close_earlier_links()
         release_group()
-        self._group.form(assignment, store, formation.store_port)
+        self._group.form(assignment, store, formation.store_port, secret)
         if links.broken:
             raise PeersLostError
         return formation

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import sys
 import threading
 import time
@@ -121,16 +123,20 @@ class ReplicaGroup:
             )
         return store, port
 
-    def form(self, assignment: Assignment, store: TCPStore | None, store_port: int) -> None:
+    def form(self, assignment: Assignment, store: TCPStore | None, store_port: int, secret: str) -> None:
         """Form the group of a generation in which this process is a member. The old group was left before.
+
+        torch's store and gloo accept every connection. So each process proves in the group, before anything
+        else is exchanged, that it knows the secret.
 
         Args:
             assignment: the members.
             store: on rank 0, the store.
             store_port: the port of the store at the address of rank 0.
+            secret: of the job.
 
         Raises:
-            PeersLostError: a member was lost meanwhile.
+            PeersLostError: a member was lost meanwhile, or a process does not know the secret.
         """
         self.rank, self.replicas = assignment.rank, len(assignment.members)
         self.generation = assignment.generation
@@ -158,10 +164,8 @@ class ReplicaGroup:
                 self._initialize(store, FORMATION_TIMEOUT)
                 created = gloo_sockets.open_sockets() - before
                 own_port = [*gloo_sockets.listening_ports(created), 0][0]
-                ports = torch.zeros(self.replicas, dtype=torch.int64)
-                ports[self.rank] = own_port
-                dist.all_reduce(ports)
-                self._sockets = gloo_sockets.connected_to(created, [port for port in ports.tolist() if port])
+                greetings = self._authenticate([own_port, *_random_numbers()], secret)
+                self._sockets = gloo_sockets.connected_to(created, [port for port, *_ in greetings if port])
                 if self.peer_timeout is not None:
                     gloo_sockets.keep_alive(self._sockets, self.peer_timeout)
                 set_collective_timeout(MEMBER_TIMEOUT)
@@ -170,6 +174,39 @@ class ReplicaGroup:
                 self._sockets_before = None
         if self._failed:
             raise PeersLostError
+
+    def _authenticate(self, greeting: Sequence[int], secret: str) -> list[list[int]]:
+        """Return the greetings of all ranks, of which each has proven that it knows the secret.
+
+        Args:
+            greeting: numbers, some of which are random, so that no other proof is valid for them.
+            secret: of the job.
+        """
+        greetings = self._exchange(greeting)
+        proofs = self._exchange(self._proof(self.rank, greetings, secret))
+        for rank, proof in enumerate(proofs):
+            expected = self._proof(rank, greetings, secret)
+            if not hmac.compare_digest(repr(proof), repr(expected)):
+                print(
+                    f"adascale: rank {rank} of generation {self.generation} does not know the secret of the "
+                    "job, so it gets nothing: a process outside the job has connected to its replicas",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                raise PeersLostError
+        return greetings
+
+    def _proof(self, rank: int, greetings: Sequence[Sequence[int]], secret: str) -> list[int]:
+        text = f"group|{self.generation}|{rank}|{greetings}"
+        digest = hmac.digest(secret.encode(), text.encode(), "sha256")
+        return torch.frombuffer(bytearray(digest), dtype=torch.int64).tolist()
+
+    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all ranks, which are exchanged in the memory of the host."""
+        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64)
+        table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(table)
+        return [[int(number) for number in row] for row in table.tolist()]
 
     def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
         backend = backend_of(self._device, share_a_gpu=self._share_a_gpu)
@@ -498,6 +535,10 @@ def is_lost_peer(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _random_numbers() -> list[int]:
+    return [secrets.randbits(63) for _ in range(4)]
 
 
 def _to_bytes(value: Any) -> torch.Tensor:
