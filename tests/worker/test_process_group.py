@@ -9,6 +9,15 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adascale_worker.errors import (
+    CheckpointError,
+    ReplicationError,
+    StorageUnavailableError,
+    UnusableCheckpointError,
+    WorkerError,
+    error_of_kind,
+    kind_of_error,
+)
 from adascale_worker.process_group import backend_of, has_equal_values
 from support.launch import free_port
 
@@ -110,3 +119,17 @@ def test_all_ranks_learn_whether_two_have_the_same_gpu(gpus: str, expected: bool
 
     with ThreadPoolExecutor(len(gpus)) as ranks:
         assert list(ranks.map(answer, range(len(gpus)))) == [expected] * len(gpus)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UnusableCheckpointError("damaged"), UnusableCheckpointError),
+        (StorageUnavailableError("away"), StorageUnavailableError),
+        (CheckpointError("full"), CheckpointError),
+        (ReplicationError("other"), WorkerError),
+    ],
+)
+def test_another_replica_ends_with_the_error_of_rank_0(error: WorkerError, kind: type[WorkerError]) -> None:
+    found = error_of_kind(kind_of_error(error), str(error))
+    assert (type(found), str(found)) == (kind, str(error))

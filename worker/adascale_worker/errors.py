@@ -51,10 +51,21 @@ class UnusableCheckpointError(CheckpointError):
     exit_code = EXIT_INVALID_PROGRAM
 
 
-def error_named(name: str, message: str) -> WorkerError:
-    """Return the error that another replica has raised while it restored a checkpoint, by its name."""
-    kinds = CheckpointError, StorageUnavailableError, UnusableCheckpointError
-    return next((kind for kind in kinds if kind.__name__ == name), WorkerError)(message)
+_SHARED_KINDS: tuple[type[WorkerError], ...] = (
+    UnusableCheckpointError,
+    StorageUnavailableError,
+    CheckpointError,
+)
+
+
+def kind_of_error(error: AdaScaleError) -> str:
+    """Return the name of the kind of an error, for `error_of_kind` in another replica."""
+    return next((kind.__name__ for kind in _SHARED_KINDS if isinstance(error, kind)), WorkerError.__name__)
+
+
+def error_of_kind(name: str, message: str) -> WorkerError:
+    """Return the error of another replica, so that this one ends with the same message and exit code."""
+    return next((kind for kind in _SHARED_KINDS if kind.__name__ == name), WorkerError)(message)
 
 
 def exit_code(error: AdaScaleError) -> int:

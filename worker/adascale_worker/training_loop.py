@@ -30,7 +30,13 @@ from adascale_worker.agent_channel import Assignment
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
-from adascale_worker.errors import CheckpointError, ReplicationError, WorkerError, error_named
+from adascale_worker.errors import (
+    CheckpointError,
+    ReplicationError,
+    WorkerError,
+    error_of_kind,
+    kind_of_error,
+)
 from adascale_worker.evaluation import Exchange
 from adascale_worker.loop_checks import (
     BatchChecks,
@@ -197,10 +203,10 @@ class TrainingLoop:
                 if state is not None:
                     self._state.load_state_dict(state)
             except AdaScaleError as error:
-                failure = type(error).__name__, str(error)
+                failure = kind_of_error(error), str(error)
         is_restored, failure = group.broadcast((state is not None, failure))
         if failure is not None:
-            raise error_named(*failure)
+            raise error_of_kind(*failure)
         # `DistributedDataParallel` copies the initial parameters of rank 0 itself, except under an agent.
         if group.replicas > 1 and (is_restored or group.is_elastic or self._model.ddp is None):
             self._transfer([0])

@@ -279,6 +279,8 @@ def _is_small(value: Tensor) -> bool:
 def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of scalars on any devices: shape (), on `device`."""
     dtype = accumulation_dtype(device)
+    if not terms:
+        return torch.zeros((), dtype=dtype, device=device)
     return torch.stack([term.to(device, dtype) for term in terms]).sum()
 
 
