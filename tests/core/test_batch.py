@@ -353,6 +353,7 @@ def test_the_plan_with_the_highest_goodput_is_used(
 
 
 @given(all_bounds(), replica_counts, estimates, st.floats(0, 10), st.floats(1e-3, 10))
+@example(BatchBounds(1, 14, local_bsz_limit=1), 2, GradientEstimate(0.0, 1.0), 0.0, 7.5)
 def test_no_other_plan_has_a_higher_goodput(
     bounds: BatchBounds, replicas: int, estimate: GradientEstimate, fixed: float, per_sample: float
 ) -> None:
@@ -363,7 +364,8 @@ def test_no_other_plan_has_a_higher_goodput(
     if plans and len(plans) <= 64:
         chosen = plan_batch(bounds, replicas, estimate=estimate, throughput=throughput)
         best = max(throughput(plan) * estimate.gain(plan.scale(bounds)) for plan in plans)
-        assert throughput(chosen) * estimate.gain(chosen.scale(bounds)) == best
+        # The chosen plan can have more micro-batches than these, and a goodput that differs by its rounding.
+        assert throughput(chosen) * estimate.gain(chosen.scale(bounds)) >= best * (1 - 1e-12)
 
 
 @given(all_bounds(), replica_counts, estimates, st.floats(0, 1))
