@@ -11,6 +11,10 @@ from chaos.run import Outcome, read_journals, read_results
 from chaos.schedule import Schedule
 
 
+_DAMAGE = re.compile(r"adascale: .*checkpoint-\d+.* is (missing|damaged)")
+"""A message about a checkpoint that a run has damaged itself."""
+
+
 def problems(
     schedule: Schedule, outcome: Outcome, folder: Path, expected: dict[str, Any] | None
 ) -> list[str]:
@@ -33,6 +37,7 @@ def problems(
         text = log.read_text(errors="replace")
         if "Traceback" in text:
             found.append(f"{log.name} has a traceback: {text[text.index('Traceback') :][-300:].strip()}")
+        found += [f"{log.name}: {line}" for line in text.splitlines() if _DAMAGE.search(line)]
     for steps in read_journals(folder):
         for earlier, later in pairwise(steps):
             if later["generation"] < earlier["generation"]:

@@ -1,10 +1,15 @@
 """Checkpoints in a storage: a checkpoint is either complete or does not exist.
 
 A checkpoint consists of two files, which never change: the state, and the manifest with the SHA-256 of each
-part of the state. The manifest is written last; a state without a manifest is ignored. Every writer gives its
-state another name, and a manifest is created only if no manifest has its number. So of two writers one
-succeeds, and the other learns of it. The last two states are kept, so that the previous one is available if
-the newest is damaged.
+part of the state. The manifest is written last; a state without a manifest is ignored. The last two states
+are kept, so that the previous one is available if the newest is damaged.
+
+Several replicas may save at the same time: members that a loss has separated, or a replica that was replaced
+while it was disconnected. Every writer gives its state another name, and a manifest is created only if no
+manifest has its number, so a writer learns of the others. No writer deletes a state that another may still
+commit: a state has the number that was free when its writer began, its manifest has this number or the next
+one, and other states than the last two are deleted only when the newest number is higher by 2. A writer that
+is overtaken by more writes its state again.
 """
 
 from __future__ import annotations
@@ -47,6 +52,10 @@ KEPT_STATES = 2
 CHUNK_BYTES = 16 * 2**20
 """Length of the parts of a state, each of which has a SHA-256 in the manifest."""
 _PARALLEL_READS = 4
+_NUMBERS_OF_A_STATE = 2
+"""How many numbers the manifest of a new state can have: that of the state, and the next one."""
+_MAX_ATTEMPTS = 20
+"""How many times a state is written if others have saved meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class CheckpointStore:
         info: CheckpointInfo,
         result: dict[str, float | str] | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        *,
+        only_if_latest: bool = False,
     ) -> Manifest:
         """Save a checkpoint with the next number, and delete older ones, except the last two states.
 
@@ -90,9 +101,11 @@ class CheckpointStore:
             info: description of the state.
             result: result of training, as the program has reported it.
             is_cancelled: whether to give up; called before each part is written.
+            only_if_latest: whether a checkpoint of a later step which another member of this generation has
+                saved is as good.
 
         Returns:
-            The manifest of the checkpoint.
+            The manifest of the checkpoint, or of that other one.
 
         Raises:
             CheckpointError: the checkpoint cannot be written, or a later generation or a later job of the
@@ -100,34 +113,14 @@ class CheckpointStore:
             WriteCancelledError: `is_cancelled` returned True.
         """
         try:
-            numbers = self.numbers()
-            if numbers:
-                self._require_not_superseded(numbers[-1], info)
-            number = numbers[-1] + 1 if numbers else 1
-            state_name = state_file_name(number, secrets.token_hex(4))
-            layout = snapshot.layout
-            digests: list[str] = []
-
-            def parts() -> Iterator[Part]:
-                yield from _digested(layout.header, digests)
-                for part in snapshot.parts(self._chunk_bytes):
-                    if is_cancelled():
-                        raise WriteCancelledError
-                    yield from _digested(part, digests)
-
-            size = len(layout.header) + layout.data_bytes
-            self.storage.write(state_name, parts(), size=size)
-            manifest = Manifest(
-                number=number,
-                state=state_name,
-                bytes=size,
-                header_bytes=len(layout.header),
-                chunk_bytes=self._chunk_bytes,
-                sha256=digests,
-                **asdict(info),
-                result=dict(result or {}),
-            )
-            manifest = self._commit(manifest, info)
+            for _ in range(_MAX_ATTEMPTS):
+                try:
+                    manifest = self._save_once(snapshot, info, result, is_cancelled, only_if_latest)
+                    break
+                except NameTakenError:
+                    continue
+            else:
+                raise StorageError(f"other processes have saved here during each of {_MAX_ATTEMPTS} attempts")
         except StorageError as error:
             raise StorageUnavailableError(
                 f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
@@ -135,6 +128,56 @@ class CheckpointStore:
             ) from error
         self._prune()
         return manifest
+
+    def _save_once(
+        self,
+        snapshot: Snapshot,
+        info: CheckpointInfo,
+        result: dict[str, float | str] | None,
+        is_cancelled: Callable[[], bool],
+        only_if_latest: bool,
+    ) -> Manifest:
+        """Save a checkpoint.
+
+        Raises:
+            NameTakenError: others have saved so many meanwhile that this state may be deleted.
+        """
+        newest = max(self.numbers(), default=0)
+        last = self._require_not_superseded(newest, info)
+        if only_if_latest and last is not None and _is_later(last, info):
+            return last
+        number = newest + 1
+        state_name = state_file_name(number, secrets.token_hex(4))
+        layout = snapshot.layout
+        digests: list[str] = []
+
+        def parts() -> Iterator[Part]:
+            yield from _digested(layout.header, digests)
+            for part in snapshot.parts(self._chunk_bytes):
+                if is_cancelled():
+                    raise WriteCancelledError
+                yield from _digested(part, digests)
+
+        size = len(layout.header) + layout.data_bytes
+        self.storage.write(state_name, parts(), size=size)
+        manifest = Manifest(
+            number=number,
+            state=state_name,
+            bytes=size,
+            header_bytes=len(layout.header),
+            chunk_bytes=self._chunk_bytes,
+            sha256=digests,
+            **asdict(info),
+            result=dict(result or {}),
+        )
+        try:
+            committed = self._commit(manifest, info, only_if_latest=only_if_latest)
+        except (NameTakenError, _SupersededError):
+            self.storage.delete(state_name)
+            raise
+        if committed.state != state_name:
+            self.storage.delete(state_name)
+        return committed
 
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
         """Save a new manifest of a saved state, with `result` added, and return it.
@@ -146,6 +189,10 @@ class CheckpointStore:
         info = CheckpointInfo(**{name: getattr(manifest, name) for name in CheckpointInfo.__annotations__})
         try:
             annotated = self._commit(annotated, info)
+        except NameTakenError as error:
+            raise CheckpointError(
+                f"the result cannot be saved in {self.storage}: another process has saved later checkpoints"
+            ) from error
         except StorageError as error:
             raise StorageUnavailableError(f"the result cannot be saved in {self.storage}: {error}") from error
         self._prune()
@@ -308,49 +355,70 @@ class CheckpointStore:
 
     # -- writing ----------------------------------------------------------------------------------------
 
-    def _commit(self, manifest: Manifest, info: CheckpointInfo) -> Manifest:
-        """Create the manifest; with a higher number, if another process has used its number.
+    def _commit(self, manifest: Manifest, info: CheckpointInfo, *, only_if_latest: bool = False) -> Manifest:
+        """Create the manifest; with the next number, if another process has used its number.
+
+        Returns:
+            The manifest, or that of a later step (see `save`).
 
         Raises:
             CheckpointError: that process has replaced this one.
+            NameTakenError: others have used more numbers, so the state may be deleted.
             StorageError: the manifest cannot be written.
         """
+        number, highest = manifest.number, manifest.number + _NUMBERS_OF_A_STATE - 1
         while True:
-            text = (json.dumps(manifest.to_json(), indent=1) + "\n").encode()
+            numbered = replace(manifest, number=number)
+            text = (json.dumps(numbered.to_json(), indent=1) + "\n").encode()
             try:
-                self.storage.create(manifest_file_name(manifest.number), text)
+                self.storage.create(manifest_file_name(number), text)
             except NameTakenError:
-                newest = max(self.numbers(), default=manifest.number)
-                self._require_not_superseded(newest, info)
-                manifest = replace(manifest, number=newest + 1)
-            else:
-                return manifest
+                newest = max(self.numbers(), default=number)
+                last = self._require_not_superseded(newest, info)
+                if only_if_latest and last is not None and _is_later(last, info):
+                    return last
+                number = max(newest, number) + 1
+                if number > highest:
+                    raise
+                continue
+            # The number is free again after others have deleted their checkpoint of this number.
+            if max(self.numbers(), default=number) > highest:
+                self.storage.delete(manifest_file_name(number))
+                raise NameTakenError("others have saved later checkpoints")
+            return numbered
 
-    def _require_not_superseded(self, newest: int, info: CheckpointInfo) -> None:
-        """Check that no successor of this trainer, which may have been disconnected, has saved."""
+    def _require_not_superseded(self, newest: int, info: CheckpointInfo) -> Manifest | None:
+        """Check that no successor of this trainer, which may have been disconnected, has saved.
+
+        Returns:
+            The newest manifest. None if it is damaged, or if there is none.
+        """
+        if newest == 0:
+            return None
         try:
             last = self._read_manifest(newest)
         except _DamagedError:
-            return
+            return None
         if info.generation == 0:
             # Without an agent, no other trainer can have replaced this one.
-            return
+            return last
         if last.incarnation > info.incarnation:
-            raise CheckpointError(
+            raise _SupersededError(
                 f"a later job of this name, created {last.incarnation - info.incarnation} s after this one, "
                 f"has saved in {self.storage}: this job was deleted while its replica was disconnected"
             )
         if last.incarnation == info.incarnation and last.generation > info.generation:
-            raise CheckpointError(
+            raise _SupersededError(
                 f"generation {last.generation} has saved in {self.storage}, but this is generation "
                 f"{info.generation}: this replica was replaced while it was disconnected"
             )
+        return last
 
     def _prune(self) -> None:
         """Delete files that are not needed, manifests first, so that no checkpoint exists in part.
 
-        Files with a higher number than the newest checkpoint may belong to a writer at work. A storage that
-        fails now is reported by the next save.
+        States without a manifest, and drafts, may belong to a writer at work: see the top of this file. A
+        storage that fails now is reported by the next save.
         """
         try:
             names = self.storage.names()
@@ -366,16 +434,14 @@ class CheckpointStore:
                     return
                 if state not in kept_states and len(kept_states) == KEPT_STATES:
                     break
-                if state not in kept_states:
+                if state in names and state not in kept_states:
                     kept_states.append(state)
                     kept |= {state, manifest_file_name(number)}
-            unneeded = [
-                name
-                for name in names
-                if name not in kept and 0 < (checkpoint_number(name) or 0) <= max(numbers, default=0)
-            ]
-            for name in sorted(unneeded, key=lambda name: manifest_number(name) is None):
-                self.storage.delete(name)
+            newest = max(numbers, default=0)
+            for name in sorted(names, key=lambda name: manifest_number(name) is None):
+                latest = newest if manifest_number(name) is not None else newest - _NUMBERS_OF_A_STATE
+                if name not in kept and 0 < (checkpoint_number(name) or 0) <= latest:
+                    self.storage.delete(name)
         except (StorageError, CheckpointError):
             return
 
@@ -393,9 +459,19 @@ class CheckpointStore:
         return f"the last checkpoint, of step {last.step}, is unchanged"
 
 
+def _is_later(manifest: Manifest, info: CheckpointInfo) -> bool:
+    """Whether a checkpoint is of the same generation as `info`, and of a later step."""
+    same = (manifest.incarnation, manifest.generation) == (info.incarnation, info.generation)
+    return same and info.generation > 0 and manifest.step > info.step
+
+
 def _digested(part: Part, digests: list[str]) -> Iterator[Part]:
     digests.append(hashlib.sha256(part).hexdigest())
     yield part
+
+
+class _SupersededError(CheckpointError):
+    """A successor of this trainer has saved."""
 
 
 class _DamagedError(Exception):

@@ -103,8 +103,17 @@ class CheckpointWriter:
         """Let the step of the optimizer, which comes next, wait for the copy of what it changes."""
         self._snapshot.before_step()
 
-    def save(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> Manifest:
+    def save(
+        self,
+        state: State,
+        info: CheckpointInfo,
+        result: dict[str, float | str],
+        *,
+        only_if_latest: bool = False,
+    ) -> Manifest:
         """Save a checkpoint, and return when it is durable. An earlier one that is being written is given up.
+
+        If `only_if_latest`, a checkpoint of a later step that another member has saved is as good.
 
         Raises:
             CheckpointError: see `CheckpointStore.save`; or there is not enough memory.
@@ -115,7 +124,7 @@ class CheckpointWriter:
         self._copy(state)
         with _copy_errors():
             self._snapshot.wait()
-        manifest = self._store.save(self._snapshot, info, result)
+        manifest = self._store.save(self._snapshot, info, result, only_if_latest=only_if_latest)
         self._on_saved(manifest)
         return manifest
 

@@ -114,6 +114,7 @@ class Checkpointing:
         *,
         final: bool = False,
         durable: bool = False,
+        only_if_latest: bool = False,
         weights: Sequence[Tensor] = (),
         changed_by_step: Iterable[Tensor] = (),
     ) -> None:
@@ -128,6 +129,7 @@ class Checkpointing:
             make_state: called on rank 0; returns the state to write.
             final: whether training is over, so that results are added to this checkpoint.
             durable: whether to wait until the checkpoint is written.
+            only_if_latest: see `CheckpointStore.save`; if `durable`.
             weights: tensors of the state. If neither `final` nor `durable`, the copy is written only if they
                 are finite.
             changed_by_step: tensors of the state that nothing changes until `before_step` is called.
@@ -137,7 +139,7 @@ class Checkpointing:
         """
         if self._writer is not None:
             if final or durable:
-                self._save_durably(self._writer, info, make_state, wait=final)
+                self._save_durably(self._writer, info, make_state, wait=final, only_if_latest=only_if_latest)
             else:
                 self._start_to_save(self._writer, info, make_state, weights, changed_by_step)
         self._has_final = self._has_final or final
@@ -156,10 +158,16 @@ class Checkpointing:
             writer.start(make_state(), info, self._result, weights, changed_by_step)
 
     def _save_durably(
-        self, writer: CheckpointWriter, info: CheckpointInfo, make_state: MakeState, *, wait: bool
+        self,
+        writer: CheckpointWriter,
+        info: CheckpointInfo,
+        make_state: MakeState,
+        *,
+        wait: bool,
+        only_if_latest: bool,
     ) -> None:
         def save() -> Manifest:
-            return writer.save(make_state(), info, self._result)
+            return writer.save(make_state(), info, self._result, only_if_latest=only_if_latest)
 
         failure = None
         self._saved_at = time.monotonic()

@@ -502,11 +502,11 @@ class TrainingLoop:
     def _save_alone(self) -> bool:
         """Save the state without the other replicas, and return whether it is saved."""
         self._trainer.group.be_alone()
-        return self._save_if_possible()
+        return self._save_if_possible(alone=True)
 
-    def _save_if_possible(self) -> bool:
+    def _save_if_possible(self, *, alone: bool = False) -> bool:
         try:
-            self._save(durable=True)
+            self._save(durable=True, alone=alone)
         except (NonFiniteWeightsError, CheckpointError) as error:
             if self._trainer.group.is_main:
                 print(f"adascale: {error}", flush=True)
@@ -988,8 +988,10 @@ class TrainingLoop:
 
     # -- saving and exiting -----------------------------------------------------------------------------
 
-    def _save(self, *, final: bool = False, durable: bool = False) -> None:
+    def _save(self, *, final: bool = False, durable: bool = False, alone: bool = False) -> None:
         """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
+
+        If `alone`, the other members may save too, and a checkpoint of a later step is as good.
 
         Raises:
             NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
@@ -1003,6 +1005,7 @@ class TrainingLoop:
             self._state.state_dict,
             final=final,
             durable=durable,
+            only_if_latest=alone,
             weights=self._weights.weights(),
             changed_by_step=_tensors_of(self.adascale.state),
         )
