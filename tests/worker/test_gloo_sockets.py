@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,37 @@ except OSError as error:
 """
 
 
+RECEIVES = """
+import os, subprocess, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from adascale_worker import gloo_sockets
+from adascale_worker.process_group import is_lost_peer
+
+subprocess.run(["ip", "link", "set", "dev", "lo", "up"], check=True)
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+child = os.fork()
+rank = 0 if child else 1
+before = gloo_sockets.open_sockets()
+options = {"rank": rank, "world_size": 2, "timeout": timedelta(hours=1)}
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", **options)
+tensor = torch.ones(4)
+dist.all_reduce(tensor)
+gloo_sockets.keep_alive(gloo_sockets.open_sockets() - before, 3.0)
+if rank == 1:
+    time.sleep(60)
+    os._exit(0)
+subprocess.run(["ip", "link", "set", "dev", "lo", "down"], check=True)
+try:
+    dist.recv(tensor, src=1)
+except RuntimeError as error:
+    print("lost:", is_lost_peer(error), error, flush=True)
+os.kill(child, 9)
+os._exit(0)
+"""
+
+
 @pytest.mark.slow
 def test_what_waits_on_a_connection_fails_if_nothing_arrives_from_the_other_host() -> None:
     if missing := network.missing():
@@ -37,3 +69,12 @@ def test_what_waits_on_a_connection_fails_if_nothing_arrives_from_the_other_host
     command = [*network.UNSHARE, sys.executable, "-c", WAITS]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.stdout.startswith("failed: "), ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_a_collective_whose_peer_can_no_longer_be_reached_has_lost_it(tmp_path: Path) -> None:
+    if missing := network.missing():
+        pytest.skip(f"the network cannot be interrupted here: {missing}")
+    command = [*network.UNSHARE, sys.executable, "-c", RECEIVES, str(tmp_path / "store")]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.stdout.startswith("lost: True"), ended.stdout

@@ -54,17 +54,19 @@ def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
 
     The heartbeats of members go to rank 0 only, so they do not notice that two others have lost the
     connection between them. The kernel asks the other host, whose kernel answers also while its process is
-    busy.
+    busy. It waits longer than heartbeats do, so that where both notice a loss, heartbeats have named the
+    replica before.
 
     Args:
         sockets: the connections.
-        seconds: of silence; 3 if it is less.
+        seconds: after which heartbeats notice silence. The connections fail after one and a half times that,
+            and after 4 seconds at the earliest.
     """
     for descriptor, _ in sockets:
         with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
             borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
-                (socket.TCP_KEEPIDLE, seconds / 2),
+                (socket.TCP_KEEPIDLE, seconds),
                 (socket.TCP_KEEPINTVL, seconds / 6),
                 (socket.TCP_KEEPCNT, 3),
             ):

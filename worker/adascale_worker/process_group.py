@@ -517,6 +517,12 @@ _CONNECTION_ERRORS = (
     "timed out waiting",
     "software caused connection abort",
     "connection refused",
+    # Of a network that has become silent, and of hosts and routes that are gone.
+    "connection timed out",
+    "no route to host",
+    "network is unreachable",
+    "network is down",
+    "host is down",
 )
 
 
