@@ -50,7 +50,7 @@ def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> fr
 
 
 def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
-    """Have what waits for data on the connections `sockets` fail if the other host is silent.
+    """Have what waits on the connections `sockets` fail if the other host is silent.
 
     The heartbeats of members go to rank 0 only, so they do not notice that two others have lost the
     connection between them. The kernel asks the other host, whose kernel answers also while its process is
@@ -59,8 +59,8 @@ def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
 
     Args:
         sockets: the connections.
-        seconds: after which heartbeats notice silence. The connections fail after one and a half times that,
-            and after 4 seconds at the earliest.
+        seconds: after which heartbeats notice silence. The connections fail after one and a half times
+            that.
     """
     for descriptor, _ in sockets:
         with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
@@ -71,6 +71,8 @@ def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
                 (socket.TCP_KEEPCNT, 3),
             ):
                 borrowed.setsockopt(socket.IPPROTO_TCP, option, max(round(value), 1))
+            # Of data that was sent and not acknowledged; the kernel asks nothing while there is some.
+            borrowed.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1500 * seconds))
 
 
 def shut_down(sockets: Iterable[tuple[int, str]]) -> None:
