@@ -10,7 +10,6 @@ from typing import Any
 from chaos.run import Outcome, read_journals, read_results
 from chaos.schedule import Schedule
 
-
 _DAMAGE = re.compile(r"adascale: .*checkpoint-\d+.* is (missing|damaged)")
 """A message about a checkpoint that a run has damaged itself."""
 

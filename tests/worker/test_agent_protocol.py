@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REFUSED, classify_exit
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REENTRY, EXIT_REFUSED, classify_exit
 from adascale_core.termination_message import TerminationMessage
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
@@ -195,6 +195,22 @@ def test_sigterm_to_a_trainer_from_outside_is_a_disruption(job: Job) -> None:
     job.wait_for_members(2, 0)
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 1)
+
+
+def test_an_agent_that_is_terminated_while_rank_0_has_not_finished_does_not_succeed(job: Job) -> None:
+    job.service.allocate(1, 2)
+    job.start(0, 1)
+    job.wait_for_members(1, 0, 1)
+    for trainer in (job.trainer(0), job.trainer(1)):
+        trainer.do(type="final")
+    job.trainer(1).do(exit=0)
+    wait_until(lambda: "finished" in {each["state"] for each in job.service.job()["replicas"]}, "rank 1")
+    job.agents[1].send_signal(signal.SIGTERM)
+    assert job.agents[1].wait(TIMEOUT) == EXIT_REENTRY
+    assert not job.service.job()["complete"]
+    job.trainer(0).do(exit=0)
+    assert job.agents[0].wait(TIMEOUT) == 0
+    assert job.service.job()["complete"]
 
 
 @pytest.mark.parametrize("replica", [0, 1])

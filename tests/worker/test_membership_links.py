@@ -69,6 +69,9 @@ class ScriptedMember:
     def send(self, **message: object) -> None:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
+    def send_bytes(self, content: bytes) -> None:
+        self._connection.sendall(content)
+
     def authenticate(self, **changes: Any) -> dict[str, Any]:
         """Send the handshake of rank 1 with `changes`, and return the answer.
 
@@ -180,6 +183,39 @@ def test_a_process_that_is_not_a_member_is_refused(
     member = connect()
     assert member.authenticate(**changes) == {}
     require_no_arrival(coordinator, member)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 200_000 + b"\n", b"[" * 3_000 + b"\n", b"x" * 200_000], ids=["deep", "nested", "long"]
+)
+def test_what_is_no_handshake_ends_its_connection_and_nothing_else(
+    coordinator: Coordinator, connect: Callable[[], ScriptedMember], content: bytes
+) -> None:
+    connect().send_bytes(content)
+    member = coordinator.connect(1, SECRET)
+    try:
+        member.arrive(None)
+        coordinator.links.arrive(STATE)
+        wait_until(lambda: coordinator.links.all_arrived, "all members arrive", PATIENCE)
+    finally:
+        member.close()
+
+
+def test_connections_without_a_handshake_do_not_keep_members_out(coordinator: Coordinator) -> None:
+    address = coordinator.listener.getsockname()
+    idle = [socket.create_connection(address, timeout=PATIENCE) for _ in range(membership_links.MAX_PENDING)]
+    late = [socket.create_connection(address, timeout=PATIENCE) for _ in range(10)]
+    member = coordinator.connect(1, SECRET)
+    try:
+        member.arrive(None)
+        coordinator.links.arrive(STATE)
+        wait_until(lambda: coordinator.links.all_arrived, "all members arrive", PATIENCE)
+        idle[0].recv(4096)
+        assert idle[0].recv(1) == b"", "the oldest connection is closed"
+    finally:
+        member.close()
+        for connection in [*idle, *late]:
+            connection.close()
 
 
 def test_the_hmac_of_another_secret_is_refused(

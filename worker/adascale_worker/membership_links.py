@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import json
 import os
+import random
 import secrets
 import selectors
 import socket
@@ -37,8 +38,17 @@ from adascale_worker.package_version import package_version
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
 """Seconds within which a member must connect while a generation is formed; more with a long peer timeout."""
 RECONNECT_INTERVAL: Final = 0.02
+"""Seconds between two attempts to connect to rank 0, which may get the assignment a little later."""
+PATIENT_RECONNECT_INTERVAL: Final = 0.2
+"""The same, after a second of attempts."""
+BROKEN_RECONNECT_INTERVAL: Final = 1.0
+"""The same, while members of a broken generation wait for the next one, at most: half of it is random."""
 MAX_LINE: Final = 1 << 20
 """Bytes of a message."""
+MAX_HANDSHAKE_LINE: Final = 4096
+"""Bytes of a message of a connection that is not authenticated."""
+MAX_PENDING: Final = 256
+"""Connections that are not authenticated, in addition to one of each member."""
 _BACKLOG: Final = 1024
 
 StateNumber = tuple[int, int, int]
@@ -99,6 +109,7 @@ class _Link:
     received: bytes = b""
     unsent: bytes = b""
     heard_at: float = field(default_factory=time.monotonic)
+    """When something was received last; of a connection that is not authenticated, when it was made."""
 
 
 class MembershipLinks:
@@ -147,6 +158,8 @@ class MembershipLinks:
         self._wake_receiver.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, None)
         self._retry_at = 0.0
+        self._began = time.monotonic()
+        self._random = random.Random()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="adascale-links", daemon=True)
         self._thread.start()
@@ -286,9 +299,9 @@ class MembershipLinks:
 
     def _connect(self, now: float) -> None:
         if now < self._retry_at or 0 in self._departed:
-            self._retry_at = max(self._retry_at, now + RECONNECT_INTERVAL)
+            self._retry_at = max(self._retry_at, now + self._reconnect_interval(now))
             return
-        self._retry_at = now + RECONNECT_INTERVAL
+        self._retry_at = now + self._reconnect_interval(now)
         coordinator = self.assignment.members[0]
         try:
             connection = socket.create_connection((coordinator.address, coordinator.port), timeout=1.0)
@@ -296,11 +309,18 @@ class MembershipLinks:
             return
         self._add(connection)
 
+    def _reconnect_interval(self, now: float) -> float:
+        if self.broken:
+            return BROKEN_RECONNECT_INTERVAL * self._random.uniform(0.5, 1.0)
+        return RECONNECT_INTERVAL if now - self._began < 1.0 else PATIENT_RECONNECT_INTERVAL
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return
+        if len(self._pending) >= len(self.assignment.members) + MAX_PENDING:
+            self._drop(self._pending[0])
         link = self._add(connection)
         link.challenge = secrets.token_hex(16)
         self._send(link, challenge=link.challenge)
@@ -332,15 +352,17 @@ class MembershipLinks:
             return
         except OSError:
             data = b""
-        link.heard_at = time.monotonic()
+        if link.rank is not None:
+            link.heard_at = time.monotonic()
         link.received += data
         *lines, link.received = link.received.split(b"\n")
         try:
-            if len(link.received) > MAX_LINE:
-                raise ValueError("a message is too long")
+            for line in [*lines, link.received]:
+                if len(line) > (MAX_HANDSHAKE_LINE if link.rank is None else MAX_LINE):
+                    raise ValueError("a message is too long")
             for line in lines:
                 self._handle(link, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             data = b""
         if not data:
             rank = link.rank
@@ -439,6 +461,7 @@ class MembershipLinks:
 
     def _admit(self, link: _Link, rank: int) -> None:
         link.rank = rank
+        link.heard_at = time.monotonic()
         self._pending.remove(link)
         self._links[rank] = link
 

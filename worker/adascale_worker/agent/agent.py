@@ -339,6 +339,9 @@ class Agent:
         if state is ReplicaState.FINISHED:
             if self._has_finished_on_rank_0(trainer):
                 return self._exit(trainer, state, EXIT_FINISHED)
+            if self._events.terminating:
+                # Only an agent of a complete job succeeds: the first success ends the job.
+                return self._exit(trainer, state, EXIT_REENTRY)
             state = ReplicaState.LOST
         if state is ReplicaState.FAILED:
             if status.port is None:
@@ -374,7 +377,11 @@ class Agent:
                 return ReplicaState.FAILED
 
     def _has_finished_on_rank_0(self, trainer: TrainerProcess) -> bool:
-        """Wait until the program has finished on rank 0, and return False if its generation breaks before."""
+        """Wait until the program has finished on rank 0.
+
+        Returns:
+            Whether it has. Not if its generation breaks before, or if this agent is terminated.
+        """
         if self._rank == 0:
             return True
         self._register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))
@@ -384,7 +391,7 @@ class Agent:
             if self._view.has_ended(trainer.status.generation):
                 return False
             self._events.wait()
-        return True
+        return self._view.complete
 
     def _preparation_failure(self, trainer: TrainerProcess, code: int) -> WorkerError:
         """Return the error for a trainer that has exited before it was ready for a generation."""
