@@ -47,6 +47,7 @@ import torch.distributed as dist
 import urllib3
 from torch.multiprocessing.spawn import spawn
 
+from adascale_core.messages import JobSpec
 from adascale_worker.agent.trainer_process import DEFAULTS
 
 FOLDER = Path(__file__).parent
@@ -87,6 +88,10 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the processes, too.
     counts = [int(count) for count in arguments.counts.split(",")]
+    if arguments.kill is not None and not 0 <= arguments.kill < max(counts):
+        parser.error(
+            f"--kill must be a rank of the largest count, 0 to {max(counts) - 1}, got {arguments.kill}"
+        )
     linger = arguments.steps or LINGER[arguments.state]
     os.environ["BENCH_STATE"] = arguments.state
     command = [sys.executable, str(arguments.program or PROGRAM)]
@@ -110,7 +115,7 @@ def main() -> None:
                 try:
                     for what, seconds in measure(Path(folder)):
                         results[name].setdefault(what, []).append(seconds)
-                except TimeoutError as error:
+                except (TimeoutError, EndedError) as error:
                     log = (Path(folder) / "log").read_text(errors="replace")[-3000:]
                     sys.exit(f"{name}: {error}. The end of the output of its processes:\n{log}")
     if arguments.json:
@@ -151,11 +156,16 @@ class Step:
         return self.generation, self.replicas
 
 
+class EndedError(Exception):
+    """A process has ended before the measurement."""
+
+
 class Steps:
     """The steps that all replicas have recorded in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, require_processes: Callable[[], None] = lambda: None) -> None:
         self._folder = folder
+        self._require_processes = require_processes
         folder.mkdir(exist_ok=True)
 
     def read(self, since: float = 0.0) -> list[Step]:
@@ -176,6 +186,7 @@ class Steps:
         """Wait until each of the replicas has made steps at their number; return these steps."""
 
         def settled() -> list[Step]:
+            self._require_processes()
             steps = [step for step in self.read(since) if step.replicas == replicas]
             steps = [step for step in steps if step.era == steps[-1].era]
             by_rank: dict[int, int] = {}
@@ -251,10 +262,17 @@ def by_agents(
     folder: Path, command: list[str], spec: dict[str, Any], counts: list[int], kill: int | None, linger: int
 ) -> Iterator[tuple[str, float]]:
     """Change the replicas of a program with agents."""
-    steps = Steps(folder / "steps")
+    agents: dict[int, subprocess.Popen[bytes]] = {}
+
+    def require_agents() -> None:
+        for replica, agent in agents.items():
+            if (code := agent.poll()) is not None:
+                raise EndedError(f"the agent of replica {replica} has ended with exit code {code}")
+
+    steps = Steps(folder / "steps", require_agents)
+    settings = {name: value for name, value in JobSpec.from_json(spec).environment().items() if value}
     recorded = [sys.executable, str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]]
     with service(folder, spec) as (environ, allocate):
-        agents: dict[int, subprocess.Popen[bytes]] = {}
         try:
             before = 0
             for generation, count in enumerate(counts, start=1):
@@ -264,7 +282,7 @@ def by_agents(
                     agents[replica] = start(
                         [sys.executable, "-m", "adascale_worker.agent", "--", *recorded],
                         folder,
-                        {**environ, "ADASCALE_REPLICA": str(replica)},
+                        {**environ, **settings, "ADASCALE_REPLICA": str(replica)},
                     )
                 settled = steps.wait_for(count, linger, decided)
                 if before:
