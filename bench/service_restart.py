@@ -45,7 +45,7 @@ PER_PROCESS = 10
 STARTING = 10.0
 """Seconds over which the agents start."""
 AFTER = 15
-"""Seconds after the restart whose requests are counted."""
+"""Seconds after the restart whose requests are counted, at least."""
 TIMEOUT = 300.0
 
 T = TypeVar("T")
