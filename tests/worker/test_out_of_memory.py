@@ -175,13 +175,20 @@ def test_an_output_without_a_graph_has_the_shapes_of_the_whole_batch() -> None:
         return OrderedDict(logits=(x * mask * scale, [x]), loss=x.sum(), count=len(x))
 
     x = torch.arange(10.0, requires_grad=True)
-    output = forward_without_graph(forward, (x,), {"mask": torch.ones(10), "scale": 2.0}, 10)
+    weight = torch.ones(3, requires_grad=True)
+    output = forward_without_graph(forward, (x,), {"mask": torch.ones(10), "scale": 2.0}, 10, [weight])
     assert sizes == [10, 5, 2]
     assert type(output) is OrderedDict
     assert output["logits"][0].tolist() == [0, 2] * 5
     assert output["logits"][1][0].shape == (10,)
     assert output["loss"].shape == ()
-    assert not output["loss"].requires_grad
+    hooks: list[Tensor] = []
+    logits = output["logits"][0]
+    logits.register_hook(hooks.append)
+    logits += 1.0
+    gradients = torch.autograd.grad(logits.sum() + output["loss"], [x, weight])
+    assert [gradient.tolist() for gradient in gradients] == [[0.0] * 10, [0.0] * 3]
+    assert len(hooks) == 1
 
 
 # -- under an agent -------------------------------------------------------------------------------------

@@ -237,6 +237,22 @@ def test_a_batch_that_does_not_fit_after_the_first_step_is_repeated_in_smaller_b
     assert all(map(torch.equal, gan.generator.buffers(), expected.generator.buffers())), "BatchNorm's too"
 
 
+def test_a_loop_with_a_gradient_penalty_continues_after_a_batch_that_does_not_fit(
+    make_trainer: MakeTrainer,
+) -> None:
+    gan, memory = Gan(), Memory(is_short=True)
+    memory.is_second = True
+    gan.discriminator.layers.insert(0, memory)
+    trainer = make_trainer(batch_size=12)
+    gan.enter(trainer)
+    sizes = []
+    for index, x, _ in trainer.dataloader(samples()):
+        gan.learn(x, noise_of(index), loop="gradient penalty")
+        sizes.append(len(index))
+    assert sizes == [12, 6, *[3] * 16]
+    assert trainer.steps == 4
+
+
 # -- the gain -------------------------------------------------------------------------------------------
 
 

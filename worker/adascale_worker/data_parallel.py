@@ -128,7 +128,8 @@ class DataParallelModel:
         self.has_missed_exchange = True
         if self.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
-            return forward_without_graph(self._wrapped.forward, args, kwargs, self.local_bsz())
+            parameters = self._wrapped.model.parameters()
+            return forward_without_graph(self._wrapped.forward, args, kwargs, self.local_bsz(), parameters)
         return self._wrapped.forward(*args, **kwargs)
 
     def begin_timing(self) -> None:

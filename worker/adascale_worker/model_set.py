@@ -106,7 +106,13 @@ class ModelSet:
         self._group.average(tensors)
         self._exchanges.append((started, self._clock.mark()))
 
-    def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(
+        self,
+        model: torch.nn.Module,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call a model's original forward."""
         if not self.has_missed_exchange and not self._group.has_failed:
             try:
@@ -118,7 +124,7 @@ class ModelSet:
         self.has_missed_exchange = True
         if self.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
-            return forward_without_graph(original, args, kwargs, self.local_bsz())
+            return forward_without_graph(original, args, kwargs, self.local_bsz(), model.parameters())
         return original(*args, **kwargs)
 
 
@@ -132,5 +138,5 @@ class _TrainedForward(MethodOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self._model.training:
-            return self._models.forward(self.original, args, kwargs)
+            return self._models.forward(self._model, self.original, args, kwargs)
         return self.original(*args, **kwargs)

@@ -2,15 +2,15 @@
 
 An error of `loss.backward()` is caught there, because the trainer replaces `torch.autograd.backward`. An
 error of the forward pass is raised inside of the program's loop, which only an exception could leave. So the
-program gets an output of the same shapes, computed without a graph, and continues to `optimizer.step()`,
-where the step is discarded, as after the loss of a peer. Any other error, such as of the program's own loss
-function, ends the process.
+program gets an output of the same shapes, with a graph in which all gradients are zero, and continues to
+`optimizer.step()`, where the step is discarded, as after the loss of a peer. Any other error, such as of the
+program's own loss function, ends the process.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,16 +54,23 @@ def _empty_cache() -> None:
 
 
 def forward_without_graph(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: int,
+    parameters: Iterable[Tensor] = (),
 ) -> Any:
     """Return an output of the shapes that `forward(*args, **kwargs)` has, from as little memory as possible.
 
-    If the batch does not fit without a graph either, the output of a part of it is repeated.
+    If the batch does not fit without a graph either, the output of a part of it is repeated. Then it gets a
+    graph that keeps no activations: a loop may register hooks on the output, or compute gradients of it by
+    `torch.autograd.grad`, and gets zeros.
 
     Args:
         forward: the forward of a model.
         args, kwargs: its arguments.
         batch: the local batch size. Tensors with this first dimension are divided.
+        parameters: of the model.
 
     Raises:
         Exception: what `forward` raises, also for the smallest part.
@@ -74,14 +81,50 @@ def forward_without_graph(
         inputs = _part_of((args, kwargs), size, batch)
         try:
             with torch.no_grad():
-                output = forward(*inputs[0], **inputs[1])
-                return _repeated(output, size, batch)
+                output = _repeated(forward(*inputs[0], **inputs[1]), size, batch)
+                break
         except (RuntimeError, MemoryError) as error:
             # BatchNorm needs two samples.
             if size <= 2 or not is_out_of_memory(error):
                 raise
             size = max(size // 2, 2)
         del inputs
+    sources = [each for each in [*_tensors((args, kwargs)), *parameters] if each.requires_grad]
+    if not sources:
+        return output
+    return _mapped(
+        output,
+        lambda tensor: (
+            _ZeroGradients.apply(tensor, *sources)
+            if tensor.is_floating_point() or tensor.is_complex()
+            else tensor
+        ),
+    )
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Makes a tensor a function of others, of which all derivatives are zero."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, *sources: Tensor) -> Tensor:
+        context.sources = [each.new_zeros(()).expand(each.shape) for each in sources]
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> Any:
+        return None, *context.sources
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in `value`."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(value, add)
+    return found
 
 
 def _part_of(value: Any, size: int, batch: int) -> Any:
