@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adascale_core.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
-from adascale_worker.statistics.backward import SparseGradientError
+from adascale_worker.statistics.parameters import SparseGradientError
 from adascale_worker.supported_optimizers import UnsupportedOptimizerError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
@@ -322,6 +322,14 @@ def test_a_group_added_later_is_measured_from_then_on() -> None:
 def test_sparse_gradients_raise() -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
     optimizer = AdaScale(torch.optim.SGD(embedding.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    with pytest.raises(SparseGradientError, match=r"sparse_coo.*shape \(10, 3\).*sparse=False"):
+        backward(embedding(torch.tensor([1, 2])).sum())
+    optimizer.unhook()
+
+
+def test_sparse_gradients_raise_if_nothing_is_accumulated() -> None:
+    embedding = nn.Embedding(10, 3, sparse=True)
+    optimizer = AdaScale(torch.optim.SGD(embedding.parameters(), lr=0.1), scale=2.0)
     with pytest.raises(SparseGradientError, match=r"sparse_coo.*shape \(10, 3\).*sparse=False"):
         backward(embedding(torch.tensor([1, 2])).sum())
     optimizer.unhook()

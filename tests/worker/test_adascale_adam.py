@@ -185,6 +185,19 @@ def test_with_a_gain_of_one_the_weights_are_those_of_the_inner_optimizer(kind: K
         assert torch.equal(ours, theirs)
 
 
+def test_the_state_of_a_plain_optimizer_that_the_inner_one_loads_counts_in_steps() -> None:
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, smoothing=0.0, scale=2.0)
+    data = learnable_batches(10)
+    plain = copy.deepcopy(inner.state_dict())
+    for number in range(4):
+        train_step(optimizer, model, data[2 * number : 2 * number + 2])
+    assert optimizer.gain() > 1.0
+    inner.load_state_dict(plain)
+    assert optimizer.state_dict()["adascale"]["rule"] == []
+
+
 def test_estimates_are_unbiased_in_the_metric_of_the_steps_before() -> None:
     """The mean over all pairs of micro-batches is exact, because v does not depend on them."""
     model = network()

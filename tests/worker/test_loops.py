@@ -160,6 +160,14 @@ def test_replicas_with_different_weights_stop_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_replicas_with_different_learning_rates_stop_on_all_ranks() -> None:
+    result = run("changes lr on one rank", replicas=2)
+    message = "adascale: the learning rates of the 2 replicas differ after step"
+    require_refused(result, message)
+    assert result[1].count("such as one of evaluation.means") == 2, "both ranks name the reason"
+
+
+@pytest.mark.slow
 def test_a_second_backward_pass_of_the_same_output_is_refused_on_two_replicas_and_trains_on_one() -> None:
     cause = (
         r"adascale: the weights of the 2 replicas differ after step 1: .*The program calls backward\(\) 2 "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -445,6 +445,44 @@ def test_another_optimizer_is_an_error(make_trainer: MakeTrainer) -> None:
         make_trainer(**FIXED).program_reentry(model, torch.optim.Adagrad(model.parameters()))
 
 
+def test_a_module_with_sparse_gradients_is_an_error(make_trainer: MakeTrainer) -> None:
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.raises(WorkerError, match=r"the module '0' \(Embedding\) of the model has sparse=True"):
+        make_trainer(**FIXED).program_reentry(model, sgd(model))
+
+
+def test_a_list_of_models_is_an_error_that_shows_the_dicts(make_trainer: MakeTrainer) -> None:
+    models: Any = [network(), network()]
+    optimizers: Any = [sgd(each) for each in models]
+    with pytest.raises(WorkerError, match=r"of type list: .*program_reentry\(\{name: model, \.\.\.\}"):
+        make_trainer(**FIXED).program_reentry(models, optimizers)
+
+
+def test_gradients_of_autograd_grad_may_be_assigned(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model, plain = network(), network()
+    optimizer, same = sgd(model), sgd(plain)
+    trainer.program_reentry(model, optimizer)
+    batches: list[tuple[Tensor, Tensor]] = []
+
+    def assign(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        parameters = list(model.parameters())
+        loss = nn.functional.cross_entropy(model(x), y)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+
+    for _, x, y in trainer.dataloader(samples(48)):
+        assign(model, x, y)
+        optimizer.step()
+        batches.append((x, y))
+    trainer.step(0)
+    for x, y in batches:
+        assign(plain, x, y)
+        same.step()
+    assert trainer.steps == 6
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_a_closure_is_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()
@@ -506,6 +544,21 @@ def test_a_scheduler_stepped_with_a_metric_follows_the_metric(make_trainer: Make
         scheduler.step(metric)
         trainer.step(epoch)
         assert optimizer.param_groups[0]["lr"] == lr
+
+
+def test_a_metric_in_the_loop_counts_once_for_each_optimizer_step(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    optimizer = sgd(model)
+    scheduler = ReduceLROnPlateau(optimizer, patience=100)
+    trainer.program_reentry(model, optimizer, scheduler)
+    for _, x, y in trainer.dataloader(samples(48)):
+        optimizer.zero_grad()
+        loss = learn(model, x, y)
+        optimizer.step()
+        scheduler.step(loss.item())
+    assert trainer.steps == 4
+    assert scheduler.last_epoch == 4
 
 
 def test_a_scheduler_can_be_made_after_program_reentry(make_trainer: MakeTrainer) -> None:

@@ -490,6 +490,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             adascale = reference()
             if adascale is not None:
                 adascale._share_groups_and_state()
+                # The counts of steps that a plain optimizer has saved are in steps.
+                adascale._rule.load_state_dict([])
 
         self._inner.register_load_state_dict_post_hook(share)
         estimator.begin_step()

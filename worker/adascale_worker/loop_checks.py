@@ -18,6 +18,7 @@ from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
+from adascale_worker.torch_private import accumulates_gradient
 
 MAX_BATCHES_WITHOUT_STEP = 1000
 """Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
@@ -26,9 +27,9 @@ CHECKED_STEPS = 3
 """Steps after which a program without gradients is refused, and for which old gradients are searched."""
 
 _USE_THE_MODEL = (
-    "Compute the loss from the output of model(...) in training mode (model.train()): call a method or a "
-    "submodule that the loss needs in the model's forward(), and do not keep a reference to model.forward "
-    "from before program_reentry"
+    "Compute the loss from the output of model(...) in training mode (model.train(); call eval() only on the "
+    "submodules that are to stay in evaluation mode): call a method or a submodule that the loss needs in "
+    "the model's forward(), and do not keep a reference to model.forward from before program_reentry"
 )
 
 
@@ -184,6 +185,8 @@ class LoopChecks:
 
     def arriving_gradient(self, parameter: Tensor) -> None:
         """Record a backward pass. Called before the gradient is added to `parameter.grad`."""
+        if 0 < self._steps <= CHECKED_STEPS and not accumulates_gradient(parameter):
+            return  # torch.autograd.grad calls the same hooks
         if parameter.grad is None:
             self._earlier_batches = 0
         elif (

@@ -113,7 +113,10 @@ class _ZeroGrad(MethodOverride):
 
 
 def patch_scheduler(
-    scheduler: LRScheduler, progress: Callable[[], float], inside_epoch: Callable[[], bool]
+    scheduler: LRScheduler,
+    progress: Callable[[], float],
+    inside_epoch: Callable[[], bool],
+    made_step: Callable[[], bool],
 ) -> None:
     """Make a scheduler that steps once per optimizer step follow the training progress.
 
@@ -121,17 +124,22 @@ def patch_scheduler(
     Outside the data loop, where programs step once per epoch, `step()` advances the schedule by one,
     because an epoch has the same number of scale-invariant steps at every scale.
 
+    `step(metric)` inside the data loop, as of `ReduceLROnPlateau`, counts optimizer steps: the calls for
+    other micro-batches and for discarded steps are ignored.
+
     Args:
         scheduler: the program's scheduler.
         progress: returns the scale-invariant steps so far.
         inside_epoch: returns whether the program is inside its data loop.
+        made_step: returns whether the last `optimizer.step()` has changed the weights.
     """
     original_step, original_state_dict = scheduler.step, scheduler.state_dict
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
         if args or kwargs or not inside_epoch():
-            original_step(*args, **kwargs)
+            if made_step() or not inside_epoch():
+                original_step(*args, **kwargs)
             return
         position = _steps_of(scheduler)
         while (number := _steps_of(scheduler)) < int(progress()):

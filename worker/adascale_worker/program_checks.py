@@ -32,8 +32,8 @@ def require_program(
     """Check the types of the program's objects, and that they belong together.
 
     Raises:
-        WorkerError: an object has the wrong type, the model is data-parallel already, or the scheduler
-            belongs to another optimizer.
+        WorkerError: an object has the wrong type, the model is data-parallel already or has sparse
+            gradients, or the scheduler belongs to another optimizer.
     """
     for name, value, kind in (
         ("model", model, torch.nn.Module),
@@ -43,13 +43,20 @@ def require_program(
             raise WorkerError(
                 f"program_reentry got {name} of type {type(value).__name__}: call "
                 "program_reentry(model, optimizer, lr_scheduler), with one torch.nn.Module and one "
-                "torch.optim.Optimizer"
+                "torch.optim.Optimizer, or with dicts of several by name "
+                "(program_reentry({name: model, ...}, {name: optimizer, ...}), see docs/training.md)"
             )
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise WorkerError(
             f"program_reentry got a model of type {type(model).__name__}, but it makes the model "
             "data-parallel itself: pass the model before it is wrapped"
         )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise WorkerError(
+                f"the module {name!r} ({type(module).__name__}) of the model has sparse=True, and AdaScale "
+                "needs dense gradients: make it with sparse=False"
+            )
     scheduled = getattr(lr_scheduler, "optimizer", optimizer)
     if lr_scheduler is not None and scheduled.param_groups is not optimizer.param_groups:
         raise WorkerError(

@@ -391,7 +391,9 @@ class ElasticTrainer:
         if scaler is not None:
             patch_scaler(scaler, list(parts.optimizers.values()), loop)
         for scheduler in parts.schedulers.values():
-            patch_scheduler(scheduler, lambda: self.progress, lambda: loop.inside_epoch)
+            patch_scheduler(
+                scheduler, lambda: self.progress, lambda: loop.inside_epoch, lambda: loop.made_step
+            )
         self._other_optimizers = OtherOptimizers(
             list(parts.optimizers.values()),
             lambda: loop.inside_epoch,

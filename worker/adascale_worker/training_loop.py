@@ -122,7 +122,7 @@ class TrainingLoop:
         self._accumulation = accumulation
         self._checks = checks
         self._weights = FiniteWeights(program.optimizer, trainer.settings.max_nonfinite_steps, trainer.group)
-        self.comparison = WeightComparison(program.model, trainer.group)
+        self.comparison = WeightComparison(program.model, program.optimizer, trainer.group)
         self._departures = LoopDepartures(trainer.group)
         trainer.telemetry.measure_sync = model.sync_time
         self._state = TrainingState(trainer, program)

@@ -36,18 +36,20 @@ class NonFiniteWeightsError(WorkerError):
 
 
 class WeightComparison:
-    """Compares a few weights of each parameter over the replicas, at an interval.
+    """Compares a few weights of each parameter and the learning rates over the replicas, at an interval.
 
     Args:
         model: its parameters that require gradients are compared.
+        optimizer: its learning rates are compared.
         group: the replicas.
 
     Attributes:
         others: parameters that are compared too, if each replica has the same number of them.
     """
 
-    def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup) -> None:
         self._model = model
+        self._optimizer = optimizer
         self._group = group
         self.others: Sequence[Tensor] = ()
         self._compared_at = float("-inf")
@@ -65,7 +67,7 @@ class WeightComparison:
             passes_per_batch: how many backward passes the program makes for each batch.
 
         Raises:
-            DifferentWeightsError: the replicas have different weights.
+            DifferentWeightsError: the replicas have different weights or learning rates.
         """
         self._compared_at = time.monotonic()
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and p.numel()]
@@ -73,11 +75,13 @@ class WeightComparison:
             return
         probes = [_probe(parameter) for _, parameter in named]
         others = _digest(self.others)
-        extremes = self._group.extremes(torch.cat([*probes, others.to(probes[0].device)]))
+        lrs = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups])
+        extremes = self._group.extremes(torch.cat([*probes, torch.cat([lrs, others]).to(probes[0].device)]))
         # From a GPU at once, and not for each parameter.
         least, greatest = (each.cpu() for each in extremes)
         self._require_equal_others(step, least[-len(others) :], greatest[-len(others) :])
         sizes = [len(probe) for probe in probes]
+        self._require_equal_lrs(step, *(each[sum(sizes) : -len(others)] for each in (least, greatest)))
         least, greatest = least[: sum(sizes)], greatest[: sum(sizes)]
         for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
             magnitude = torch.maximum(low.abs(), high.abs()).max()
@@ -87,6 +91,16 @@ class WeightComparison:
                     f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
                     f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
                     f"{_cause(passes_per_batch)}"
+                )
+
+    def _require_equal_lrs(self, step: int, low: Tensor, high: Tensor) -> None:
+        for least, greatest in zip(low.tolist(), high.tolist(), strict=True):
+            if greatest - least > TOLERANCE * abs(greatest):
+                raise DifferentWeightsError(
+                    f"the learning rates of the {self._group.replicas} replicas differ after step {step}: "
+                    f"{least:.6g} on one and {greatest:.6g} on another. Code that changes them has to do the "
+                    "same on all replicas: pass ReduceLROnPlateau a metric that is equal on all, such as one "
+                    "of evaluation.means"
                 )
 
     def _require_equal_others(self, step: int, low: Tensor, high: Tensor) -> None:

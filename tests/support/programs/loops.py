@@ -93,7 +93,7 @@ if loop == "adds a parameter group":
 if loop == "two models":
     trainer.program_reentry(Net(), optimizer)
 logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else model
-if loop == "changes weights on one rank":
+if loop in ("changes weights on one rank", "changes lr on one rank"):
     weight_checks.COMPARISON_INTERVAL = 0.0
 if loop == "evaluation mode":
     model.eval()
@@ -166,6 +166,8 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
         if loop.startswith("changes weights") and count == 5 and trainer.rank == 1:
             with torch.no_grad():
                 model.parts["head"].bias.add_(1.0)
+        if loop == "changes lr on one rank" and count == 5 and trainer.rank == 1:
+            optimizer.param_groups[0]["lr"] *= 0.5
     if loop != "without trainer.step":
         trainer.step(epoch)
 print("trained", count, "batches")

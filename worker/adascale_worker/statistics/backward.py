@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.statistics.metric import EuclideanMetric
 from adascale_worker.statistics.norms import sum_of_squares
+from adascale_worker.statistics.parameters import require_dense
 from adascale_worker.torch_private import (
     accumulates_gradient,
     backward_pass_id,
@@ -44,10 +45,6 @@ class ReadingTime(Enum):
     AFTER_PASS = "all at once from .grad, after the pass and before the gradients are averaged"
     ON_ARRIVAL = "that of each micro-batch by itself, before it is added to .grad"
     IN_FSDP = "not here: FSDP2 writes .grad, and calls the hooks on accumulated gradients itself"
-
-
-class SparseGradientError(TypeError):
-    """A parameter has sparse gradients, whose norm is not that of a sum of micro-gradients."""
 
 
 class BackwardObserver:
@@ -316,10 +313,5 @@ def _dense(gradient: Tensor) -> Tensor:
     Raises:
         SparseGradientError: the gradient is not dense.
     """
-    if gradient.layout is not torch.strided:
-        raise SparseGradientError(
-            f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(gradient.shape)}; "
-            "AdaScale needs dense gradients: make the layer with sparse=False, or give the parameter to "
-            "another optimizer"
-        )
+    require_dense(gradient)
     return gradient.detach() if gradient.requires_grad else gradient

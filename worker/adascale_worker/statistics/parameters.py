@@ -5,9 +5,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adascale_worker.errors import WorkerError
 from adascale_worker.statistics.norms import accumulation_dtype, local_shard
 
 HOST = torch.device("cpu")
+
+
+class SparseGradientError(WorkerError, TypeError):
+    """A parameter has sparse gradients, whose norm is not that of a sum of micro-gradients."""
+
+
+def require_dense(gradient: Tensor) -> None:
+    """Check the layout of a gradient.
+
+    Raises:
+        SparseGradientError: the gradient is not dense.
+    """
+    if gradient.layout is not torch.strided:
+        raise SparseGradientError(
+            f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(gradient.shape)}; "
+            "AdaScale needs dense gradients: make the layer with sparse=False, or give the parameter to "
+            "another optimizer"
+        )
 
 
 class OptimizerParameters:
@@ -32,7 +51,12 @@ class OptimizerParameters:
         """Return the parameters that have gradients, and these, by parameter group.
 
         For DTensors, the gradients are the shards of this rank.
+
+        Raises:
+            SparseGradientError: a gradient is not dense.
         """
+        for gradient in (p.grad for group in self.groups() for p in group if p.grad is not None):
+            require_dense(gradient)
         present = [[p for p in group if p.grad is not None] for group in self.groups()]
         return [(group, [local_shard(p.grad) for p in group if p.grad is not None]) for group in present]
 
