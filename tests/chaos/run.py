@@ -254,6 +254,13 @@ class ChaosRun:
         services = [each for each in found if each.kind == "service"]
         one_trainer, one_agent = _choose(trainers, fault.target), _choose(agents, fault.target)
         match fault.kind:
+            case Kind.INTERRUPT_HOLD:
+                killed = self._send(signal.SIGKILL, one_trainer)
+                if killed is not None:
+                    # For less time than a replacement needs to start.
+                    time.sleep(0.2 + fault.target % 10 / 10)
+                    self._restart(signal.SIGINT)
+                return killed
             case Kind.KILL_TRAINER:
                 return self._send(signal.SIGKILL, one_trainer)
             case Kind.KILL_TRAINERS:

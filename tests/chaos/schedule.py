@@ -18,6 +18,7 @@ class Kind(StrEnum):
     KILL_SERVICE = "kill -9 the metrics service"
     KILL_CONTROLLER = "kill -9 adascale run, and start it again"
     INTERRUPT = "Ctrl-C, and start adascale run again"
+    INTERRUPT_HOLD = "kill -9 a trainer, Ctrl-C while the others hold, and start adascale run again"
     TERMINATE_TRAINER = "SIGTERM to a trainer"
     TERMINATE_AGENT = "SIGTERM to an agent"
     FREEZE_TRAINER = "freeze a trainer"
@@ -39,6 +40,7 @@ WEIGHTS = {
     Kind.KILL_SERVICE: 2,
     Kind.KILL_CONTROLLER: 1,
     Kind.INTERRUPT: 1,
+    Kind.INTERRUPT_HOLD: 1,
     Kind.TERMINATE_TRAINER: 2,
     Kind.TERMINATE_AGENT: 2,
     Kind.FREEZE_TRAINER: 4,
@@ -58,6 +60,7 @@ LIMITS = {
     # Each takes the seconds of a start.
     Kind.KILL_CONTROLLER: 2,
     Kind.INTERRUPT: 1,
+    Kind.INTERRUPT_HOLD: 1,
     Kind.EDIT: 1,
 }
 LONGEST_FREEZE = 8.0
@@ -129,7 +132,7 @@ def undisturbed(replicas: int, steps: int) -> Schedule:
 def draw(seed: int, faults: int) -> Schedule:
     """Return the run of a seed with this number of faults."""
     rng = random.Random(seed)
-    fixed = rng.choice([None, None, None, 2, 2, 3])
+    fixed = rng.choice([None, None, None, 2, 3, 4])
     spec = _fixed_spec(fixed) if fixed else _elastic_spec(rng)
     later = {} if fixed else _elastic_spec(rng)
     drawn: list[Kind] = []
