@@ -192,6 +192,31 @@ def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch(make_trainer: 
     assert len(seen) == 3
 
 
+def test_hooks_on_accumulated_gradients_see_the_sum_of_the_micro_batches_so_far(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer = sgd(model)
+    each: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    first = next(model.parameters())
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        sums.append(parameter.grad.clone())
+
+    first.register_hook(lambda gradient: each.append(gradient.clone()))
+    first.register_post_accumulate_grad_hook(accumulated)
+    trainer.program_reentry(model, optimizer)
+    for _, x, y in trainer.dataloader(samples(24)):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+    assert trainer.steps == 2
+    expected = torch.cat([torch.stack(each[:3]).cumsum(0), torch.stack(each[3:]).cumsum(0)])
+    torch.testing.assert_close(torch.stack(sums), expected)
+
+
 # -- GradScaler -------------------------------------------------------------------------------------------
 
 

@@ -393,10 +393,13 @@ class ReplicaGroup:
             return [[int(number) for number in row] for row in table.tolist()]
 
     def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
-        """Return the elementwise sums of all ranks' `numbers`, on all ranks."""
+        """Return the elementwise sums of all ranks' `numbers`, on all ranks.
+
+        They are exchanged in the memory of the host, so that no GPU is waited for.
+        """
         if self.replicas == 1:
             return tuple(numbers)
-        tensor = torch.tensor(numbers, device=self._device)
+        tensor = torch.tensor(numbers)
         with self._guarded():
             dist.all_reduce(tensor)
             return tuple(tensor.tolist())
