@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.checkpoint_manifest import Manifest
@@ -103,6 +103,7 @@ class Turns:
             return True
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.sampled_from([100, 101]), min_size=2, max_size=6),
     st.lists(st.integers(0, 5), min_size=1, max_size=120),
@@ -170,6 +171,29 @@ def test_replicas_that_save_at_the_same_time_leave_intact_checkpoints(tmp_path: 
             loaded = store.load(number)
             assert loaded is not None
             assert loaded[0]["step"] == 100
+
+
+def test_a_writer_that_is_overtaken_again_and_again_writes_its_state_again(tmp_path: Path) -> None:
+    overtaken: list[str] = []
+
+    class Slow(Folder):
+        def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:
+            def slow_parts() -> Iterator[Part]:
+                for number, part in enumerate(parts):
+                    if number == 1 and name.endswith(".safetensors") and len(overtaken) < 2:
+                        overtaken.append(name)
+                        for step in (61, 62, 63):
+                            save(Folder(tmp_path), step)
+                    yield part
+
+            super().write(name, slow_parts(), size=size)
+
+    save(Folder(tmp_path), 1)
+    manifest = save(Slow(tmp_path), 70)
+    assert len(overtaken) == 2
+    loaded = CheckpointStore(Folder(tmp_path)).load()
+    assert loaded is not None
+    assert (loaded[0]["step"], loaded[1]) == (70, manifest)
 
 
 def test_a_replaced_replica_does_not_delete_the_state_that_its_successor_writes(tmp_path: Path) -> None:

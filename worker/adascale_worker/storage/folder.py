@@ -98,9 +98,16 @@ class Folder:
 
 
 def _rename_to_free_name(draft: Path, path: Path) -> None:
-    """Rename a file if no file has the new name, in one operation where the file system can do that."""
+    """Rename a file if no file has the new name, in one operation where the file system can do that.
+
+    Raises:
+        NameTakenError: others have saved so many files meanwhile that they have deleted this draft.
+        FileExistsError: a file has the name.
+    """
     try:
         path.hardlink_to(draft)
+    except FileNotFoundError as error:
+        raise NameTakenError("others have deleted its draft, because they have saved later ones") from error
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
