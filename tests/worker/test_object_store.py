@@ -402,6 +402,7 @@ def test_a_kill_during_a_save_leaves_a_complete_checkpoint(
     save(successor, 4)
     assert loaded_number(successor) == 4
     save(successor, 5)
+    save(successor, 6)
     assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
 
 
