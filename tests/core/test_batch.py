@@ -365,7 +365,8 @@ def test_no_other_plan_has_a_higher_goodput(
         chosen = plan_batch(bounds, replicas, estimate=estimate, throughput=throughput)
         best = max(throughput(plan) * estimate.gain(plan.scale(bounds)) for plan in plans)
         # The chosen plan can have more micro-batches than these, and a goodput that differs by its rounding.
-        assert throughput(chosen) * estimate.gain(chosen.scale(bounds)) >= best * (1 - 1e-12)
+        goodput = throughput(chosen) * estimate.gain(chosen.scale(bounds))
+        assert goodput == pytest.approx(best, rel=1e-12, abs=0.0)
 
 
 @given(all_bounds(), replica_counts, estimates, st.floats(0, 1))

@@ -319,17 +319,11 @@ def test_a_group_added_later_is_measured_from_then_on() -> None:
         optimizer.gain(2)
 
 
-def test_sparse_gradients_raise() -> None:
+@pytest.mark.parametrize("micro", [1, 2])
+def test_sparse_gradients_raise(micro: int) -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
-    optimizer = AdaScale(torch.optim.SGD(embedding.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-    with pytest.raises(SparseGradientError, match=r"sparse_coo.*shape \(10, 3\).*sparse=False"):
-        backward(embedding(torch.tensor([1, 2])).sum())
-    optimizer.unhook()
-
-
-def test_sparse_gradients_raise_if_nothing_is_accumulated() -> None:
-    embedding = nn.Embedding(10, 3, sparse=True)
-    optimizer = AdaScale(torch.optim.SGD(embedding.parameters(), lr=0.1), scale=2.0)
+    inner = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=micro, scale=2.0)
     with pytest.raises(SparseGradientError, match=r"sparse_coo.*shape \(10, 3\).*sparse=False"):
         backward(embedding(torch.tensor([1, 2])).sum())
     optimizer.unhook()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY
 from adascale_worker import ElasticTrainer
-from adascale_worker.out_of_memory import forward_without_graph, is_out_of_memory
+from adascale_worker.out_of_memory import forward_without_activations, is_out_of_memory
 from support.launch import wait_until
 from support.members import Members, Trainer
 from support.training import MakeTrainer, adamw, samples, sgd, train
@@ -176,7 +176,7 @@ def test_an_output_without_a_graph_has_the_shapes_of_the_whole_batch() -> None:
 
     x = torch.arange(10.0, requires_grad=True)
     weight = torch.ones(3, requires_grad=True)
-    output = forward_without_graph(forward, (x,), {"mask": torch.ones(10), "scale": 2.0}, 10, [weight])
+    output = forward_without_activations(forward, (x,), {"mask": torch.ones(10), "scale": 2.0}, 10, [weight])
     assert sizes == [10, 5, 2]
     assert type(output) is OrderedDict
     assert output["logits"][0].tolist() == [0, 2] * 5

@@ -26,7 +26,7 @@ class BackwardGuard:
         handles: returns whether an error is handled, so that it is not raised.
         before: called before each backward pass, and not for the passes of re-entrant checkpoints inside it.
         after: called after each of these passes, unless it has raised an error.
-        skips: returns whether a backward pass is not made, because its loss has no graph.
+        skips: returns whether a backward pass is not made, because its step is discarded.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.loop_checks import ForwardRecord
-from adascale_worker.out_of_memory import forward_without_graph
+from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.torch_private import (
@@ -54,7 +54,8 @@ class DataParallelModel:
         device: the replica's device.
         has_missed_exchange: whether this step is discarded: its gradients are not averaged, because peers
             are lost, or its batch does not fit into memory.
-        lacks_memory: whether its batch does not fit, so that the program gets outputs without a graph.
+        lacks_memory: whether its batch does not fit, so that the program gets outputs whose gradients are
+            zero.
         handles_shortage: returns whether an error is handled that may mean that a batch does not fit.
         local_bsz: returns the local batch size.
     """
@@ -129,7 +130,9 @@ class DataParallelModel:
         if self.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
             parameters = self._wrapped.model.parameters()
-            return forward_without_graph(self._wrapped.forward, args, kwargs, self.local_bsz(), parameters)
+            return forward_without_activations(
+                self._wrapped.forward, args, kwargs, self.local_bsz(), parameters
+            )
         return self._wrapped.forward(*args, **kwargs)
 
     def begin_timing(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.device_clock import PendingTimes, clock_of
-from adascale_worker.out_of_memory import forward_without_graph
+from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.torch_private import call_of, override_call
@@ -124,7 +124,7 @@ class ModelSet:
         self.has_missed_exchange = True
         if self.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
-            return forward_without_graph(original, args, kwargs, self.local_bsz(), model.parameters())
+            return forward_without_activations(original, args, kwargs, self.local_bsz(), model.parameters())
         return original(*args, **kwargs)
 
 

@@ -53,7 +53,7 @@ def _empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def forward_without_graph(
+def forward_without_activations(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

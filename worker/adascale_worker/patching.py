@@ -137,8 +137,11 @@ def patch_scheduler(
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
-        if args or kwargs or not inside_epoch():
-            if made_step() or not inside_epoch():
+        if not inside_epoch():
+            original_step(*args, **kwargs)
+            return
+        if args or kwargs:
+            if made_step():
                 original_step(*args, **kwargs)
             return
         position = _steps_of(scheduler)

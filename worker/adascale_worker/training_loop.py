@@ -375,7 +375,7 @@ class TrainingLoop:
         return self.handle_communication_error(error) or self._handle_shortage(error)
 
     def skips_backward(self) -> bool:
-        """Whether a backward pass is not made: the step is discarded, and its loss has no graph."""
+        """Whether a backward pass is not made: the step is discarded, and its gradients are zero."""
         return self._model.lacks_memory
 
     # -- batches that do not fit into memory --------------------------------------------------------------

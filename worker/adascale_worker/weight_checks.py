@@ -79,10 +79,12 @@ class WeightComparison:
         extremes = self._group.extremes(torch.cat([*probes, torch.cat([lrs, others]).to(probes[0].device)]))
         # From a GPU at once, and not for each parameter.
         least, greatest = (each.cpu() for each in extremes)
-        self._require_equal_others(step, least[-len(others) :], greatest[-len(others) :])
         sizes = [len(probe) for probe in probes]
-        self._require_equal_lrs(step, *(each[sum(sizes) : -len(others)] for each in (least, greatest)))
-        least, greatest = least[: sum(sizes)], greatest[: sum(sizes)]
+        parts = [sum(sizes), len(lrs), len(others)]
+        least, least_lrs, least_others = least.split(parts)
+        greatest, greatest_lrs, greatest_others = greatest.split(parts)
+        self._require_equal_others(step, least_others, greatest_others)
+        self._require_equal_lrs(step, least_lrs, greatest_lrs)
         for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
             magnitude = torch.maximum(low.abs(), high.abs()).max()
             difference, index = (high - low).max(dim=0)

@@ -313,5 +313,5 @@ def _dense(gradient: Tensor) -> Tensor:
     Raises:
         SparseGradientError: the gradient is not dense.
     """
-    require_dense(gradient)
+    gradient = require_dense(gradient)
     return gradient.detach() if gradient.requires_grad else gradient

@@ -15,8 +15,8 @@ class SparseGradientError(WorkerError, TypeError):
     """A parameter has sparse gradients, whose norm is not that of a sum of micro-gradients."""
 
 
-def require_dense(gradient: Tensor) -> None:
-    """Check the layout of a gradient.
+def require_dense(gradient: Tensor) -> Tensor:
+    """Return a gradient whose layout is checked.
 
     Raises:
         SparseGradientError: the gradient is not dense.
@@ -27,6 +27,7 @@ def require_dense(gradient: Tensor) -> None:
             "AdaScale needs dense gradients: make the layer with sparse=False, or give the parameter to "
             "another optimizer"
         )
+    return gradient
 
 
 class OptimizerParameters:
@@ -55,10 +56,11 @@ class OptimizerParameters:
         Raises:
             SparseGradientError: a gradient is not dense.
         """
-        for gradient in (p.grad for group in self.groups() for p in group if p.grad is not None):
-            require_dense(gradient)
         present = [[p for p in group if p.grad is not None] for group in self.groups()]
-        return [(group, [local_shard(p.grad) for p in group if p.grad is not None]) for group in present]
+        return [
+            (group, [local_shard(require_dense(p.grad)) for p in group if p.grad is not None])
+            for group in present
+        ]
 
     def has_trainable(self, device: torch.device) -> Tensor:
         """Return whether each group has a parameter that is not frozen: shape (groups,), on `device`."""
