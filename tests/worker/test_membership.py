@@ -70,9 +70,12 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
                 torch.testing.assert_close(torch.tensor(found), buffer, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_member_costs_no_step_and_no_bit(make_members: Callable[..., Members], victim: int) -> None:
-    options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, **({"KEEP_GRADIENTS": 1} if victim else {})}
+@pytest.mark.parametrize(("victim", "width"), [(0, 16), (1, 16), (0, 50_000)])
+def test_a_killed_member_costs_no_step_and_no_bit(
+    make_members: Callable[..., Members], victim: int, width: int
+) -> None:
+    """Large weights are received into those of the replacement's model."""
+    options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, "WIDTH": width, **({"KEEP_GRADIENTS": 1} if victim else {})}
     calm = make_members("calm", **options)
     calm.activate(calm.start(2))
     expected = calm.finish()
@@ -192,13 +195,17 @@ def test_members_that_are_stopped_together_lose_nobody(make_members: Callable[..
     job.finish()
 
 
-def test_a_state_that_has_arrived_in_part_replaces_nothing(make_members: Callable[..., Members]) -> None:
+@pytest.mark.parametrize("prepares", [0, 1], ids=["into new memory", "into the weights"])
+def test_a_state_that_has_arrived_in_part_replaces_nothing(
+    make_members: Callable[..., Members], prepares: int
+) -> None:
     options = {"EPOCHS": 1, "WIDTH": 300_000}
     calm = make_members("calm", **options)
     calm.activate(calm.start(2)[1:])
     expected = calm.finish()
 
-    job = make_members("killed", PROGRAM=DIES_WHILE_SENDING, STEP_SECONDS=0.3, **options)
+    environ = {"PROGRAM": DIES_WHILE_SENDING, "STEP_SECONDS": 0.3, "ADASCALE_JOINS_OTHERS": prepares}
+    job = make_members("killed", **environ, **options)
     holder, joiner = job.start(2)
     job.activate([holder])
     job.wait_step(1)

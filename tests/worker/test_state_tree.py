@@ -19,6 +19,7 @@ from adascale_worker.state_tree import (
     UnsupportedStateError,
     flatten,
     layouts,
+    tensor_numbers,
     unflatten,
 )
 
@@ -206,3 +207,37 @@ def test_a_tree_that_contains_itself_is_an_error() -> None:
 def test_an_invalid_spec_is_an_error(spec: bytes) -> None:
     with pytest.raises(InvalidSpecError):
         unflatten(spec, [])
+
+
+def test_the_numbers_of_the_tensors_of_a_mapping() -> None:
+    plain, image = torch.ones(3), torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    tree = {
+        "first": [torch.ones(1), torch.ones(2)],
+        "program": {
+            5: torch.ones(7),
+            "model": OrderedDict(
+                weight=plain,
+                same=plain,
+                image=image,
+                array=numpy.ones(2),
+                rate=0.5,
+                parameter=nn.Parameter(torch.ones(2)),
+                nested={"weight": torch.ones(4)},
+                last=torch.ones(5),
+            ),
+        },
+    }
+    spec, tensors = flatten(tree)
+    numbers = tensor_numbers(spec, ["program", "model"])
+    assert set(numbers) == {"weight", "same", "last"}
+    assert numbers["weight"] == numbers["same"]
+    assert tensors[numbers["weight"]] is not tensors[numbers["last"]]
+    assert tensors[numbers["last"]].numel() == 5
+
+
+@pytest.mark.parametrize(
+    "tree", [{}, {"program": {}}, {"program": {"model": [1]}}, {"program": 3}, [1], None], ids=repr
+)
+def test_a_spec_without_the_mapping_is_an_error(tree: object) -> None:
+    with pytest.raises(InvalidSpecError, match=r"has no program\.model"):
+        tensor_numbers(flatten(tree)[0], ["program", "model"])

@@ -1,7 +1,8 @@
 """Memory for the state that a new replica gets from the others, prepared before the others wait for it.
 
-The kernel clears each page of new memory when it is first written, which takes about as long as the transfer
-itself. A replica that waits to join does it while the others train.
+The weights are received into those of its model, and the rest into new memory. The kernel clears each page of
+new memory when it is first written, which takes about as long as the transfer itself. A replica that waits to
+join does it while the others train.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from adascale_worker.hyperparameters import HasGroups
-from adascale_worker.state_tree import TensorLayout
+from adascale_worker.state_tree import TensorLayout, layout_of
 
 SMALL: Final = 1 << 20
 """Bytes of a tensor up to which it is sent together with others, and no memory is prepared for it."""
@@ -60,13 +61,89 @@ class ReceiveMemory:
         self._free.clear()
 
 
-def expected_sizes(model: torch.nn.Module, optimizer: HasGroups) -> list[int]:
+class InitialWeights:
+    """A copy of a model's large tensors, so that a state can be received into them.
+
+    A new replica makes it while the others train. They would wait longer if it received the weights elsewhere
+    and then copied them.
+
+    Args:
+        model: a model without state, on the host.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        tensors = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        saved = model.state_dict()
+        self._tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if tensor.nbytes > SMALL and tensor.is_contiguous() and _is_same(tensor, saved.get(name))
+        }
+        self._copies = {tensor: tensor.detach().clone() for tensor in set(self._tensors.values())}
+        self._is_received = False
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the tensors in the model's state."""
+        return set(self._tensors)
+
+    def places(self, numbers: Mapping[str, int], expected: Sequence[TensorLayout]) -> dict[int, Tensor]:
+        """Return the tensors of the model to receive a state into, by their numbers in that state.
+
+        From now on, their contents are undefined until a state is loaded, or they are put back.
+
+        Args:
+            numbers: those of the tensors of the model's state, by name.
+            expected: the types and shapes of all tensors of the state, in the order of their numbers.
+        """
+        places: dict[int, Tensor] = {}
+        for number in set(numbers.values()):
+            # The members that have the state may use one tensor by several names.
+            tensors = {self._tensors.get(name) for name in numbers if numbers[name] == number}
+            (tensor, *others) = tensors
+            if tensor is not None and not others and expected[number] == layout_of(tensor):
+                places[number] = tensor
+        self._is_received = True
+        return places
+
+    def put_back(self) -> None:
+        """Give the model its initial weights again, after a state that has not arrived completely."""
+        if self._is_received:
+            with torch.no_grad():
+                for tensor, copy in self._copies.items():
+                    tensor.copy_(copy)
+            self._is_received = False
+
+
+def _is_same(tensor: Tensor, saved: object) -> bool:
+    return (
+        type(saved) is Tensor
+        and saved.data_ptr() == tensor.data_ptr()
+        and (saved.dtype, saved.shape, saved.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    )
+
+
+def expected_sizes(
+    model: torch.nn.Module, optimizer: HasGroups, received_in_place: Collection[str] = ()
+) -> list[int]:
     """Return the bytes of the tensors that a model and its optimizer have after some steps.
+
+    Args:
+        model: the program's model.
+        optimizer: its optimizer.
+        received_in_place: names of those tensors of the model's state that need no other memory.
 
     The states of the optimizer do not exist before its first step. Those that SGD, Adam and AdamW make are
     known. A wrong expectation costs time and memory until the replica has joined, and nothing else.
     """
-    sizes = [tensor.nbytes for tensor in model.state_dict().values() if isinstance(tensor, Tensor)]
+    sizes = [
+        tensor.nbytes
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and name not in received_in_place
+    ]
     for group in optimizer.param_groups:
         copies = _states_per_parameter(group)
         for parameter in group["params"]:

@@ -6,13 +6,13 @@ member sends the state at most once, and the time of a transfer hardly grows wit
 
 The sender sends the structure of its state, then its tensors in chunks, from where they are. A receiver
 allocates the tensors and loads them when all have arrived, so a transfer that fails leaves its previous state
-intact.
+intact. One without a state receives large weights into those of its model, of which it keeps a copy.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -93,7 +93,14 @@ def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) 
     link.finish()
 
 
-def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: ReceiveMemory) -> Any:
+def receive(
+    group: ReplicaGroup,
+    route: Route,
+    *,
+    device: torch.device,
+    memory: ReceiveMemory,
+    places: Callable[[bytes], Mapping[int, Tensor]] = lambda _: {},
+) -> Any:
     """Return the state that comes from another member, and pass it on.
 
     Args:
@@ -101,6 +108,7 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
         route: of this member, with a source.
         device: on which tensors are exchanged, and of the large tensors.
         memory: for tensors on the host.
+        places: returns contiguous tensors to receive into, by their numbers in a structure.
 
     Raises:
         PeersLostError: a member was lost.
@@ -113,17 +121,19 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
     link.exchange(document)
     link.wait_until_received()
     spec = document.cpu().numpy().tobytes()
-    expected = layouts(spec)
+    expected, placed = layouts(spec), places(spec)
     tensors: list[Tensor] = []
     for part in _parts([layout.bytes for layout in expected]):
         together = expected[part]
         if together[0].bytes > SMALL:
             (layout,) = together
-            tensor = (
-                memory.tensor(layout)
-                if device.type == "cpu"
-                else torch.empty(layout.shape, dtype=layout.dtype, device=device)
-            )
+            tensor = placed.get(part.start)
+            if tensor is None:
+                tensor = (
+                    memory.tensor(layout)
+                    if device.type == "cpu"
+                    else torch.empty(layout.shape, dtype=layout.dtype, device=device)
+                )
             link.exchange(_bytes_of(tensor))
             tensors.append(tensor)
             continue

@@ -68,6 +68,11 @@ class TensorLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def layout_of(tensor: Tensor) -> TensorLayout:
+    """Return the type and shape of a tensor."""
+    return TensorLayout(tensor.dtype, tuple(tensor.shape))
+
+
 def flatten(tree: Any) -> tuple[bytes, list[Tensor]]:
     """Separate a tree into its structure and its tensors.
 
@@ -97,6 +102,27 @@ def layouts(spec: bytes) -> list[TensorLayout]:
     return _layouts(_parse(spec))
 
 
+def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of the tensors that are values of one mapping of a tree, by their keys.
+
+    Left out are tensors whose dimensions are in another order in memory, and those that require gradients.
+
+    Args:
+        spec: a document that `flatten` returns.
+        path: the keys that lead to the mapping.
+
+    Raises:
+        InvalidSpecError: `spec` is not such a document, or has no such mapping.
+    """
+    try:
+        items = _items_of(_parse(spec)["tree"])
+        for key in path:
+            items = _items_of(items[key])
+        return {key: value["tensor"] for key, value in items.items() if _is_plain_tensor(value)}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidSpecError(f"the description of the state has no {'.'.join(path)}: {error!r}") from error
+
+
 def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the tree that `flatten` has separated into `spec` and `tensors`.
 
@@ -108,7 +134,7 @@ def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
     """
     document = _parse(spec)
     expected = _layouts(document)
-    found = [TensorLayout(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    found = [layout_of(tensor) for tensor in tensors]
     if found != expected:
         raise InvalidSpecError(
             f"the state has {len(found)} tensors of other types or shapes than its description, "
@@ -319,6 +345,18 @@ _ATOM_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "dtype": lambda name: _dtype(name),
     "device": torch.device,
 }
+
+
+def _items_of(encoded: dict[str, Any]) -> dict[str, Any]:
+    """Return the encoded values of an encoded mapping by those keys that are strings."""
+    ((name, items), *_) = encoded.items()
+    if name not in _MAPPING_TYPES:
+        raise TypeError(f"{name} is no mapping")
+    return {key: value for key, value in items if isinstance(key, str)}
+
+
+def _is_plain_tensor(encoded: Any) -> bool:
+    return isinstance(encoded, dict) and encoded.keys() == {"tensor"}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -52,11 +52,12 @@ from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet
 from adascale_worker.out_of_memory import is_out_of_memory, kind_of, release_memory
 from adascale_worker.program_state import ProgramState
-from adascale_worker.receive_memory import ReceiveMemory, expected_sizes
+from adascale_worker.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
 from adascale_worker.rng_state import seed_generators
 from adascale_worker.shutdown import FastExit, ShutdownSignal
+from adascale_worker.state_tree import layouts
 from adascale_worker.stream import SampleStream
-from adascale_worker.training_state import TrainingState
+from adascale_worker.training_state import TrainingState, model_tensor_numbers
 from adascale_worker.user_code import calling_line
 from adascale_worker.weight_checks import (
     FiniteWeights,
@@ -165,6 +166,8 @@ class TrainingLoop:
         self._local_limit: int | None = None
         """Without an agent: the limit of the local batch size for the samples of a discarded step."""
         self._receive_memory = ReceiveMemory()
+        self._initial_weights: InitialWeights | None = None
+        """Of a replica that joins others, until it has a state."""
         trainer.group.save_alone = self._save_in_thread
         trainer.checkpointing.is_terminated = lambda: shutdown_signal.received is not None
         self._assignment: Assignment | None = None
@@ -202,6 +205,8 @@ class TrainingLoop:
                 state = trainer.checkpointing.load(wait=trainer.generation > 1)
                 if state is not None:
                     self._state.load_state_dict(state)
+                elif self._initial_weights is not None:
+                    self._initial_weights.put_back()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
         is_restored, failure = group.broadcast((state is not None, failure))
@@ -217,7 +222,9 @@ class TrainingLoop:
     def prepare_to_receive(self) -> None:
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""
         if self._model.device.type == "cpu":
-            sizes = expected_sizes(self._program.model, self.adascale.optimizer)
+            model = self._program.model
+            self._initial_weights = InitialWeights(model)
+            sizes = expected_sizes(model, self.adascale.optimizer, self._initial_weights.names)
             self._receive_memory = ReceiveMemory(sizes)
             self._model.prepare()
 
@@ -269,6 +276,7 @@ class TrainingLoop:
         else:
             self.was_restored = self.load()
         self._receive_memory.clear()
+        self._initial_weights = None
         trainer.checkpointing.begin_generation()
         self._agreement = Agreement()
         self._checks.begin_generation()
@@ -301,9 +309,18 @@ class TrainingLoop:
         if device.type == "cpu":
             # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
             trainer.checkpointing.release_memory()
-        state = state_transfer.receive(group, route, device=device, memory=self._receive_memory)
+        state = state_transfer.receive(
+            group, route, device=device, memory=self._receive_memory, places=self._places_for
+        )
         self._state.load_state_dict(state)
+        self._initial_weights = None
         self._delivered = trainer.progress.consumed
+
+    def _places_for(self, spec: bytes) -> dict[int, torch.Tensor]:
+        """Return the tensors to receive those of a state into, by their numbers in its structure."""
+        if self._initial_weights is None:
+            return {}
+        return self._initial_weights.places(model_tensor_numbers(spec), layouts(spec))
 
     def _overtake(self) -> None:
         """Find out whether the copied state is in a later epoch than the program's loop."""

@@ -11,6 +11,7 @@ from adascale_worker.checkpoint import CheckpointInfo
 from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.program_state import ProgramState, load_model
+from adascale_worker.state_tree import tensor_numbers
 
 
 class TrainingState:
@@ -80,3 +81,15 @@ class TrainingState:
         trainer.telemetry.step_timer.load_state_dict(state["step_times"])
         trainer.planner.plan = BatchPlan(*state["plan"])
         trainer.planner.fitting = int(state["fitting_local_bsz"])
+
+
+def model_tensor_numbers(spec: bytes) -> dict[str, int]:
+    """Return the numbers of the tensors of the model in a flattened state, by their names.
+
+    Args:
+        spec: the structure of what `TrainingState.state_dict` returns, see `state_tree.flatten`.
+
+    Raises:
+        InvalidSpecError: it is another structure.
+    """
+    return tensor_numbers(spec, ["program", "model"])
