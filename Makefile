@@ -11,6 +11,8 @@ BUILD_FLAGS ?=
 IMAGE_TAG ?= dev
 KIND_CLUSTER := adascale
 READY := $(VENV)/.ready
+# Tests start hundreds of processes, each of which would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready

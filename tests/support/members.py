@@ -105,7 +105,8 @@ class Trainer:
         return self._starter.codes.get(self.pid)
 
     def _receive(self) -> None:
-        with self.channel.makefile("r") as lines:
+        # A trainer that is killed before it has read all messages resets the connection.
+        with contextlib.suppress(ConnectionResetError), self.channel.makefile("r") as lines:
             for line in lines:
                 self.messages.append(json.loads(line))
 
