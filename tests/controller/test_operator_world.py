@@ -257,8 +257,8 @@ def _raise(*_: object) -> None:
 @pytest.mark.parametrize(
     ("machine", "examples"),
     [
-        (OperatorMachine, 15),
-        (OperatorMachineWithTypes, 10),
+        (OperatorMachine, 8),
+        (OperatorMachineWithTypes, 8),
         pytest.param(OperatorMachine, 100, marks=pytest.mark.slow),
         pytest.param(OperatorMachineWithTypes, 50, marks=pytest.mark.slow),
     ],

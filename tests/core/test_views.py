@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.messages import GainReport, Message
@@ -34,6 +34,7 @@ def test_a_view_is_equal_after_a_round_trip_through_json(view: Message) -> None:
     assert json.dumps(type(view).from_json(json.loads(text)).to_json()) == text
 
 
+@settings(max_examples=30)
 @given(views)
 def test_unknown_members_are_ignored(view: Message) -> None:
     text = json.dumps(view.to_json())

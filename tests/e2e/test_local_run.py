@@ -70,6 +70,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path, state: Path) 
     assert "metrics" not in done.stdout
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_stops_too(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
         run.wait_for_trainer()
@@ -112,6 +113,7 @@ def test_a_job_fails_when_the_failures_of_its_program_exceed_backoff_limit(
     assert "No checkpoint was saved" in run.stdout
 
 
+@pytest.mark.slow
 def test_replicas_that_crash_together_are_one_failure_reported_with_its_signal(
     tmp_path: Path, state: Path
 ) -> None:
@@ -123,6 +125,7 @@ def test_replicas_that_crash_together_are_one_failure_reported_with_its_signal(
     )
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_start_fails_the_job(tmp_path: Path, state: Path) -> None:
     job = write_job(
         tmp_path / "job.yaml", ["python", "-c", "import no_such_module"], backoffLimit=1, minReplicas=2,
@@ -135,6 +138,7 @@ def test_a_program_that_cannot_start_fails_the_job(tmp_path: Path, state: Path) 
     assert "ModuleNotFoundError: No module named 'no_such_module'" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_program_gets_its_environment_and_no_settings_of_another_job(tmp_path: Path, state: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "exit", "0", env={"WHO": "me"})
     run = adascale(

@@ -42,10 +42,17 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 Loop = Callable[[AdaScale, nn.Module, list[Batch]], None]
 
 CASES: dict[str, Callable[[], None]] = {}
+SHARDED_CASES: dict[str, Callable[[], None]] = {}
+"""Those of models that FSDP shards."""
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
     CASES[function.__name__] = function
+    return function
+
+
+def sharded_case(function: Callable[[], None]) -> Callable[[], None]:
+    SHARDED_CASES[function.__name__] = function
     return function
 
 
@@ -454,7 +461,7 @@ def joined(batches_: list[Batch]) -> Batch:
     return torch.cat([x for x, _ in batches_]), torch.cat([y for _, y in batches_])
 
 
-@case
+@sharded_case
 def fully_sharded_parameters() -> None:
     """FSDP2: local gradients are read from the input of the reduce-scatter."""
     for groups, dtype in (
@@ -467,7 +474,7 @@ def fully_sharded_parameters() -> None:
             assert_sharded_matches_reference(micro=micro, groups=groups, dtype=dtype)
 
 
-@case
+@sharded_case
 def fully_sharded_parameters_with_a_frozen_module() -> None:
     assert_sharded_matches_reference(frozen=True)
     assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, frozen=True)
@@ -488,7 +495,7 @@ def synchronised(*passes: bool, scaled: bool = True, flag: str = "set_requires_g
     return loop
 
 
-@case
+@sharded_case
 def fully_sharded_parameters_with_passes_that_are_not_synchronised() -> None:
     """A reduce-scatter takes the sum over some passes: one micro-gradient of their batches together."""
     for groups in (one_group, two_groups, by_kind):
@@ -504,7 +511,7 @@ def fully_sharded_parameters_with_passes_that_are_not_synchronised() -> None:
         )
 
 
-@case
+@sharded_case
 def fully_sharded_replicas_whose_all_reduce_waits_for_the_last_pass() -> None:
     """HSDP, with a reduce-scatter on each pass."""
     loop = synchronised(False, False, True, flag="set_requires_all_reduce")
@@ -512,7 +519,7 @@ def fully_sharded_replicas_whose_all_reduce_waits_for_the_last_pass() -> None:
     assert_sharded_matches_reference(synchronised(False, True), micro=2, reductions=1, shape=(1, 2))
 
 
-@case
+@sharded_case
 def sharded_steps_with_unreadable_micro_gradients_are_left_out() -> None:
     shape: tuple[int, ...]
     for shape, flag, passes in (
@@ -534,7 +541,7 @@ def sharded_steps_with_unreadable_micro_gradients_are_left_out() -> None:
         assert sum("left out of the estimates" in str(warning.message) for warning in caught) == 1, shape
 
 
-@case
+@sharded_case
 def a_wrong_number_of_passes_of_a_sharded_model_is_left_out() -> None:
     for passes in ((True,), (False, True), (True, True, True, True)):
         model = network()
@@ -546,7 +553,7 @@ def a_wrong_number_of_passes_of_a_sharded_model_is_left_out() -> None:
         assert optimizer.estimate is None
 
 
-@case
+@sharded_case
 def a_skipped_step_of_a_sharded_model() -> None:
     """Skipped as by a GradScaler. The next step is left out without a warning, the following is measured."""
     for first in (True, False):
@@ -566,7 +573,7 @@ def a_skipped_step_of_a_sharded_model() -> None:
         assert optimizer.estimate != estimate
 
 
-@case
+@sharded_case
 def shards_that_cannot_be_measured_raise() -> None:
     """Tensor parallelism, with and without `fully_shard`, and `fully_shard` without the model argument."""
     plan: dict[str, ParallelStyle] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -629,7 +636,7 @@ def a_grad_scaler_with_adam() -> None:
         assert_matches_reference(loop, adam=torch.optim.AdamW, options=options, tolerance=1e-6)
 
 
-@case
+@sharded_case
 def adam_with_fully_shard_is_refused() -> None:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

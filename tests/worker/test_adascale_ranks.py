@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.adascale_cases import CASES
+from worker.adascale_cases import CASES, SHARDED_CASES
 from worker.adascale_ranks import run_cases
 
 
@@ -14,3 +14,14 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_ranks(name: str, failures: dict[str, list[str]]) -> None:
     assert not failures[name], "\n".join(failures[name])
+
+
+@pytest.fixture(scope="module")
+def sharded_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_cases(SHARDED_CASES, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED_CASES)
+def test_sharded_on_two_ranks(name: str, sharded_failures: dict[str, list[str]]) -> None:
+    assert not sharded_failures[name], "\n".join(sharded_failures[name])

@@ -339,7 +339,14 @@ for survived in range(1000):
 """
 
 
-@pytest.mark.parametrize(("end", "exit_code"), [("kill", -signal.SIGKILL), ("lost peer", 71), ("close", 72)])
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [
+        ("kill", -signal.SIGKILL),
+        pytest.param("lost peer", 71, marks=pytest.mark.slow),
+        pytest.param("close", 72, marks=pytest.mark.slow),
+    ],
+)
 def test_an_end_at_any_file_operation_leaves_an_intact_checkpoint(
     tmp_path: Path, end: str, exit_code: int
 ) -> None:

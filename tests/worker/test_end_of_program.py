@@ -204,7 +204,9 @@ def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: 
     assert f"exitcode  : {PERMANENT}" in ended.stderr
 
 
-@pytest.mark.parametrize(("end", "code"), [("exit", PERMANENT), ("finish", 0)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("exit", PERMANENT), pytest.param("finish", 0, marks=pytest.mark.slow)]
+)
 def test_an_agent_exits_as_its_program_ends(tmp_path: Path, end: str, code: int) -> None:
     service = Service(tmp_path)
     command = [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, PROGRAM]

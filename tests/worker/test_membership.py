@@ -70,7 +70,9 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
                 torch.testing.assert_close(torch.tensor(found), buffer, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("victim", "width"), [(0, 16), (1, 16), (0, 50_000)])
+@pytest.mark.parametrize(
+    ("victim", "width"), [pytest.param(0, 16, marks=pytest.mark.slow), (1, 16), (0, 50_000)]
+)
 def test_a_killed_member_costs_no_step_and_no_bit(
     make_members: Callable[..., Members], victim: int, width: int
 ) -> None:
@@ -195,7 +197,10 @@ def test_members_that_are_stopped_together_lose_nobody(make_members: Callable[..
     job.finish()
 
 
-@pytest.mark.parametrize("prepares", [0, 1], ids=["into new memory", "into the weights"])
+@pytest.mark.parametrize(
+    "prepares",
+    [pytest.param(0, id="into new memory", marks=pytest.mark.slow), pytest.param(1, id="into the weights")],
+)
 def test_a_state_that_has_arrived_in_part_replaces_nothing(
     make_members: Callable[..., Members], prepares: int
 ) -> None:

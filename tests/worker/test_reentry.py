@@ -58,9 +58,10 @@ def losses(journal: Journal) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     "counts",
-    [[1, 2, 1], pytest.param([1, 2, 4, 3, 1], marks=pytest.mark.slow)],
+    [[1, 2, 1], [1, 2, 4, 3, 1]],
     ids=lambda counts: "-".join(map(str, counts)),
 )
+@pytest.mark.slow
 def test_each_pass_contains_every_sample_once_at_changing_replica_counts(
     tmp_path: Path, counts: list[int]
 ) -> None:

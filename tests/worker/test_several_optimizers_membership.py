@@ -47,7 +47,7 @@ def test_two_replicas_make_the_steps_of_a_plain_loop_with_the_whole_batch(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_member_killed_between_two_optimizer_steps_costs_no_step_and_no_bit(
     make_members: Callable[..., Members], victim: int, loop: str
 ) -> None:
