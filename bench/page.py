@@ -11,23 +11,20 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
+from metrics_service import RunningService, metrics_service
 from playwright.sync_api import Page, sync_playwright
-from reports_per_second import REPORT, processor_time, wait_for_port
-from service_at_scale import memory
+from reports_per_second import REPORT
 
 from adascale_api.database import Database
 from adascale_api.sql import Transaction
@@ -35,7 +32,6 @@ from adascale_api.store import jobs, replicas, reports
 from adascale_api.store.jobs import write_changes
 from adascale_api.store.reports import Retention
 from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.names import ENV_TOKEN
 
 HOUR = 3600.0
 TARGET = 100_000
@@ -55,31 +51,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bench.db"
         asyncio.run(store_jobs(url, options.jobs, options.reports // options.jobs))
-        port_file = Path(folder) / "port"
-        command = [sys.executable, "-m", "adascale_api", "--port", "0", "--port-file", str(port_file)]
         kept = str(max(options.reports // options.jobs, 2000))
-        service = subprocess.Popen(
-            [*command, "--database", url, "--keep-newest-reports", kept],
-            env={**os.environ, ENV_TOKEN: token},
-            stdout=subprocess.DEVNULL,
-        )
-        try:
-            port = wait_for_port(service, port_file)
+        with (
+            suppress(KeyboardInterrupt),
+            metrics_service(url, token, "--keep-newest-reports", kept) as service,
+        ):
             ended = threading.Event()
-            agents = threading.Thread(target=report_all, args=(port, token, options.jobs, ended), daemon=True)
+            arguments = (service.port, token, options.jobs, ended)
+            agents = threading.Thread(target=report_all, args=arguments, daemon=True)
             agents.start()
             if options.serve:
-                print(f"http://127.0.0.1:{port}/", flush=True)
-                service.wait()
+                print(f"http://127.0.0.1:{service.port}/", flush=True)
+                service.process.wait()
             else:
-                measure(f"http://127.0.0.1:{port}/", service.pid, options)
+                measure(service, options)
             ended.set()
             agents.join()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            service.terminate()
-            service.wait()
 
 
 async def store_jobs(url: str, count: int, size: int) -> None:
@@ -191,7 +178,8 @@ def report_all(port: int, token: str, count: int, ended: threading.Event) -> Non
             send("POST", f"{job}/gain", report.to_json())
 
 
-def measure(url: str, service: int, options: argparse.Namespace) -> None:
+def measure(service: RunningService, options: argparse.Namespace) -> None:
+    url = f"http://127.0.0.1:{service.port}/"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=options.chromium,
@@ -201,9 +189,9 @@ def measure(url: str, service: int, options: argparse.Namespace) -> None:
         follow(jobs, url, f"tbody tr:nth-child({options.jobs})", "all jobs")
         job = browser.new_page(viewport={"width": 1280, "height": 900})
         follow(job, f"{url}#/jobs/team-0.job-000", "figure:nth-child(6) .curve", "a job")
-        before = processor_time(service)
+        before = service.processor_time
         time.sleep(options.seconds)
-        share = (processor_time(service) - before) / options.seconds
+        share = (service.processor_time - before) / options.seconds
         for name, page in (("all jobs", jobs), ("a job", job)):
             tasks = page.evaluate("window.longTasks")
             frames = page.evaluate("performance.memory.usedJSHeapSize") / 2**20
@@ -212,7 +200,7 @@ def measure(url: str, service: int, options: argparse.Namespace) -> None:
                 f"{name}: {len(tasks)} tasks of more than 50 ms, the longest {longest:.0f} ms; "
                 f"{frames:.0f} MiB of JavaScript"
             )
-        print(f"service: {share:.2f} cores with the reports of all jobs, {memory(service):.0f} MiB")
+        print(f"service: {share:.2f} cores with the reports of all jobs, {service.peak_memory:.0f} MiB")
         browser.close()
 
 

@@ -20,7 +20,6 @@ import os
 import secrets
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,8 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from metrics_service import metrics_service, running
+
 from adascale_core.messages import GainReport
-from adascale_core.names import ENV_TOKEN
 
 PROCESSES = 2
 REPORT = GainReport(
@@ -88,56 +88,26 @@ def main() -> None:
 
 
 def measure_bare(clients: int, seconds: float, size: int) -> Result:
-    with tempfile.TemporaryDirectory() as folder:
-        port_file = Path(folder) / "port"
-        program = Path(__file__).with_name("bare_service.py")
-        service = subprocess.Popen([sys.executable, str(program), str(port_file)], stdout=subprocess.DEVNULL)
-        try:
-            port = wait_for_port(service, port_file)
-            before = processor_time(service.pid)
-            result = load(port, "none", clients, seconds, size)
-            return replace(result, processor_time=processor_time(service.pid) - before)
-        finally:
-            service.terminate()
-            service.wait()
-
-
-def wait_for_port(service: "subprocess.Popen[bytes]", port_file: Path) -> int:
-    while not port_file.exists():
-        if service.poll() is not None:
-            sys.exit("the service did not start")
-        time.sleep(0.05)
-    return int(port_file.read_text())
+    program = Path(__file__).with_name("bare_service.py")
+    with running([sys.executable, str(program)], {}) as service:
+        before = service.processor_time
+        result = load(service.port, "none", clients, seconds, size)
+        return replace(result, processor_time=service.processor_time - before)
 
 
 def measure_service(clients: int, seconds: float, size: int) -> Result:
     token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory() as folder:
-        port_file = Path(folder) / "port"
-        command = [sys.executable, "-m", "adascale_api", "--port", "0", "--port-file", str(port_file)]
-        command += ["--database", f"sqlite:///{folder}/bench.db"]
-        service = subprocess.Popen(command, env={**os.environ, ENV_TOKEN: token}, stdout=subprocess.DEVNULL)
-        try:
-            port = wait_for_port(service, port_file)
-            before = processor_time(service.pid)
-            result = load(port, token, clients, seconds, size)
-            result = replace(result, processor_time=processor_time(service.pid) - before)
-            stored = sum(total(port, f"bench-{client}") for client in range(clients))
-            if stored != result.reports:
-                sys.exit(f"{result.reports} reports were answered with 2xx, but {stored} are stored")
-            return result
-        finally:
-            service.terminate()
-            service.wait()
-
-
-def processor_time(pid: int) -> float:
-    """Return the processor time of a process so far, in seconds."""
-    stat = Path(f"/proc/{pid}/stat")
-    if not stat.exists():
-        return 0.0
-    user, system = stat.read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        metrics_service(f"sqlite:///{folder}/bench.db", token) as service,
+    ):
+        before = service.processor_time
+        result = load(service.port, token, clients, seconds, size)
+        result = replace(result, processor_time=service.processor_time - before)
+        stored = sum(total(service.port, f"bench-{client}") for client in range(clients))
+        if stored != result.reports:
+            sys.exit(f"{result.reports} reports were answered with 2xx, but {stored} are stored")
+        return result
 
 
 def load(port: int, token: str, clients: int, seconds: float, size: int) -> Result:

@@ -13,8 +13,9 @@ and momentum are 1 GB. For each change the output has, in seconds:
 - undisturbed: the same for as many steps before the decision. So much of `still` can be noise;
 - decision: from the decision to the first step at the new count, which for a larger count includes the start
   of processes;
-- after a kill, next: from the kill to the first step of the others in another generation, and the steps made
-  twice; still: as above, when the replacement joins.
+- after a kill, next: from the kill to the first step of the others in another generation, what a usual step
+  of theirs takes then, which is a part of it, and the steps made twice; still: as above, when the replacement
+  joins.
 
 Beside it run: with --torchft, the same model with torchft (`rescale_torchft.py` has its environment), one
 replica group of size 1 for each replica, on gloo, with a heartbeat timeout of --heartbeat-timeout-ms; with
@@ -255,6 +256,14 @@ def killed(steps: Steps, kill_at: float, victim: int) -> Iterator[tuple[str, flo
     yield "kill: repeated steps", max(furthest - first.step + 1, 0)
 
 
+def usual_after(steps: Steps, kill_at: float, victim: int) -> Iterator[tuple[str, float]]:
+    """Yield the usual time of a step of those that train on after a kill, if they do."""
+    before = [step for step in steps.read() if step.time <= kill_at]
+    after = [step for step in steps.read(kill_at) if step.pid != victim and step.era != before[-1].era]
+    if usual := step_time([step for step in after if step.era == after[0].era]):
+        yield "kill: a usual step then", usual
+
+
 # -- contenders -------------------------------------------------------------------------------------------
 
 
@@ -293,6 +302,7 @@ def by_agents(
                     os.kill(victim, signal.SIGKILL)
                     yield from killed(steps, kill_at, victim)
                     settled = steps.wait_for(count, linger, time.time())
+                    yield from usual_after(steps, kill_at, victim)
                     first = settled[0].time
                     joined = [each for each in steps.read(kill_at) if each.time < first]
                     if joined and joined[-1].replicas != count:
@@ -353,6 +363,7 @@ def by_torchft(
                 victim.wait()
                 yield from killed(steps, kill_at, victim.pid)
                 steps.wait_for(count - 1, linger, time.time())
+                yield from usual_after(steps, kill_at, victim.pid)
                 decided = time.time()
                 start_group(kill)
                 settled = steps.wait_for(count, linger, decided)

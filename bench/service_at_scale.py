@@ -13,27 +13,23 @@ shows which part of a core it takes; `--kinds` measures the requests of one kind
 import argparse
 import asyncio
 import json
-import os
 import random
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import uvloop
-from reports_per_second import REPORT, processor_time, wait_for_port
+from metrics_service import RunningService, metrics_service
+from reports_per_second import REPORT
 
 from adascale_api.database import Database
 from adascale_api.store import jobs, replicas, reports
 from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
-from adascale_core.names import ENV_TOKEN
 from adascale_core.pacing import REPORTS_PER_POST, change_wait, heartbeat_interval, post_interval
 from adascale_worker.agent.heartbeat import CHANGE_TIMEOUT
 
@@ -65,21 +61,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bench.db"
         asyncio.run(store_jobs(url, options.jobs, options.replicas))
-        port_file = Path(folder) / "port"
-        command = [sys.executable, "-m", "adascale_api", "--port", "0", "--port-file", str(port_file)]
-        service = subprocess.Popen(
-            [*command, "--database", url], env={**os.environ, ENV_TOKEN: token}, stdout=subprocess.DEVNULL
-        )
-        try:
-            port = wait_for_port(service, port_file)
+        with metrics_service(url, token) as service:
             if options.agents:
-                simulate(service.pid, port, token, options)
+                simulate(service, token, options)
             else:
-                read(port, token)
-            print(f"memory of the service, at most: {memory(service.pid):.0f} MiB")
-        finally:
-            service.terminate()
-            service.wait()
+                read(service.port, token)
+            print(f"memory of the service, at most: {service.peak_memory:.0f} MiB")
 
 
 async def store_jobs(url: str, count: int, size: int) -> None:
@@ -123,10 +110,12 @@ def read(port: int, token: str) -> None:
             )
 
 
-def simulate(pid: int, port: int, token: str, options: argparse.Namespace) -> None:
-    load = Load(port, token, options.jobs, options.replicas, options.heartbeat, options.report, options.kinds)
-    print(f"memory of the service before the agents: {memory(pid):.0f} MiB")
-    used, cpu = uvloop.run(load.measure(pid, options.seconds))
+def simulate(service: RunningService, token: str, options: argparse.Namespace) -> None:
+    load = Load(
+        service.port, token, options.jobs, options.replicas, options.heartbeat, options.report, options.kinds
+    )
+    print(f"memory of the service before the agents: {service.peak_memory:.0f} MiB")
+    used, cpu = uvloop.run(load.measure(service, options.seconds))
     requests = sum(load.counts.values())
     for name, count in load.counts.items():
         print(f"{name}: {count / used:.0f} per second")
@@ -157,7 +146,7 @@ class Load:
         self.connections = self.open = 0
         self.latencies: list[float] = []
 
-    async def measure(self, pid: int, seconds: float) -> tuple[float, float]:
+    async def measure(self, service: RunningService, seconds: float) -> tuple[float, float]:
         """Return how long it measured, and the processor time of the service meanwhile, in seconds."""
         tasks = []
         for number in range(self.jobs):
@@ -174,9 +163,9 @@ class Load:
         self.counts = dict.fromkeys(self.counts, 0)
         self.errors.clear()
         self.latencies.clear()
-        started, before = time.monotonic(), processor_time(pid)
+        started, before = time.monotonic(), service.processor_time
         await asyncio.sleep(seconds)
-        used, cpu = time.monotonic() - started, processor_time(pid) - before
+        used, cpu = time.monotonic() - started, service.processor_time - before
         self.open = self.connections
         for task in tasks:
             task.cancel()
@@ -263,12 +252,6 @@ class Connection:
         if not head.startswith(b"HTTP/1.1 200"):
             self._load.errors[f"{method} {head[9:12].decode()}: {answer[:80].decode()}"] += 1
         return answer
-
-
-def memory(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

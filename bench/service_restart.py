@@ -20,24 +20,21 @@ import multiprocessing
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import TypeVar
 
-from reports_per_second import processor_time, wait_for_port
+from metrics_service import metrics_service
 from service_at_scale import registrations, store_jobs
 
 from adascale_client import JobClient, MetricsServiceClient, ServiceError
 from adascale_core.messages import AllocationView, MemberView, Registration
-from adascale_core.names import ENV_TOKEN
 from adascale_worker.agent.heartbeat import Heartbeat
 
 PER_PROCESS = 10
@@ -118,26 +115,6 @@ def run_agents(
         requests.put([request for client in clients for request in client.requests])
 
 
-@contextmanager
-def service(port: int, database: str, token: str) -> Iterator[int]:
-    """Run the service, and kill it at the end. Yields its process id once it answers."""
-    with tempfile.TemporaryDirectory() as folder:
-        port_file = Path(folder) / "port"
-        command = [sys.executable, "-m", "adascale_api", "--port", str(port), "--port-file", str(port_file)]
-        process = subprocess.Popen(
-            [*command, "--database", database],
-            env={**os.environ, ENV_TOKEN: token},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            wait_for_port(process, port_file)
-            yield process.pid
-        finally:
-            process.kill()
-            process.wait()
-
-
 def registered(counts: Sequence[Synchronized[int]]) -> int:
     """Return how many agents have registered with the present service."""
     return sum(count.value for count in counts)
@@ -183,7 +160,7 @@ def main() -> None:
             process.start()
             counts.append(count)
             processes.append(process)
-        with service(port, database, token):
+        with metrics_service(database, token, port=port, is_killed=True):
             since.value = time.time()
             wait_until(lambda: registered(counts) == len(agents))
             time.sleep(AFTER)
@@ -192,12 +169,12 @@ def main() -> None:
         killed_at = time.time()
         time.sleep(options.away)
         started_at = time.time()
-        with service(port, database, token) as pid:
+        with metrics_service(database, token, port=port, is_killed=True) as service:
             since.value = answers_at = time.time()
             wait_until(lambda: registered(counts) == len(agents))
             seconds = time.time() - answers_at
             time.sleep(max(0.0, AFTER - seconds))
-            used = processor_time(pid)
+            used = service.processor_time
             ended.set()
             requests = [request for _ in processes for request in queue.get()]
             for process in processes:
