@@ -19,8 +19,14 @@ import adascale_worker
 HEADER = """\
 # Reference
 
-The public classes of `adascale_worker`. Generated from their docstrings by `make reference`; do not edit.
+The public classes of `adascale_worker`, and the [environment variables](#environment-variables) of agents and
+trainers. Generated from their docstrings by `make reference`; do not edit.
 """
+VARIABLES = """\
+Agents and trainers read these. The operator and `adascale run` set those that follow from the `AdaScaleJob`.
+Set others in `env` of its worker container: `adascale run` does not pass on those of its own environment.
+They take precedence over the arguments of `ElasticTrainer`; the batch size and its bounds are taken together,
+all from variables or all from arguments."""
 WIDTH = 110
 
 _SECTION = re.compile(r"(Args|Returns|Yields|Raises):\Z")
@@ -36,14 +42,34 @@ def _reference() -> Iterator[str]:
     # The class that programs use first; then by name.
     for name in sorted(adascale_worker.__all__, key=lambda name: (name != "ElasticTrainer", name)):
         yield from _class(_definition(adascale_worker._MODULE_OF[name], name))
+    yield from _variables()
+
+
+def _variables() -> Iterator[str]:
+    yield "## Environment variables"
+    yield ""
+    yield from textwrap.wrap(VARIABLES, WIDTH, break_on_hyphens=False)
+    yield from ("", "| variable | |", "| --- | --- |")
+    for statement, following in itertools.pairwise(_parse("adascale_core.names").body):
+        match statement, following:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(variable))),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ) if name.startswith("ENV_"):
+                yield f"| `{variable}` | {' '.join(text.split())} |"
+    yield ""
 
 
 def _definition(module: str, name: str) -> ast.ClassDef:
+    body = _parse(module).body
+    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _parse(module: str) -> ast.Module:
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text())
-    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return ast.parse(Path(spec.origin).read_text())
 
 
 def _class(node: ast.ClassDef) -> Iterator[str]:
