@@ -278,6 +278,7 @@ def test_the_delay_of_restarts_doubles_until_a_step_is_made() -> None:
     backoff = RestartBackoff()
     delays = [backoff.delay_after(made_step=False) for _ in range(8)]
     assert delays == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert all(backoff.delay_after(made_step=False) == delays[-1] for _ in range(2000))
     assert backoff.delay_after(made_step=True) == 0
     assert backoff.delay_after(made_step=False) == 0
 

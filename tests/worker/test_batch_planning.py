@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adascale_core.batch import BatchBounds
+from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
+from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.step_timer import StepTimer
 
 
-def group(replicas: int, *, is_elastic: bool) -> ReplicaGroup:
-    assignment = RankAssignment(rank=0, replicas=replicas, local_rank=0, master_addr=None, master_port=None)
+def group(replicas: int, rank: int = 0, *, is_elastic: bool) -> ReplicaGroup:
+    assignment = RankAssignment(rank, replicas, local_rank=0, master_addr=None, master_port=None)
     return ReplicaGroup(assignment, torch.device("cpu"), is_elastic=is_elastic)
 
 
@@ -31,3 +33,29 @@ def test_a_trainer_starts_with_bounds_that_are_older_than_the_number_of_replicas
 def test_a_number_of_replicas_that_no_agent_assigns_must_be_valid_at_once() -> None:
     with pytest.raises(InvalidJobError, match="3 replicas are not valid"):
         BatchPlanner(BatchBounds(4, 8, (4, 4)), group(3, is_elastic=False), 0.5)
+
+
+def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member may not have got the last plan, because others were lost while it was shared."""
+    bounds = BatchBounds(8, 64, (1, 32))
+    model = torch.nn.Linear(1, 1)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    shared: list[list[int]] = []
+
+    def broadcast(group: ReplicaGroup, numbers: list[int]) -> list[int]:
+        if group.rank == 0:
+            shared.append(numbers)
+        return shared[-1]
+
+    monkeypatch.setattr(ReplicaGroup, "broadcast_integers", broadcast)
+    planners = []
+    for rank, local_bsz in enumerate((16, 4)):
+        planner = BatchPlanner(bounds, group(2, rank, is_elastic=True), 0.5)
+        planner.restore(BatchPlan(2, local_bsz, 1), local_bsz)
+        planner.acknowledge()
+        planner.adapt(bounds, optimizer, StepTimer())
+        planners.append(planner)
+    assert [planner.plan for planner in planners] == [BatchPlan(2, 16, 1)] * 2
+    planners[0].require_acknowledged()
+    with pytest.raises(StaleBatchSizeError):
+        planners[1].require_acknowledged()

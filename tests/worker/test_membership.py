@@ -105,17 +105,20 @@ def test_a_killed_member_costs_no_step_and_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ends_epoch", [False, True], ids=["in an epoch", "last of an epoch"])
 @pytest.mark.parametrize("fails", [False, True], ids=["has the sums", "has lost the sums"])
 @pytest.mark.parametrize("late", [0, 1])
 def test_survivors_agree_on_the_later_step_if_only_one_has_finished_it(
-    make_members: Callable[..., Members], late: int, fails: bool
+    make_members: Callable[..., Members], late: int, fails: bool, ends_epoch: bool
 ) -> None:
     """A member is killed while one of the others has made the step, and the other has not."""
-    options = {"EPOCHS": 4, "STEP_SECONDS": 0.01}
+    options = {"EPOCHS": 4, "STEP_SECONDS": 0.01, "PER_EPOCH": 1}
     calm = make_members("calm", **options)
     calm.activate(calm.start(3))
     expected = calm.finish()
-    job = make_members("late", **options, PROGRAM=LATE, LATE_REPLICA=late, LATE_AT=6, LATE_FAILS=int(fails))
+    last = max(record["step"] for record in calm.records() if record["epoch"] == 1)
+    environ = {"LATE_REPLICA": late, "LATE_AT": last if ends_epoch else last - 2, "LATE_FAILS": int(fails)}
+    job = make_members("late", **options, PROGRAM=LATE, **environ)
     *members, spare = job.start(4)
     survivors, lost = members[:2], members[2]
     behind, ahead = survivors[late], survivors[1 - late]
@@ -123,6 +126,7 @@ def test_survivors_agree_on_the_later_step_if_only_one_has_finished_it(
     folder = job.folder / "journal"
     job.wait((folder / "late").exists, "one member is late")
     step = last_step_of(job, behind) + 1
+    assert (step == last) == ends_epoch
     job.wait(lambda: last_step_of(job, ahead) == step, "the other survivor has made the step")
     lost.kill()
     job.wait_holding([ahead])
@@ -150,10 +154,47 @@ def last_step_of(job: Members, trainer: Trainer) -> int:
 
 def results_by_rank(job: Members) -> dict[tuple[int, int], tuple[object, ...]]:
     """Return what each step has read and computed, by step and rank."""
-    names = ("samples", "indices", "epoch", "loss", "progress", "lr")
+    names = ("samples", "indices", "epoch", "loss", "progress", "lr", "ended")
     return {
         (record["step"], record["rank"]): tuple(record[name] for name in names) for record in job.records()
     }
+
+
+ENDS = ["epochs", "finished"]
+"""After what the loops of programs end."""
+FINISHES = {"EPOCHS": 3, "BOUNDS": json.dumps({"batch_size": 12, "epochs": 3}), "STEP_SECONDS": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("victim", "end"), [(0, "epochs"), *(pytest.param(2, end, marks=pytest.mark.slow) for end in ENDS)]
+)
+def test_the_replacement_of_a_member_lost_while_the_end_is_saved_saves_it_too(
+    make_members: Callable[..., Members], tmp_path: Path, victim: int, end: str
+) -> None:
+    options = {**FINISHES, "EVALUATES": end, "PROGRAM": PROGRAMS / "dies_at_the_end.py", "DIES": victim}
+    job = make_members("job", **options, ADASCALE_CHECKPOINT_DIR=tmp_path / "checkpoints")
+    *members, spare = job.start(4)
+    job.activate(members)
+    job.wait(lambda: members[victim].code == -signal.SIGKILL, "a member is killed at the end")
+    survivors = [member for member in members if member is not members[victim]]
+    job.wait_holding(survivors)
+    job.activate([*survivors, spare])
+    assert len(job.finish()) == 1
+    assert all(member.has_sent("final") for member in job.active)
+
+
+@pytest.mark.parametrize("end", [pytest.param("epochs", marks=pytest.mark.slow), "finished"])
+def test_replicas_of_a_finished_job_that_start_again_have_all_finished(
+    make_members: Callable[..., Members], tmp_path: Path, end: str
+) -> None:
+    environ = {**FINISHES, "EVALUATES": end, "ADASCALE_CHECKPOINT_DIR": tmp_path / "checkpoints"}
+    job = make_members("first", **environ)
+    job.activate(job.start(2))
+    weights = job.finish()
+    again = make_members("again", **environ)
+    again.activate(again.start(2))
+    assert again.finish() == weights
+    assert not again.records(), "no step is made"
 
 
 @pytest.mark.slow

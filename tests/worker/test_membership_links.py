@@ -325,7 +325,7 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
         message = {"type": "assign", "generation": GENERATION, "rank": 1, "members": members, "env": {}}
         agent.sendall(json.dumps({**message, "secret": SECRET}).encode() + b"\n")
         with pytest.raises(OtherVersionError) as error:
-            membership.join(None, lambda: None, lambda *_: STATE)
+            membership.join(lambda: None, lambda: None, lambda *_: None)
         assert "this replica has version 9.9 of adascale-operator" in str(error.value)
         assert f"have version {own}: use the same image" in str(error.value)
         membership.close()

@@ -181,6 +181,15 @@ def test_an_unsupported_value_is_an_error_that_names_its_path_and_type(
     assert problem in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i8", "<u2"])
+def test_arrays_of_each_byte_order_come_back_in_that_of_the_machine(dtype: str) -> None:
+    array = numpy.array([1, 2, 300], dtype=dtype)
+    found = round_trip({"array": array, "scalar": array[2]})
+    assert numpy.array_equal(found["array"], array)
+    assert found["scalar"] == 300
+    assert found["array"].dtype == array.dtype.newbyteorder("=")
+
+
 def test_a_tree_that_contains_itself_is_an_error() -> None:
     tree: list[Any] = []
     tree.append(tree)
@@ -233,6 +242,12 @@ def test_the_numbers_of_the_tensors_of_a_mapping() -> None:
     assert numbers["weight"] == numbers["same"]
     assert tensors[numbers["weight"]] is not tensors[numbers["last"]]
     assert tensors[numbers["last"]].numel() == 5
+
+
+def test_tensors_that_are_at_other_places_too_are_left_out_of_the_numbers() -> None:
+    shared, other, own = torch.ones(3), torch.ones(2), torch.ones(1)
+    tree = {"program": {"model": {"a": shared, "b": own, "c": other}}, "kept": [shared, {"x": other}]}
+    assert set(tensor_numbers(flatten(tree)[0], ["program", "model"])) == {"b"}
 
 
 @pytest.mark.parametrize(

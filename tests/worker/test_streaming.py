@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "streams.py"
+from support.members import Members
+
+PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
+PROGRAM = PROGRAMS / "streams.py"
 BATCHES = 200
 """Batches of an epoch in the README."""
 
@@ -75,3 +79,75 @@ def test_an_interrupted_epoch_of_a_stream_is_repeated(tmp_path: Path) -> None:
     assert trained["start"] == [1, BATCHES]
     assert trained["epochs"] == [1]
     assert trained["batches"] == BATCHES
+
+
+def require_equal_steps(job: Members) -> int:
+    """Check that the members have made each step at the same place of an epoch; return the steps."""
+    places: dict[int, set[tuple[int, int]]] = {}
+    for record in job.records():
+        if record["made"]:
+            places.setdefault(record["step"], set()).add((record["generation"], record["batch"]))
+    assert sorted(places) == list(range(1, len(places) + 1))
+    assert all(len(place) == 1 for place in places.values()), places
+    return len(places)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stream_continues_with_the_next_epoch_when_a_member_is_lost(
+    make_members: Callable[..., Members], victim: int
+) -> None:
+    batches = 6
+    options = {"PROGRAM": PROGRAMS / "own_batches.py", "EPOCHS": 8, "BATCHES": batches, "STEP_SECONDS": 0.02}
+    job = make_members("killed", **options)
+    *members, spare = job.start(4)
+    job.activate(members)
+    job.wait_step(2 * batches + 2)
+    lost = members[victim]
+    lost.kill()
+    survivors = [member for member in members if member is not lost]
+    job.wait_holding(survivors)
+    reached = survivors[0].messages[-1]["step"]
+    assert reached >= 2 * batches + 2
+    job.activate([*survivors, spare])
+    assert len(job.finish()) == 1, "the weights are equal"
+    assert all(member.code == 0 for member in survivors), "they stay in their processes"
+    # The rest of the epoch in which the member was lost is left out, and no step is made twice.
+    left_out = -reached % batches
+    assert require_equal_steps(job) == 8 * batches - left_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_stream_whose_members_notice_a_loss_in_different_epochs_continues(
+    make_members: Callable[..., Members], late: int
+) -> None:
+    """One has made the last step of an epoch and is in the next one, and the other has not."""
+    batches = 6
+    job = make_members(
+        "late",
+        PROGRAM=PROGRAMS / "late.py",
+        LATE_PROGRAM="own_batches.py",
+        LATE_REPLICA=late,
+        LATE_AT=2 * batches,
+        LATE_FAILS=1,
+        EPOCHS=5,
+        BATCHES=batches,
+        STEP_SECONDS=0.02,
+    )
+    *members, spare = job.start(4)
+    survivors, lost = members[:2], members[2]
+    job.activate(members)
+    folder = job.folder / "journal"
+    job.wait((folder / "late").exists, "one member is late")
+    job.wait_step(2 * batches)
+    lost.kill()
+    job.wait_holding([survivors[1 - late]])
+    (folder / "release").touch()
+    job.wait_holding(survivors)
+    assert [member.messages[-1]["step"] for member in survivors] == [
+        2 * batches - (index == late) for index in range(2)
+    ]
+    job.activate([*survivors, spare])
+    assert len(job.finish()) == 1, "the weights are equal"
+    assert all(member.code == 0 for member in survivors)
+    assert require_equal_steps(job) == 5 * batches

@@ -100,19 +100,25 @@ class BatchPlanner:
             step_timer: provides the measured step times on rank 0.
         """
         self._planned_at = time.monotonic()
-        plan = self.plan
-        if self._group.is_main:
-            model = StepTimeModel.fit(step_timer.step_times())
-            nodes = self._group.nodes
-            plan = plan_batch(
-                self._bounds_to_try(),
-                self._group.replicas,
-                estimate=optimizer.estimate,
-                throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
-                efficiency_target=self._efficiency_target,
-            )
+        self._share(self._choose(optimizer, step_timer) if self._group.is_main else self.plan)
+
+    def _choose(self, optimizer: Optimizers, step_timer: StepTimer) -> BatchPlan:
+        model = StepTimeModel.fit(step_timer.step_times())
+        nodes = self._group.nodes
+        return plan_batch(
+            self._bounds_to_try(),
+            self._group.replicas,
+            estimate=optimizer.estimate,
+            throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
+            efficiency_target=self._efficiency_target,
+        )
+
+    def _share(self, plan: BatchPlan) -> None:
+        """Use the plan of rank 0 on all ranks."""
         local_bsz, accumulation = self._group.broadcast_integers([plan.local_bsz, plan.accumulation])
-        plan = BatchPlan(self._group.replicas, local_bsz, accumulation)
+        self._use(BatchPlan(self._group.replicas, local_bsz, accumulation))
+
+    def _use(self, plan: BatchPlan) -> None:
         if plan != self.plan:
             self.plan = plan
             self._acknowledged = False
@@ -123,6 +129,16 @@ class BatchPlanner:
             return self.bounds
         probed = self.bounds.with_limit(PROBE_FACTOR * self.fitting)
         return probed if is_valid_replicas(probed, self._group.replicas) else self.bounds
+
+    def restore(self, plan: BatchPlan, fitting: int) -> None:
+        """Continue with the plan of a saved state, until `adapt` is called.
+
+        Args:
+            plan: the plan.
+            fitting: the largest local batch size of a finished step.
+        """
+        self._use(plan)
+        self.fitting = fitting
 
     def begin(self, bounds: BatchBounds) -> None:
         """Choose the first plan of a job for the replicas that there are.
@@ -138,9 +154,10 @@ class BatchPlanner:
         self.plan = plan_batch(bounds, self._group.replicas)
 
     def adapt(self, bounds: BatchBounds, optimizer: Optimizers, step_timer: StepTimer) -> None:
-        """Keep the plan if it is valid for the present bounds and replicas, else choose a plan.
+        """Keep the plan of rank 0 if it is valid for the present bounds and replicas, else choose a plan.
 
-        A collective call; the plan is the same on all ranks before it.
+        A collective call. Before it, ranks can have different plans: some may have got the next one at the
+        end of an epoch, when others were lost.
 
         Raises:
             InvalidJobError: the bounds allow no batch on this number of replicas.
@@ -149,8 +166,11 @@ class BatchPlanner:
         self.bounds = bounds
         if bounds.upper is not None:
             self.fitting = min(self.fitting, bounds.upper)
-        if self.plan.replicas != self._group.replicas or not allows(bounds, self.plan):
-            self.replan(optimizer, step_timer)
+        plan, is_main = self.plan, self._group.is_main
+        if is_main and (plan.replicas != self._group.replicas or not allows(bounds, plan)):
+            self._planned_at = time.monotonic()
+            plan = self._choose(optimizer, step_timer)
+        self._share(plan)
 
 
 def _valid_replicas_near(bounds: BatchBounds, replicas: int) -> int:

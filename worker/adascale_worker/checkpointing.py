@@ -222,9 +222,18 @@ class Checkpointing:
             self._repeat(lambda: writer.save(make_state(), info, self._result))
             self._is_final_written = True
 
-    def keep_final(self) -> None:
-        """Continue to add results to the restored checkpoint, which has the end of training."""
-        self._has_final = self._is_final_written = self._manifest is not None and self._manifest.finished
+    @property
+    def has_restored_final(self) -> bool:
+        """Whether the checkpoint that this replica has restored is that of the end of training."""
+        return self._manifest is not None and self._manifest.finished
+
+    def keep_final(self, *, is_final: bool) -> None:
+        """Use the checkpoint that rank 0 has restored.
+
+        Args:
+            is_final: whether it is that of the end of training. Then results are added to it.
+        """
+        self._has_final = self._is_final_written = is_final
 
     def postpone(self) -> None:
         """Wait for another interval until the next checkpoint is due."""

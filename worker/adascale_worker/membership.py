@@ -168,24 +168,20 @@ class Membership:
 
     def join(
         self,
-        state: StateNumber | None,
+        state: Callable[[], StateNumber | None],
         release_group: Callable[[], None],
-        synchronize: Callable[[Assignment, Formation], StateNumber],
+        synchronize: Callable[[Assignment, Formation], None],
         prepare_to_leave: Callable[[], None] = lambda: None,
-    ) -> StateNumber:
+    ) -> None:
         """Enter the newest generation. Wait for it if the present one was tried already.
 
         While members are lost, waits for another generation, with the state.
 
         Args:
-            state: number of the state in memory; None without state.
+            state: returns the number of the state in memory; None without state.
             release_group: releases the present process group.
-            synchronize: called when the group is formed; gives all members the same state, and returns its
-                number.
+            synchronize: called when the group is formed; gives all members the same state.
             prepare_to_leave: called before this trainer leaves while it has a state and the others may not.
-
-        Returns:
-            The number of the state.
 
         Raises:
             LeaveError: the trainer has to leave.
@@ -193,11 +189,12 @@ class Membership:
         """
         while True:
             if self._channel.newest_generation <= max(self._tried, self._void) > 0:
-                self._report_holding(None if state is None else state[1])
+                number = state()
+                self._report_holding(None if number is None else number[1])
             assignment = self._wait_for_assignment(prepare_to_leave)
             try:
-                formation = self._form(assignment, state, release_group)
-                state = synchronize(assignment, formation)
+                formation = self._form(assignment, state(), release_group)
+                synchronize(assignment, formation)
                 if self._group.has_failed:
                     raise PeersLostError
             except PeersLostError:
@@ -208,7 +205,7 @@ class Membership:
             self._is_holding = False
             self._has_stepped = False
             self._channel.send("running", generation=assignment.generation)
-            return state
+            return
 
     def _wait_for_assignment(self, prepare_to_leave: Callable[[], None]) -> Assignment:
         while True:

@@ -117,6 +117,7 @@ def patch_scheduler(
     progress: Callable[[], float],
     inside_epoch: Callable[[], bool],
     made_step: Callable[[], bool],
+    is_overtaken: Callable[[], bool],
 ) -> None:
     """Make a scheduler that steps once per optimizer step follow the training progress.
 
@@ -132,13 +133,16 @@ def patch_scheduler(
         progress: returns the scale-invariant steps so far.
         inside_epoch: returns whether the program is inside its data loop.
         made_step: returns whether the last `optimizer.step()` has changed the weights.
+        is_overtaken: returns whether the state is that of another replica, whose program has made the steps
+            after this epoch already. Then calls outside the data loop do nothing.
     """
     original_step, original_state_dict = scheduler.step, scheduler.state_dict
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
         if not inside_epoch():
-            original_step(*args, **kwargs)
+            if not is_overtaken():
+                original_step(*args, **kwargs)
             return
         if args or kwargs:
             if made_step():

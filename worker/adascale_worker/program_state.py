@@ -54,7 +54,7 @@ class ProgramState:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scheduler_type": self._scheduler_type,
-            "registered": self._registered_states(),
+            "registered": self.registered_states(),
             "hyperparameters": self.hyperparameters.state_dict(),
         }
 
@@ -96,8 +96,16 @@ class ProgramState:
             self.hyperparameters.groups, self.hyperparameters.scheduler = saved.groups, saved.scheduler
         if self.scheduler is not None:
             self.scheduler.load_state_dict(scheduler_state)
+        self.load_registered(state["registered"])
+
+    def registered_states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of the registered objects, by name."""
+        return {name: dict(stateful.state_dict()) for name, stateful in self.registered.items()}
+
+    def load_registered(self, states: Mapping[str, Any]) -> None:
+        """Restore the states of the registered objects."""
         for name, stateful in self.registered.items():
-            stateful.load_state_dict(state["registered"][name])
+            stateful.load_state_dict(states[name])
 
     def require_loadable(self) -> None:
         """Check before training that a checkpoint of this program can be loaded again.
@@ -111,16 +119,13 @@ class ProgramState:
                 name: value for name, value in model.items() if not isinstance(value, torch.Tensor)
             },
             "the scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            **{f"registered {name!r}": state for name, state in self._registered_states().items()},
+            **{f"registered {name!r}": state for name, state in self.registered_states().items()},
         }
         for name, state in parts.items():
             try:
                 flatten(state)
             except UnsupportedStateError as error:
                 raise WorkerError(f"the state_dict of {name} cannot be saved: {error}") from error
-
-    def _registered_states(self) -> dict[str, dict[str, Any]]:
-        return {name: dict(stateful.state_dict()) for name, stateful in self.registered.items()}
 
     @property
     def _scheduler_type(self) -> str | None:

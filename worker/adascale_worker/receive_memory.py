@@ -99,13 +99,14 @@ class InitialWeights:
             numbers: those of the tensors of the model's state, by name.
             expected: the types and shapes of all tensors of the state, in the order of their numbers.
         """
-        places: dict[int, Tensor] = {}
-        for number in set(numbers.values()):
+        found: dict[int, set[Tensor | None]] = defaultdict(set)
+        for name, number in numbers.items():
             # The members that have the state may use one tensor by several names.
-            tensors = {self._tensors.get(name) for name in numbers if numbers[name] == number}
-            (tensor, *others) = tensors
+            found[number].add(self._tensors.get(name))
+        places: dict[int, Tensor] = {}
+        for number, (tensor, *others) in found.items():
             if tensor is not None and not others and expected[number] == layout_of(tensor):
-                places[number] = tensor
+                places[number] = tensor.detach()
         self._is_received = True
         return places
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -105,7 +105,8 @@ def layouts(spec: bytes) -> list[TensorLayout]:
 def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
     """Return the numbers of the tensors that are values of one mapping of a tree, by their keys.
 
-    Left out are tensors whose dimensions are in another order in memory, and those that require gradients.
+    Left out are tensors whose dimensions are in another order in memory, those that require gradients, and
+    those that are at other places of the tree, too.
 
     Args:
         spec: a document that `flatten` returns.
@@ -115,10 +116,14 @@ def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
         InvalidSpecError: `spec` is not such a document, or has no such mapping.
     """
     try:
-        items = _items_of(_parse(spec)["tree"])
+        tree = _parse(spec)["tree"]
+        items = _items_of(tree)
         for key in path:
             items = _items_of(items[key])
-        return {key: value["tensor"] for key, value in items.items() if _is_plain_tensor(value)}
+        elsewhere = Counter(_numbers_in(tree))
+        elsewhere.subtract(_numbers_in(list(items.values())))
+        numbers = {key: value["tensor"] for key, value in items.items() if _is_plain_tensor(value)}
+        return {key: number for key, number in numbers.items() if not elsewhere[number]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidSpecError(f"the description of the state has no {'.'.join(path)}: {error!r}") from error
 
@@ -247,8 +252,10 @@ class _Encoder:
 
     def _array(self, value: Any, path: str) -> dict[str, Any]:
         try:
-            # A copy, because a tensor cannot share the memory of a read-only array.
-            tensor = torch.from_numpy(numpy.array(value, order="C", copy=True))
+            # A copy, because a tensor cannot share the memory of a read-only array. A tensor's numbers have
+            # their bytes in the order of this machine.
+            native = value.dtype.newbyteorder("=")
+            tensor = torch.from_numpy(numpy.array(value, dtype=native, order="C", copy=True))
         except TypeError:
             raise UnsupportedStateError(
                 path, f"is a numpy value of dtype {value.dtype}, which cannot be saved: use a dtype of torch"
@@ -336,6 +343,7 @@ class _Decoder:
         return mapping
 
 
+_TENSOR_TYPES: Final = {"tensor", "parameter", "array", "scalar"}
 _SEQUENCE_TYPES: Final[dict[str, type]] = {name: kind for kind, name in _SEQUENCES.items()}
 _MAPPING_TYPES: Final[dict[str, type]] = {name: kind for kind, name in _MAPPINGS.items()}
 _ATOM_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -353,6 +361,19 @@ def _items_of(encoded: dict[str, Any]) -> dict[str, Any]:
     if name not in _MAPPING_TYPES:
         raise TypeError(f"{name} is no mapping")
     return {key: value for key, value in items if isinstance(key, str)}
+
+
+def _numbers_in(encoded: Any) -> Iterator[int]:
+    """Yield the number of each tensor in an encoded value, as often as it occurs."""
+    if isinstance(encoded, list):
+        for value in encoded:
+            yield from _numbers_in(value)
+    elif isinstance(encoded, dict):
+        for name, value in encoded.items():
+            if name in _TENSOR_TYPES:
+                yield value
+            else:
+                yield from _numbers_in(value)
 
 
 def _is_plain_tensor(encoded: Any) -> bool:

@@ -392,7 +392,11 @@ class ElasticTrainer:
             patch_scaler(scaler, list(parts.optimizers.values()), loop)
         for scheduler in parts.schedulers.values():
             patch_scheduler(
-                scheduler, lambda: self.progress, lambda: loop.inside_epoch, lambda: loop.made_step
+                scheduler,
+                lambda: self.progress,
+                lambda: loop.inside_epoch,
+                lambda: loop.made_step,
+                lambda: loop.is_overtaken,
             )
         self._other_optimizers = OtherOptimizers(
             list(parts.optimizers.values()),
@@ -420,9 +424,7 @@ class ElasticTrainer:
         self._exit_status.install()
         progress = trainer.progress
         if trainer.finished:
-            trainer.checkpointing.keep_final()
-            if self._membership is not None:
-                self._membership.report_final()
+            loop.end_restored_training()
             if self.is_main:
                 reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
                 print(

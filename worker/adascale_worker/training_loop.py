@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from copy import deepcopy
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -161,6 +162,12 @@ class TrainingLoop:
         """The epoch of the program's loop."""
         self._overtaken_epoch: int | None = None
         """The epoch of the program's loop, if a member had ended it, and this one has copied its state."""
+        self._overtaken_states: dict[str, dict[str, Any]] | None = None
+        """The states of the registered objects then: the program changes them again after its loop."""
+        self._epochs_behind = 0
+        """How many epochs fewer than `progress.epoch` the program has ended, if it has batches of its own."""
+        self._step_at_begin = 0
+        """The last step before the current epoch of such a program."""
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
         self._local_limit: int | None = None
@@ -182,6 +189,11 @@ class TrainingLoop:
         return self._inside_epoch
 
     @property
+    def is_overtaken(self) -> bool:
+        """Whether the state is that of another member, whose program is in a later epoch than this one."""
+        return self._overtaken_states is not None
+
+    @property
     def has_stepped(self) -> bool:
         """Whether this process has made a step."""
         return self._stepped_at > float("-inf")
@@ -200,6 +212,7 @@ class TrainingLoop:
         failure: tuple[str, str] | None = None
         state = None
         if group.is_main:
+            self._receive_memory.clear()
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
                 state = trainer.checkpointing.load(wait=trainer.generation > 1)
@@ -209,9 +222,12 @@ class TrainingLoop:
                     self._initial_weights.put_back()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
-        is_restored, failure = group.broadcast((state is not None, failure))
+        is_restored, is_final, failure = group.broadcast(
+            (state is not None, state is not None and trainer.checkpointing.has_restored_final, failure)
+        )
         if failure is not None:
             raise error_of_kind(*failure)
+        trainer.checkpointing.keep_final(is_final=is_final)
         # `DistributedDataParallel` copies the initial parameters of rank 0 itself, except under an agent.
         if group.replicas > 1 and (is_restored or group.is_elastic or self._model.ddp is None):
             self._transfer([0])
@@ -233,6 +249,7 @@ class TrainingLoop:
         trainer = self._trainer
         trainer.planner.adapt(trainer.settings.bounds, self.adascale, trainer.telemetry.step_timer)
         self._apply_plan()
+        self._step_at_begin = trainer.progress.step
         trainer.telemetry.begin_generation(trainer.settings.bounds)
 
     def enter_generation(self) -> None:
@@ -240,12 +257,11 @@ class TrainingLoop:
         membership = self._membership
         assert membership is not None
         try:
-            number = membership.join(
-                self.state_number, self._release_group, self._synchronize, self._save_before_leaving
+            membership.join(
+                lambda: self.state_number, self._release_group, self._synchronize, self._save_before_leaving
             )
         except LeaveError:
             self._exit(EXIT_REENTRY)
-        self._state_generation = number[0]
 
     @property
     def state_number(self) -> StateNumber | None:
@@ -259,7 +275,7 @@ class TrainingLoop:
         self._model.disconnect()
         self._trainer.group.destroy()
 
-    def _synchronize(self, assignment: Assignment, formation: Formation) -> StateNumber:
+    def _synchronize(self, assignment: Assignment, formation: Formation) -> None:
         """Give all members of a generation whose group is formed the same state."""
         trainer, group = self._trainer, self._trainer.group
         self._assignment = assignment
@@ -275,18 +291,22 @@ class TrainingLoop:
                 self.was_restored = True
         else:
             self.was_restored = self.load()
+        self._state_generation = assignment.generation
         self._receive_memory.clear()
         self._initial_weights = None
+        # What a member decides between two steps does not change the number of its state.
+        reasons = group.gather(trainer.progress.finish_reason)
+        trainer.progress.finish_reason = next((reason for reason in reasons if reason is not None), None)
         trainer.checkpointing.begin_generation()
         self._agreement = Agreement()
         self._checks.begin_generation()
         self._overtake()
         self._announce_place()
         self.begin()
-        # Batches of the new plan come from the trainer, so the program uses their size.
-        trainer.planner.acknowledge()
+        if self._current_epoch is not None:
+            # Batches of the new plan come from the trainer, so the program uses their size.
+            trainer.planner.acknowledge()
         self.adascale.flags = self._requests().flags()
-        return assignment.generation, trainer.progress.step, trainer.progress.consumed
 
     def _transfer(self, sources: Sequence[int]) -> None:
         """Copy the state of the ranks `sources`, which is the same, to all others."""
@@ -326,6 +346,7 @@ class TrainingLoop:
         """Find out whether the copied state is in a later epoch than the program's loop."""
         if self._current_epoch is not None and self._trainer.progress.epoch > self._epoch_of_program:
             self._overtaken_epoch = self._epoch_of_program
+            self._overtaken_states = deepcopy(self._program.registered_states())
 
     def _announce_place(self) -> None:
         if self._is_looping and self._overtaken_epoch is None:
@@ -782,6 +803,9 @@ class TrainingLoop:
         self._announce_training()
         self._epoch_of_program = progress.epoch
         self._is_looping, self._left_loop = True, False
+        if self._overtaken_states is not None:
+            self._program.load_registered(self._overtaken_states)
+            self._overtaken_states = None
         self._current_epoch = this_epoch = object()
         self._accumulation.restart_step()
         self._checks.begin_epoch()
@@ -884,28 +908,63 @@ class TrainingLoop:
             if trainer.finished:
                 self._save_final()
             return
-        if epoch != trainer.progress.epoch:
+        current = trainer.progress.epoch - self._epochs_behind
+        if epoch != current:
             raise WorkerError(
-                f"trainer.step({epoch}) was called, but the current epoch is {trainer.progress.epoch}: start "
+                f"trainer.step({epoch}) was called, but the current epoch is {current}: start "
                 "with the epoch that program_reentry returns, and call trainer.step(epoch) once per epoch"
             )
-        self._require_loop_in_epoch(epoch)
-        self._announce_passed([epoch, math.inf])
-        self._accumulation.restart_step()
-        trainer.progress.epoch += 1
-        if trainer.finished:
-            self._save_final()
+        if self._current_epoch is None:
+            self._end_epoch_of_own_batches(epoch)
             return
+        self._require_loop_in_epoch(epoch)
+        trainer.progress.epoch += 1
         try:
-            if self._agreement.replan:
-                self._agreement.replan = False
-                trainer.planner.replan(self.adascale, trainer.telemetry.step_timer)
-                self._apply_plan()
-                self._withdraw_requests()
-            self._at_step_boundary()
+            self._begin_next_epoch()
         except PeersLostError:
             # The members enter another generation at the beginning of the next epoch.
             return
+
+    def _end_epoch_of_own_batches(self, epoch: int) -> None:
+        """End an epoch of a program that trains with a DataLoader of its own, as for a stream.
+
+        Its replicas have the same number of batches in each epoch. So if members are lost, the others leave
+        out the rest of the epoch, and enter another generation at its end, which is the same place on all of
+        them. An epoch counts if it has had a step; so all have the same number, also if some have noticed the
+        loss in the last step of an epoch, and others in the first step of the next.
+        """
+        progress, group = self._trainer.progress, self._trainer.group
+        if not group.has_failed or progress.step > self._step_at_begin:
+            progress.epoch += 1
+        try:
+            if group.has_failed:
+                raise PeersLostError
+            self._begin_next_epoch()
+        except PeersLostError:
+            self._recover()
+            if self._trainer.finished:
+                self._save_final()
+        self._step_at_begin = progress.step
+        self._epochs_behind = progress.epoch - epoch - 1
+
+    def _begin_next_epoch(self) -> None:
+        """Do what the replicas have agreed on, between an epoch and the next one.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        trainer = self._trainer
+        self._announce_passed([trainer.progress.epoch - 1, math.inf])
+        self._accumulation.restart_step()
+        if trainer.finished:
+            self._save_final()
+            return
+        if self._agreement.replan:
+            self._agreement.replan = False
+            trainer.planner.replan(self.adascale, trainer.telemetry.step_timer)
+            self._apply_plan()
+            self._withdraw_requests()
+        self._at_step_boundary()
 
     def _require_loop_in_epoch(self, epoch: int) -> None:
         """Check that an epoch which ends has had a data loop or steps, if the program has data loops."""
@@ -983,6 +1042,16 @@ class TrainingLoop:
             "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
             "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
         )
+
+    def end_restored_training(self) -> None:
+        """Save the end of training, if the state that was restored is finished, and the end is not saved.
+
+        Members that were saving it when a replica was lost do so again, with the replica that replaces it.
+        """
+        if not self._trainer.checkpointing.has_final:
+            self._save_final()
+        elif self._membership is not None:
+            self._membership.report_final()
 
     def _save_final(self) -> None:
         """Save the end of training, once. If members are lost meanwhile, the others save it."""

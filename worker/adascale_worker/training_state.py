@@ -79,8 +79,7 @@ class TrainingState:
         trainer.progress.load_state_dict(state["progress"])
         trainer.feed.load_state_dict(state["data"])
         trainer.telemetry.step_timer.load_state_dict(state["step_times"])
-        trainer.planner.plan = BatchPlan(*state["plan"])
-        trainer.planner.fitting = int(state["fitting_local_bsz"])
+        trainer.planner.restore(BatchPlan(*state["plan"]), int(state["fitting_local_bsz"]))
 
 
 def model_tensor_numbers(spec: bytes) -> dict[str, int]:

@@ -52,7 +52,7 @@ if loop == "GAN":
         trainer.step(epoch)
         if trainer.finished:
             break
-    print("trained", trainer.steps, "batches")
+    print(f"trained {trainer.steps} batches")
     raise SystemExit(0)
 model: Any = Net()
 if loop == "unused parameters":
@@ -170,4 +170,4 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             optimizer.param_groups[0]["lr"] *= 0.5
     if loop != "without trainer.step":
         trainer.step(epoch)
-print("trained", count, "batches")
+print(f"trained {count} batches")

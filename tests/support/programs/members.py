@@ -4,11 +4,13 @@ Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of th
 STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer;
 KEEP_GRADIENTS, to set gradients to zero instead of None; FITS, the samples of a batch that fit into memory,
 SHORT, where others fail (forward, backward, allocate, loss), after SHORT_AFTER steps, and SHORT_REPLICA, on
-which replica only; COMPILE, how the model is compiled ("in place" or "wrapped"), after which a second
-compilation is an error.
+which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, how the model is compiled
+("in place" or "wrapped"), after which a second compilation is an error; EVALUATES, to evaluate
+after training, which ends when the trainer is "finished", or after the "epochs".
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -78,14 +80,30 @@ if compilation := os.environ.get("COMPILE"):
     else:
         model = cast(nn.Module, torch.compile(model, backend="eager", dynamic=True))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+per_epoch = os.environ.get("PER_EPOCH") == "1"
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1 if per_epoch else 7, gamma=0.9)
 
-state = trainer.program_reentry(model, optimizer, scheduler)
+
+class EndedEpochs:
+    """Counts epochs, and is saved."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+ended = EndedEpochs()
+state = trainer.program_reentry(model, optimizer, scheduler, register={"ended": ended})
 folder.mkdir(parents=True, exist_ok=True)
 epochs = int(os.environ.get("EPOCHS", "6"))
+evaluates = os.environ.get("EVALUATES")
 with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
     indices: list[int] = []
-    for epoch in range(state.epoch, epochs):
+    for epoch in itertools.count(state.epoch) if evaluates == "finished" else range(state.epoch, epochs):
         for index, x, y in trainer.dataloader(dataset):
             steps, samples = trainer.steps, trainer.samples
             optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
@@ -94,7 +112,8 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
             require_memory(len(x), "loss")
             loss.backward()
             optimizer.step()
-            scheduler.step()
+            if not per_epoch:
+                scheduler.step()
             indices += index.tolist()
             if trainer.steps > steps:
                 journal.write(
@@ -110,14 +129,27 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
                             "loss": loss.item(),
                             "progress": trainer.progress,
                             "lr": optimizer.param_groups[0]["lr"],
+                            "ended": ended.count,
                             "time": time.monotonic(),
                         }
                     )
                     + "\n"
                 )
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        if per_epoch:
+            scheduler.step()
         trainer.step(epoch)
+        ended.count += 1
+        if evaluates == "finished" and trainer.finished:
+            break
 
+if evaluates:
+    model.eval()
+    evaluation = trainer.evaluation(dataset, batch_size=5)
+    with torch.no_grad():
+        for _, x, y in evaluation:
+            evaluation.add(correct=(model(x).argmax(1) == y).sum())
+    trainer.report_result(correct=float(evaluation.means["correct"]))
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 (folder / f"weights-{os.environ['REPLICA']}-{os.getpid()}").write_text(digest)

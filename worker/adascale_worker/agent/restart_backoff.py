@@ -25,4 +25,5 @@ class RestartBackoff:
             self._fruitless = 0
             return 0.0
         self._fruitless += 1
-        return min(2.0 ** (self._fruitless - 2), MAX_DELAY) if self._fruitless > 1 else 0.0
+        # Bounded, because floats are.
+        return min(2.0 ** min(self._fruitless - 2, 30), MAX_DELAY) if self._fruitless > 1 else 0.0
