@@ -325,3 +325,105 @@ def test_a_fused_adam_whose_first_step_is_skipped_has_no_second_moment_yet() -> 
         optimizer.step() if step else optimizer.discard_step()
         scaler.update()
     assert optimizer.gain() >= 1.0
+
+
+def twin_that_skips(model: nn.Module, number: int) -> nn.Module:
+    """Train a copy with whole batches for an epoch of four steps; the batch `number` makes none."""
+    twin = copy.deepcopy(model)
+    optimizer = sgd(twin)
+    _, features, targets = samples().tensors
+    stream = SampleStream(48, seed=0)
+    for start in range(0, 60, 12):
+        order = torch.tensor(stream[start : start + 12])
+        optimizer.zero_grad()
+        learn(twin, features[order], targets[order])
+        if start // 12 != number:
+            optimizer.step()
+    return twin
+
+
+@pytest.mark.parametrize("bad", [3, 5], ids=["first micro-batch", "last micro-batch"])
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_program_that_skips_a_step_with_bad_gradients_trains_on(
+    make_trainer: MakeTrainer, *, bad: int, zeroes: bool
+) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_that_skips(model, 1)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+        optimizer.zero_grad()
+        learn(model, x * float("nan") if number == bad else x, y)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        if not torch.isfinite(norm):
+            if zeroes:
+                optimizer.zero_grad()
+            continue
+        optimizer.step()
+    assert trainer.steps == 4
+    require_close(model, twin)
+
+
+def test_gradients_deleted_between_two_passes_for_a_later_micro_batch_are_an_error(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    batches = iter(trainer.dataloader(samples()))
+    _, x, y = next(batches)
+    for _ in range(2):
+        optimizer.zero_grad()
+        learn(model, x, y)
+    optimizer.step()
+    _, x, y = next(batches)
+    learn(model, x, y)
+    optimizer.zero_grad()
+    with pytest.raises(WorkerError, match=r"zero_grad\(\) was called between two backward passes"):
+        learn(model, x, y)
+
+
+def test_assigned_gradients_of_all_micro_batches_count(make_trainer: MakeTrainer) -> None:
+    def keep(_: nn.Module) -> None:
+        """Change nothing."""
+
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, keep, epochs=1)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    parameters = list(model.parameters())
+    for _, x, y in trainer.dataloader(samples()):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    require_close(model, twin)
+
+
+def test_the_gain_is_measured_however_much_is_clipped(make_trainer: MakeTrainer) -> None:
+    estimates = []
+    for limit in (1e-9, 1e9):
+        trainer, model = make_trainer(**ACCUMULATING), network()
+        optimizer = sgd(model, lr=0.0)
+        trainer.program_reentry(model, optimizer)
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+        estimates.append(trainer.adascale.estimate)
+    assert estimates[0] is not None
+    assert estimates[0] == estimates[1]
+
+
+def test_only_the_parameters_of_the_optimizer_have_to_be_zeroed(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.warns(RuntimeWarning, match="is not in the optimizer"):
+        trainer.program_reentry(model, optimizer)
+    for _, x, y in trainer.dataloader(samples()):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+    assert trainer.steps == 6

@@ -451,6 +451,12 @@ def test_a_module_with_sparse_gradients_is_an_error(make_trainer: MakeTrainer) -
         make_trainer(**FIXED).program_reentry(model, sgd(model))
 
 
+def test_a_module_with_an_attribute_named_sparse_trains(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    model[0].sparse = True  # type: ignore[assignment]
+    trainer.program_reentry(model, sgd(model))
+
+
 def test_a_list_of_models_is_an_error_that_shows_the_dicts(make_trainer: MakeTrainer) -> None:
     models: Any = [network(), network()]
     optimizers: Any = [sgd(each) for each in models]

@@ -15,6 +15,7 @@ from torch import Tensor
 from adascale_core.batch import BatchPlan
 from adascale_worker.adascale import AdaScale
 from adascale_worker.data_parallel import DataParallelModel
+from adascale_worker.errors import WorkerError
 
 
 class Accumulation(ABC):
@@ -83,6 +84,8 @@ class GradientAccumulation(Accumulation):
         both = [*program_model.parameters(), *optimized]
         self._parameters = list({id(parameter): parameter for parameter in both}.values())
         self._set_aside: list[tuple[Tensor, Tensor]] = []
+        self._has_pass = self._has_lost_pass = False
+        """Whether there was a backward pass for the present micro-batch, and the program has deleted it."""
 
     @property
     def has_set_aside(self) -> bool:
@@ -104,12 +107,24 @@ class GradientAccumulation(Accumulation):
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
         self.micro_batch = 0
+        self._has_pass = self._has_lost_pass = False
         self._set_gradient_sync()
         self.discard_set_aside()
         self._optimizer.zero_grad()
 
     def before_backward(self) -> None:
-        """Let the next backward pass add its gradients to those of the micro-batches before."""
+        """Let the next backward pass add its gradients to those of the micro-batches before.
+
+        Raises:
+            WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
+        """
+        if self._has_lost_pass:
+            raise WorkerError(
+                "zero_grad() was called between two backward passes for a batch, but the gradients of the "
+                "first are added to those of earlier micro-batches of the step already: compute them with "
+                "torch.autograd.grad, or let a step have one micro-batch (local_bsz_bounds with a larger "
+                "upper bound, or a max_batch_size up to which the replicas need no accumulation)"
+            )
         if self._accumulation > 1:
             self._optimizer.sum_gradients_again()
             self.put_back()
@@ -118,16 +133,21 @@ class GradientAccumulation(Accumulation):
         """Let the program see the mean gradient of the step in its last micro-batch, else none."""
         if self._accumulation == 1:
             return
+        self._has_pass = True
         if self.at_last_micro_batch:
             self._optimizer.scale_grad_by_num_grads_to_accum()
         else:
             self._set_gradients_aside()
 
     def put_back(self) -> None:
-        """Put the gradients back that are set aside."""
+        """Put the gradients back that are set aside, and add those that the program has assigned since."""
         for parameter, gradient in self._set_aside:
-            parameter.grad = gradient
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self._set_aside.clear()
+
+    def zeroed_later(self) -> None:
+        """Record that the program calls `zero_grad` in a micro-batch that is not the first of its step."""
+        self._has_lost_pass = self._has_pass
 
     def discard_set_aside(self) -> None:
         """Discard the gradients that are set aside, because the program deletes those of this step."""
@@ -136,6 +156,7 @@ class GradientAccumulation(Accumulation):
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         is_complete = super().advance()
+        self._has_pass = self._has_lost_pass = False
         self._set_gradient_sync()
         if not is_complete:
             self._set_gradients_aside()

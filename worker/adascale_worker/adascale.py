@@ -490,8 +490,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             adascale = reference()
             if adascale is not None:
                 adascale._share_groups_and_state()
-                # The counts of steps that a plain optimizer has saved are in steps.
-                adascale._rule.load_state_dict([])
+                adascale._rule.loaded_optimizer()
 
         self._inner.register_load_state_dict_post_hook(share)
         estimator.begin_step()

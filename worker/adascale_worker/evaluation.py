@@ -169,15 +169,20 @@ class Evaluation(Iterator[Any]):
         """
         for name, value in sums.items():
             number = int(value) if isinstance(value, bool) else as_number(value)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                self._pending.setdefault(name, []).append(value.detach().reshape(()))
+            if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+                # A copy: the program may change its own tensor.
+                self._pending.setdefault(name, []).append(value.detach().reshape(()).clone())
             elif number is not None:
                 self._pending.setdefault(name, []).append(number)
             else:
-                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+                got = (
+                    f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+                    if isinstance(value, Tensor)
+                    else type(value)
+                )
                 raise WorkerError(
-                    f"evaluation.add() got {got} for {name}: pass a number or a tensor of one element, the "
-                    "sum over the samples of the batch"
+                    f"evaluation.add() got {got} for {name}: pass a real number or a tensor of one, the sum "
+                    "over the samples of the batch"
                 )
 
     @property

@@ -13,13 +13,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from adascale_worker.scaling_rules import UNIT
+
 Choice = Literal["checkpoint", "program"]
 CHOICES: tuple[Choice, ...] = ("checkpoint", "program")
 
 Values = dict[str, Any]
 
-_IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Entries of a parameter group that are not hyperparameters: they may depend on the device."""
+_IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", UNIT)
+"""Entries of a parameter group that are not hyperparameters: they may depend on the device, or change."""
 _FOLLOWS_FROM_THE_GROUPS = ("base_lrs", "_last_lr")
 """Attributes of a scheduler that it reads from the optimizer."""
 MOST_DIFFERENCES = 6

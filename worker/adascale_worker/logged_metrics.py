@@ -40,8 +40,10 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
         raise WorkerError("trainer.log() got no value: call trainer.log(loss=loss, accuracy=accuracy)")
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor) and value.numel() > 0 and not value.is_complex()
-        if not is_tensor and as_number(value) is None:
+        if not is_tensor and not _is_float(as_number(value)):
             got = "an empty or complex tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            if as_number(value) is not None:
+                got = "a number that no float can have"
             raise WorkerError(
                 f"trainer.log() got {got} for {name}: pass a number or a tensor of real numbers"
             )
@@ -57,6 +59,14 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
         )
 
 
+def _is_float(number: int | float | None) -> bool:
+    """Whether a value is a number, and not an integer beyond the range of floats."""
+    try:
+        return number is not None and float(number) is not None
+    except OverflowError:
+        return False
+
+
 class LoggedMetrics:
     """Collects values by name, and returns their means. Does not synchronize with the device before that."""
 
@@ -67,8 +77,12 @@ class LoggedMetrics:
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Keep values for the next means; of a tensor of any shape, its mean."""
         for name, value in values.items():
-            tensor = torch.as_tensor(value).detach().float()
-            self._values.setdefault(name, []).append(tensor.mean() if tensor.dim() else tensor)
+            if isinstance(value, Tensor):
+                # A new tensor, also of a single number: the program may change its own.
+                mean = value.detach().float().mean().double()
+            else:
+                mean = torch.tensor(float(as_number(value) or 0.0), dtype=torch.float64)
+            self._values.setdefault(name, []).append(mean)
 
     def means(self) -> dict[str, float]:
         """Return the mean of each metric since the last call, or its last mean if it was not logged since.

@@ -6,9 +6,9 @@ gradients that are not averaged over the replicas, or with steps that are not co
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ MAX_BATCHES_WITHOUT_STEP = 1000
 
 CHECKED_STEPS = 3
 """Steps after which a program without gradients is refused, and for which old gradients are searched."""
+
+Place = TypeVar("Place")
 
 _USE_THE_MODEL = (
     "Compute the loss from the output of model(...) in training mode (model.train(); call eval() only on the "
@@ -52,6 +54,8 @@ class BatchChecks:
     """
 
     passes_per_batch = 0
+    """Unknown."""
+    left_out_step = False
     """Unknown."""
 
     def __init__(self, group: ReplicaGroup) -> None:
@@ -138,10 +142,12 @@ class LoopChecks:
         """The most backward passes for one batch so far; 0 if unknown."""
         self._warnings = OneTimeWarnings()
         # Two parameters, in case one of them is not used in every pass.
-        ends = self._parameters[:1] + self._parameters[-1:]
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        candidates = [p for p in self._parameters if id(p) in optimized] or self._parameters
+        ends = candidates[:1] + candidates[-1:]
         self._observed = list({id(parameter): parameter for parameter in ends}.values())
         for parameter in self._observed:
-            parameter.register_hook(_BackwardHook(self, parameter))
+            parameter.register_hook(_BackwardHook(self.arriving_gradient, parameter))
         self._model = model
         self._requires_all = requires_all
         self._unused: UnusedParameters | None = None
@@ -151,6 +157,11 @@ class LoopChecks:
     def has_stepped(self) -> bool:
         """Whether `optimizer.step()` was called for the present batch."""
         return self._has_stepped
+
+    @property
+    def left_out_step(self) -> bool:
+        """Whether the program has made a backward pass for the present batch, and not `optimizer.step()`."""
+        return self._has_backward and not self._has_stepped
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -301,15 +312,23 @@ class LoopChecks:
         )
 
 
-class _BackwardHook:
-    """Calls `LoopChecks.arriving_gradient`; a hook must not return a value."""
+class _BackwardHook(Generic[Place]):
+    """A hook on the gradient of a parameter that does not change it.
 
-    def __init__(self, checks: LoopChecks, parameter: Tensor) -> None:
-        self._checks = checks
-        self._parameter = parameter
+    Args:
+        arrived: called with `place`.
+        place: the parameter, or its name.
+    """
+
+    observes_only = True
+    """See `BackwardObserver.observe`."""
+
+    def __init__(self, arrived: Callable[[Place], None], place: Place) -> None:
+        self._arrived = arrived
+        self._place = place
 
     def __call__(self, _gradient: Tensor) -> None:
-        self._checks.arriving_gradient(self._parameter)
+        self._arrived(self._place)
 
 
 class UnusedParameters:
@@ -326,11 +345,11 @@ class UnusedParameters:
         self._replicas = replicas
         self._missing = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._hooks = [
-            parameter.register_hook(functools.partial(self._arrived, name))
+            parameter.register_hook(_BackwardHook(self._arrived, name))
             for name, parameter in self._missing.items()
         ]
 
-    def _arrived(self, name: str, _gradient: Tensor) -> None:
+    def _arrived(self, name: str) -> None:
         self._missing.pop(name, None)
 
     def check(self) -> None:

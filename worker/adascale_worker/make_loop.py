@@ -125,6 +125,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
             loop.optimizer_step,
             lambda: accumulation.at_first_micro_batch,
             zeroed_gradients,
+            accumulation.zeroed_later,
         )
 
     return MadeLoop(loop, program, accumulation, patch, lambda: checks.has_stepped)
@@ -166,7 +167,8 @@ def _adascale_options(trainer: TrainerComponents, options: LoopOptions) -> dict[
     return {
         "world_size": trainer.group.replicas,
         "is_scaled_loss": False,
-        "grad_scaler": scaler_of(options.registered.values()),
+        # A scaler that is not registered is refused. So without one, any change of gradients is clipping.
+        "grad_scaler": scaler_of(options.registered.values()) or torch.amp.GradScaler("cpu", enabled=False),
         "disjoint_pairs": True,
     }
 

@@ -65,6 +65,11 @@ class OptimizerGradients:
         """The parameters that require gradients."""
         return self._parameters
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward passes for the present batch have made gradients, and no step has used them."""
+        return bool(self._local)
+
     # -- a backward pass ----------------------------------------------------------------------------------
 
     def before_backward(self) -> None:

@@ -28,6 +28,7 @@ def patch_optimizer(
     step: Step,
     at_first_micro_batch: Callable[[], bool],
     zeroed_gradients: Callable[[], None],
+    zeroed_later: Callable[[], None],
 ) -> None:
     """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate.
 
@@ -37,10 +38,13 @@ def patch_optimizer(
         step: called in place of `optimizer.step`.
         at_first_micro_batch: returns whether the next backward pass is the first of its step.
         zeroed_gradients: called after `zero_grad` has zeroed the gradients.
+        zeroed_later: called when `zero_grad` has done nothing.
     """
     patch_step(optimizer, step)
     for owner in (optimizer, model):
-        owner.zero_grad = _ZeroGrad(owner.zero_grad, at_first_micro_batch, zeroed_gradients)  # type: ignore[method-assign]
+        owner.zero_grad = _ZeroGrad(  # type: ignore[method-assign]
+            owner.zero_grad, at_first_micro_batch, zeroed_gradients, zeroed_later
+        )
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
@@ -101,15 +105,19 @@ class _ZeroGrad(MethodOverride):
         original: Callable[..., Any],
         at_first_micro_batch: Callable[[], bool],
         zeroed_gradients: Callable[[], None],
+        zeroed_later: Callable[[], None],
     ) -> None:
         super().__init__(original)
         self._at_first_micro_batch = at_first_micro_batch
         self._zeroed_gradients = zeroed_gradients
+        self._zeroed_later = zeroed_later
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._at_first_micro_batch():
             self.original(*args, **kwargs)
             self._zeroed_gradients()
+        else:
+            self._zeroed_later()
 
 
 def patch_scheduler(

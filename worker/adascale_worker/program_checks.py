@@ -52,7 +52,7 @@ def require_program(
             "data-parallel itself: pass the model before it is wrapped"
         )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise WorkerError(
                 f"the module {name!r} ({type(module).__name__}) of the model has sparse=True, and AdaScale "
                 "needs dense gradients: make it with sparse=False"

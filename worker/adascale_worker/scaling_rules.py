@@ -17,7 +17,7 @@ The weight decay of Adam is a part of the gradient, and stays as it is.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from torch import Tensor
 from adascale_worker.torch_private import multiply_in_place
 
 Gain = float | Tensor
+
+
+UNIT: Final = "adascale_unit"
+"""The entry of a parameter group of Adam with the unit of its counts of steps: r of the last step."""
 
 
 class SecondMoment(NamedTuple):
@@ -121,6 +125,9 @@ class ScalingRule:
     def load_state_dict(self, state: Sequence[float]) -> None:
         """Restore what `state_dict` returned."""
 
+    def loaded_optimizer(self) -> None:
+        """Record that the optimizer has loaded a state."""
+
 
 class AdamRule(ScalingRule):
     """The rule of `torch.optim.Adam` and `AdamW`.
@@ -156,6 +163,8 @@ class AdamRule(ScalingRule):
         multiply_in_place([state["step"] for state in states if state], unit / gain)
         self.units += [1.0] * (number + 1 - len(self.units))
         self.units[number] = gain
+        # The program may save and restore the state of its optimizer.
+        self._optimizer.param_groups[number][UNIT] = gain
 
     def second_moments(self, number: int) -> dict[int, SecondMoment]:
         """Return the second moments of group `number` by the id of the parameter, of those with a step."""
@@ -193,6 +202,10 @@ class AdamRule(ScalingRule):
     def load_state_dict(self, state: Sequence[float]) -> None:
         """Restore what `state_dict` returned."""
         self.units = list(state)
+
+    def loaded_optimizer(self) -> None:
+        """Use the units of the state that the optimizer has loaded: 1 if a plain optimizer has saved it."""
+        self.units = [group.get(UNIT, 1.0) for group in self._optimizer.param_groups]
 
     def _unit(self, number: int) -> float:
         return self.units[number] if number < len(self.units) else 1.0

@@ -99,6 +99,17 @@ def accumulates_gradient(parameter: Tensor) -> bool:
         return False
 
 
+def hooks_after(tensor: Tensor, handle: RemovableHandle) -> list[Callable[..., Any]]:
+    """Return the hooks on the gradient of `tensor` that are called after that of `handle`, last first."""
+    later: list[Callable[..., Any]] = []
+    hooks = _private(tensor, "_backward_hooks", "to find the hooks of the program") or {}
+    for number, hook in reversed(hooks.items()):
+        if number == handle.id:
+            break
+        later.append(hook)
+    return later
+
+
 def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:
     """Remove a hook on the gradient of `tensor`, and the empty collection that its removal leaves behind.
 

@@ -248,11 +248,9 @@ class ElasticTrainer:
 
         Read it between `backward()` and `optimizer.step()`. If it is true, `.grad` is the mean gradient of
         the step; otherwise `.grad` is None, because the trainer keeps the gradients until the step is
-        complete.
+        complete, or because it discards the step, as when the batch did not fit into memory.
         """
-        self._require_loop()
-        assert self._accumulation is not None
-        return self._accumulation.at_last_micro_batch
+        return not self._require_loop().awaits_micro_batches
 
     @property
     def made_step(self) -> bool:

@@ -34,6 +34,7 @@ from adascale_worker.torch_private import (
     backward_pass_id,
     call_at_end_of_backward,
     current_autograd_node,
+    hooks_after,
     remove_tensor_hook,
 )
 
@@ -90,6 +91,9 @@ class BackwardObserver:
     def observe(self, groups: Sequence[Iterable[Tensor]], reading_time: ReadingTime) -> None:
         """Observe the passes of the next step. Hooks that are already there stay.
 
+        Gradients are read after the program's own hooks, which may change them. Ours is added again after one
+        that the program has added later.
+
         Args:
             groups: parameters by parameter group.
             reading_time: when their gradients are read.
@@ -104,6 +108,10 @@ class BackwardObserver:
             self._group_of = [number for _, number in flat]
             self._reading_time = reading_time
             self._arrives_in_parts.clear()
+        for index, handle in list(self._handles.items()):
+            if not self._comes_last(index):
+                handle.remove()
+                del self._handles[index]
         for index, parameter in enumerate(self._parameters):
             if index not in self._handles and parameter.requires_grad:
                 self._handles[index] = self._add_hook(index, parameter)
@@ -124,12 +132,22 @@ class BackwardObserver:
     def has_read_all(self) -> bool:
         """Whether each gradient of this step was read whole.
 
-        False if a parameter was unfrozen in this step, or if its gradient came in parts for the first time.
+        False if a parameter was unfrozen or got a hook in this step, or if its gradient came in parts for the
+        first time.
         """
         return not self._missed_whole_gradient and all(
-            index in self._handles or parameter.grad is None or not parameter.requires_grad
+            self._comes_last(index)
+            if index in self._handles
+            else parameter.grad is None or not parameter.requires_grad
             for index, parameter in enumerate(self._parameters)
         )
+
+    def _comes_last(self, index: int) -> bool:
+        """Whether no hook of the program on a parameter is called after ours."""
+        if self._reading_time is ReadingTime.IN_FSDP:
+            return True
+        later = hooks_after(self._parameters[index], self._handles[index])
+        return all(getattr(hook, "observes_only", False) for hook in later)
 
     def begin_step(self) -> None:
         """Discard the passes of this step so far."""

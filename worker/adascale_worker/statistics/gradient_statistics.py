@@ -347,6 +347,10 @@ class GradientStatistics:
     def _estimate(self, statistics: ReducedStatistics, loss_scale: Tensor) -> StepEstimate | None:
         is_single = self._settings.micro_gradients == 1
         if is_single:
+            if not self._has_expected_passes():
+                # What was read is the gradient of the first passes only.
+                self._previous_gradient.invalidate()
+                return None
             if self._previous_step is None:
                 return None
             numbers = self._from_difference(statistics, loss_scale, self._previous_step)

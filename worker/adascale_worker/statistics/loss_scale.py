@@ -78,5 +78,6 @@ class LossScale:
         warn_user(
             f"gradients were multiplied by {change:.3g} between backward() and step(), probably by a "
             "GradScaler and by clipping. The loss scale cannot be determined from the two together, so such "
-            "steps are left out of the estimates: pass AdaScale(..., grad_scaler=scaler)"
+            "steps are left out of the estimates: pass AdaScale(..., grad_scaler=scaler), or, without a "
+            "scaler, grad_scaler=torch.amp.GradScaler(enabled=False)"
         )
