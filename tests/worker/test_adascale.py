@@ -667,6 +667,47 @@ def test_a_wrong_number_of_backward_passes_is_left_out_with_a_warning() -> None:
     assert optimizer.estimate is not None
 
 
+def test_two_backward_passes_for_a_step_with_one_gradient_are_left_out_with_a_warning() -> None:
+    """The gradient is read after the first."""
+    model = network()
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=8.0)
+    with pytest.warns(RuntimeWarning, match="got 2 backward passes in a step, where 1 are expected"):
+        scaled_loss(optimizer, model, batches(2))
+    for number in range(3):
+        scaled_loss(optimizer, model, batches(2, seed=number))
+    assert optimizer.estimate is None
+    for number in range(2):
+        scaled_loss(optimizer, model, batches(1, seed=number))
+    assert optimizer.estimate is not None
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_hook_that_the_program_adds_later_changes_what_is_measured(micro: int) -> None:
+    def run(*, later: bool) -> AdaScale:
+        model = network()
+
+        def add_hooks() -> None:
+            for parameter in model.parameters():
+                parameter.register_hook(lambda gradient: 0.1 * gradient)
+
+        if not later:
+            add_hooks()
+        optimizer = AdaScale(
+            torch.optim.SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=micro, smoothing=0.0
+        )
+        if later:
+            scaled_loss(optimizer, model, batches(micro, seed=99))
+            add_hooks()
+        for number in range(3):
+            scaled_loss(optimizer, model, batches(micro, seed=number))
+        return optimizer
+
+    before, later = run(later=False), run(later=True)
+    assert before.estimate is not None
+    assert later.grad_sqr == pytest.approx(before.grad_sqr, rel=1e-9)
+    assert later.grad_var == pytest.approx(before.grad_var, rel=1e-9)
+
+
 def test_the_step_of_the_inner_optimizer_may_call_ours() -> None:
     """As the elastic trainer does with the program's own optimizer."""
     model, other = network(), network()

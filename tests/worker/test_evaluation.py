@@ -75,12 +75,31 @@ def test_numbers_of_numpy_are_added(make_trainer: MakeTrainer) -> None:
     assert isinstance(evaluation.sums["correct"], int)
 
 
+def test_tensors_that_the_program_changes_later_are_added_as_they_were(make_trainer: MakeTrainer) -> None:
+    trainer, model = entered(make_trainer)
+    model.eval()
+    evaluation = trainer.evaluation(samples(), batch_size=8)
+    count = torch.zeros(())
+    for _, x, _ in evaluation:
+        evaluation.add(count=count.zero_().add_(len(x)))
+    assert evaluation.sums == {"count": len(samples())}
+
+
+def test_a_complex_sum_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer, model = entered(make_trainer)
+    model.eval()
+    evaluation = trainer.evaluation(samples(), batch_size=48)
+    next(iter(evaluation))
+    with pytest.raises(WorkerError, match=r"got a tensor of shape \(\) and type torch\.complex64 for loss"):
+        evaluation.add(loss=torch.zeros((), dtype=torch.complex64))
+
+
 def test_wrong_uses_are_refused(make_trainer: MakeTrainer) -> None:
     trainer, model = entered(make_trainer)
     data = samples()
     with pytest.raises(WorkerError, match="before its loop has ended"):
         trainer.evaluation(data, batch_size=8).sums  # noqa: B018
-    with pytest.raises(WorkerError, match=r"got a tensor of shape \(2,\) for loss: pass a number"):
+    with pytest.raises(WorkerError, match=r"got a tensor of shape \(2,\) .* for loss: pass a real number"):
         trainer.evaluation(data, batch_size=8).add(loss=torch.ones(2))
     with pytest.raises(WorkerError, match="batch_size=0: it must be at least 1"):
         trainer.evaluation(data, batch_size=0)

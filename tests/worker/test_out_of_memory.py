@@ -20,7 +20,7 @@ from adascale_worker import ElasticTrainer
 from adascale_worker.out_of_memory import forward_without_activations, is_out_of_memory
 from support.launch import wait_until
 from support.members import Members, Trainer
-from support.training import MakeTrainer, adamw, samples, sgd, train
+from support.training import MakeTrainer, adamw, learn, samples, sgd, train
 
 BOUNDS = {"batch_size": 32, "max_batch_size": 48, "local_bsz_bounds": [2, 16]}
 """Two replicas begin with local batches of 16."""
@@ -112,6 +112,22 @@ def test_the_samples_of_a_step_that_does_not_fit_follow_in_smaller_batches(
     assert batches[2:] == expected_batches
     assert all(torch.equal(state[name], expected[name]) for name in expected), "weights and BatchNorm"
     assert "a local batch of 12 samples does not fit into the memory of cpu" in capsys.readouterr().err
+
+
+def test_a_step_that_is_discarded_is_not_complete(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(batch_size=12)
+    model = network_with(Memory("forward"))
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    complete = []
+    for _, x, y in trainer.dataloader(samples(48)):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        complete.append(trainer.completes_step)
+        assert all((parameter.grad is not None) == complete[-1] for parameter in model.parameters())
+        optimizer.step()
+    assert complete[:6] == [False, False, False, False, False, True]
+    assert trainer.steps == 4
 
 
 def test_with_the_upper_bound_auto_batches_grow_step_by_step_to_what_fits(

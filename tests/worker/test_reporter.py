@@ -257,8 +257,15 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     assert reporter.reports[-1].metrics == {}
     assert reporter.reports[-1].accelerator == "NVIDIA-H200"
     assert loss_of_report(accuracy=0.5) == 3.0, "its last mean"
+    own = torch.tensor(4.0)
+    telemetry.log({"loss": own})
+    own.zero_()
+    assert loss_of_report() == 4.0, "as it was when it was logged"
     assert loss_of_report(torch.tensor(float("nan")), recall=0.25) is None
     assert reporter.reports[-1].metrics == {"accuracy": 0.5, "recall": 0.25}
+    for number in (123_456_789, 10**20):
+        loss_of_report(count=number)
+        assert reporter.reports[-1].metrics["count"] == number
     assert loss_of_report(np.float32(1.5), np.array(2.5), np.int64(5)) == 3.0
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"
 

@@ -36,6 +36,11 @@ class Accumulation(ABC):
         """Whether the present micro-batch is the last of a step."""
         return self.micro_batch == self._accumulation - 1
 
+    @property
+    def is_later_and_last(self) -> bool:
+        """Whether the present micro-batch is the last of a step, and others came before."""
+        return self.at_last_micro_batch and not self.at_first_micro_batch
+
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         self.micro_batch = (self.micro_batch + 1) % self._accumulation

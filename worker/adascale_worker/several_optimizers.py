@@ -242,7 +242,7 @@ class SeveralOptimizersLoop(TrainingLoop):
                     "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
                     "as the first"
                 )
-            elif accumulation.at_last_micro_batch and any(part.has_gradients for part in parts):
+            elif accumulation.is_later_and_last and any(part.has_gradients for part in parts):
                 # The program does not want the mean gradients, which are the same on all replicas.
                 accumulation.restart_step()
         for part in parts:

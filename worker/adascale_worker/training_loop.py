@@ -885,11 +885,10 @@ class TrainingLoop:
 
         Not when the loop is left, which may be because of an error.
         """
-        accumulation = self._accumulation
-        is_later = accumulation.at_last_micro_batch and not accumulation.at_first_micro_batch
-        if is_later and self._checks.left_out_step and not self._model.has_missed_exchange:
+        is_left_out = self._accumulation.is_later_and_last and self._checks.left_out_step
+        if is_left_out and not self._model.has_missed_exchange:
             # The program does not want the mean gradient, which is the same on all replicas.
-            accumulation.restart_step()
+            self._accumulation.restart_step()
             self._checks.discarded_step()
 
     def end_epoch(self, epoch: int) -> None:
