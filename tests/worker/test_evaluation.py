@@ -101,8 +101,9 @@ def test_wrong_uses_are_refused(make_trainer: MakeTrainer) -> None:
         trainer.evaluation(data, batch_size=8).sums  # noqa: B018
     with pytest.raises(WorkerError, match=r"got a tensor of shape \(2,\) .* for loss: pass a real number"):
         trainer.evaluation(data, batch_size=8).add(loss=torch.ones(2))
-    with pytest.raises(WorkerError, match="batch_size=0: it must be at least 1"):
-        trainer.evaluation(data, batch_size=0)
+    for size in (0, 2.0):
+        with pytest.raises(WorkerError, match=rf"batch_size={size}: it must be an integer of at least 1"):
+            trainer.evaluation(data, batch_size=size)  # type: ignore[arg-type]
     with pytest.raises(DatasetError, match="got sampler, but the trainer chooses the batches"):
         trainer.evaluation(data, batch_size=8, sampler=[])
     with pytest.raises(DatasetError, match="has 0 samples"):

@@ -303,6 +303,12 @@ def test_training_with_the_previous_local_batch_size_is_an_error(
     optimizer.step()
 
 
+@pytest.mark.parametrize("seed", [1.5, "1", True, 2**64])
+def test_a_seed_that_is_no_integer_of_64_bits_is_an_error(make_trainer: MakeTrainer, seed: object) -> None:
+    with pytest.raises(WorkerError, match="it must be an integer of 64 bits"):
+        make_trainer(**FIXED, seed=seed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -397,7 +403,7 @@ class Unmeasured(Dataset[int]):
             r"fewer than max_batch_size \(64\): set batch_size and max_batch_size to at most 7",
         ),
         ({"batch_size": 8, "max_batch_size": 64}, samples(0), r"\(type TensorDataset\) has 0 samples: check"),
-        (FIXED, DataLoader(samples(48)), r"got a DataLoader, but it makes the DataLoader itself"),
+        (FIXED, DataLoader(samples(48)), r"got a DataLoader in place of a data set, but the trainer makes"),
         (FIXED, {1, 2, 3}, r"\(type set\) has no items by index"),
         (FIXED, Unmeasured(), r"\(type Unmeasured\) has no length"),
         (FIXED, Endless(), r"\(type Endless\) has no items by index"),

@@ -134,8 +134,8 @@ def _indexed_length(dataset: Sized) -> int:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DatasetError(
-            "dataloader() got a DataLoader, but it makes the DataLoader itself: call "
-            "trainer.dataloader(dataset), with options such as num_workers and collate_fn, without batch_size"
+            "got a DataLoader in place of a data set, but the trainer makes the DataLoader itself: pass "
+            "loader.dataset, and options such as num_workers and collate_fn"
         )
     if not hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         raise DatasetError(

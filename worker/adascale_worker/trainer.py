@@ -166,6 +166,8 @@ class ElasticTrainer:
             self.device = select_device(device, assignment.local_rank)
             """The device of this replica's model and batches."""
             group = ReplicaGroup(assignment, self.device, is_elastic=channel is not None)
+            if type(seed) is not int or not -(2**63) <= seed < 2**64:
+                raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
             self._trainer = _components(arguments, group, self.device, seed)
             self._membership = self._make_membership(channel) if channel is not None else None
         except AdaScaleError:
@@ -563,8 +565,10 @@ class ElasticTrainer:
         """
         loop = self._require_loop()
         require_evaluable(dataset, options)
-        if batch_size < 1:
-            raise WorkerError(f"trainer.evaluation() got batch_size={batch_size}: it must be at least 1")
+        if type(batch_size) is not int or batch_size < 1:
+            raise WorkerError(
+                f"trainer.evaluation() got batch_size={batch_size!r}: it must be an integer of at least 1"
+            )
         assert self._parts is not None
         if model is None:
             if len(self._parts.models) > 1:
