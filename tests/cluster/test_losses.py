@@ -98,7 +98,7 @@ def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
     job = workspace.submit(on_two_replicas(name=workspace.namespace, checkpoint=checkpoint))
     job.wait_until_training(2)
     first = job.uids()
-    wait_until(lambda: job.view()["latest"]["step"] > job.entered(), "steps")
+    wait_until(lambda: (latest := job.view()["latest"]) and latest["step"] > job.entered(), "steps")
 
     def evict(pod: Any) -> None:
         name = pod.metadata.name
