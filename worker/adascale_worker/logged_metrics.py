@@ -40,7 +40,7 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
         raise WorkerError("trainer.log() got no value: call trainer.log(loss=loss, accuracy=accuracy)")
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor) and value.numel() > 0 and not value.is_complex()
-        if not is_tensor and not _is_float(as_number(value)):
+        if not is_tensor and _as_float(value) is None:
             got = "an empty or complex tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             if as_number(value) is not None:
                 got = "a number that no float can have"
@@ -59,12 +59,13 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
         )
 
 
-def _is_float(number: int | float | None) -> bool:
-    """Whether a value is a number, and not an integer beyond the range of floats."""
+def _as_float(value: object) -> float | None:
+    """Return a number as a float; None for others, and for an integer beyond the range of floats."""
+    number = as_number(value)
     try:
-        return number is not None and float(number) is not None
+        return None if number is None else float(number)
     except OverflowError:
-        return False
+        return None
 
 
 class LoggedMetrics:
@@ -81,7 +82,7 @@ class LoggedMetrics:
                 # A new tensor, also of a single number: the program may change its own.
                 mean = value.detach().float().mean().double()
             else:
-                mean = torch.tensor(float(as_number(value) or 0.0), dtype=torch.float64)
+                mean = torch.tensor(_as_float(value), dtype=torch.float64)
             self._values.setdefault(name, []).append(mean)
 
     def means(self) -> dict[str, float]:
