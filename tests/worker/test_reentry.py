@@ -32,7 +32,7 @@ def test_training_that_is_killed_repeatedly_ends_with_the_same_weights(tmp_path:
     chance = random.Random(replicas)
     for kill_at in sorted(chance.sample(range(2, 20), 2)):
         running = Replicas(replicas, folder, **options, STEP_SECONDS=0.01)
-        running.reach(partial(has_reached, journal, kill_at), f"step {kill_at}")
+        running.reach(partial(has_saved, journal, folder, kill_at), f"step {kill_at}")
         running.kill()
         codes, output = running.wait()
         assert codes == [-signal.SIGKILL] * replicas, output
@@ -41,6 +41,11 @@ def test_training_that_is_killed_repeatedly_ends_with_the_same_weights(tmp_path:
     assert len(disturbed.attempts()) == 3
     assert all(attempt.header["restored"] for attempt in disturbed.attempts()[1:])
     assert losses(disturbed) == losses(undisturbed)
+
+
+def has_saved(journal: Journal, folder: Path, step: int) -> bool:
+    """Return whether the step is made, and there is a checkpoint, which is written beside later steps."""
+    return has_reached(journal, step) and any((folder / "checkpoints").glob("*.json"))
 
 
 def has_reached(journal: Journal, step: int) -> bool:

@@ -197,6 +197,30 @@ def test_a_finished_job_makes_no_more_steps(make_trainer: MakeTrainer, tmp_path:
     assert equal(parameters_of(model), parameters_of(model_again))
 
 
+@pytest.mark.parametrize(
+    "required", [{"scale_invariant_steps": 14}, {"epochs": 2}, {"epochs": 1}], ids=["steps", "epochs", "fewer"]
+)
+def test_a_finished_job_that_is_given_another_end_saves_that_end(
+    make_trainer: MakeTrainer, tmp_path: Path, required: dict[str, Any]
+) -> None:
+    def run(**required: Any) -> int:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=3600, **required)
+        model = network()
+        optimizer = sgd(model)
+        state = trainer.program_reentry(model, optimizer)
+        epochs = range(state.epoch, required.get("epochs", 5))
+        made = len(train(trainer, model, optimizer, epochs=epochs))
+        trainer.report_result(required=json.dumps(required))
+        return made
+
+    made = run(scale_invariant_steps=10)
+    made += run(**required)
+    saved = manifest(tmp_path)
+    assert (saved["step"], saved["finished"]) == (made, True)
+    assert saved["result"]["required"] == json.dumps(required)
+    assert run(**required) == 0
+
+
 # -- exiting --------------------------------------------------------------------------------------------
 
 

@@ -222,9 +222,9 @@ class TrainingLoop:
                     self._initial_weights.put_back()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
-        is_restored, is_final, failure = group.broadcast(
-            (state is not None, state is not None and trainer.checkpointing.has_restored_final, failure)
-        )
+        # More steps may be required now than when the end of training was saved.
+        is_final = state is not None and trainer.checkpointing.has_restored_final and trainer.finished
+        is_restored, is_final, failure = group.broadcast((state is not None, is_final, failure))
         if failure is not None:
             raise error_of_kind(*failure)
         trainer.checkpointing.keep_final(is_final=is_final)
