@@ -616,8 +616,10 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
         chosen = candidates[:size]
         members = sorted((each for each in chosen if each.holds), key=lambda each: ranks[each.replica])
         return [*members, *(each for each in chosen if not each.holds)]
-    # No state is left: begin from the last checkpoint with at least as many replicas as before.
-    least = _largest_valid(spec, min(active.replicas, desired), 1) or desired
+    # No state is left: begin from the last checkpoint with at least as many replicas as before, and not with
+    # fewer than the job requires now.
+    least = max(active.replicas, spec.min_replicas if spec is not None else 1)
+    least = _largest_valid(spec, min(least, desired), 1) or desired
     return joining[: _largest_valid(spec, min(desired, len(joining)), least)]
 
 

@@ -54,6 +54,9 @@ class Run:
         self._replicas.collect_exits()
         return self.handle_exits(VIEW)
 
+    def begin(self, view: JobView) -> None:
+        self._replicas.begin(view)
+
     def handle_exits(self, view: JobView) -> JobFailure | None:
         return self._replicas.handle_exits(view, time.monotonic())
 
@@ -114,6 +117,17 @@ def test_the_run_fails_after_too_many_restarts_without_a_step(run: Run) -> None:
         "maxRestartsWithoutProgress (2) exceeded",
         "Loading the data set",
     )
+
+
+def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> None:
+    def fails(restarts: int) -> bool:
+        return run.handle_exits(replace(VIEW, restarts_without_progress=restarts)) is not None
+
+    before = MAX_RESTARTS + 1
+    run.begin(replace(VIEW, restarts_without_progress=before))
+    assert [fails(before + more) for more in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
+    # After a step the service counts from 0 again.
+    assert [fails(restarts) for restarts in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
 
 
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:

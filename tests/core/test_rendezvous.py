@@ -368,6 +368,15 @@ def test_after_the_loss_of_all_state_as_many_replicas_begin_from_the_checkpoint(
     assert desired(state) == (3, 4)
 
 
+def test_after_the_loss_of_all_state_no_fewer_begin_than_the_job_requires_now() -> None:
+    lost = (Allocation(2, 4), registration(0, LOST, 1), registration(0, WAITING, trainer="a"))
+    more = replace(ELASTIC, min_replicas=2)
+    assert active(after(running(1, 1), *lost)) == (2, [0])
+    state = after(running(1, 1), *lost, spec=more)
+    assert active(state) is None
+    assert active(after(state, registration(1, WAITING), spec=more)) == (2, [0, 1])
+
+
 @pytest.mark.parametrize("replica_state", [WAITING, RUNNING, LOST])
 def test_a_trainer_that_replaces_another_breaks_its_generation(replica_state: ReplicaState) -> None:
     state = after(running(1, 2), registration(1, replica_state, trainer="next"))

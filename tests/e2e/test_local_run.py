@@ -71,6 +71,35 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path, state: Path) 
 
 
 @pytest.mark.slow
+def test_a_run_saves_what_the_metrics_service_does_not_remember_and_ignores_what_was_not_saved(
+    tmp_path: Path, state: Path
+) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.002)
+    first = adascale("run", job, "--state-dir", state, "--port", 0, "--until", 200)
+    assert first.returncode == 0, first.stdout
+    for path in state.glob("api.sqlite*"):
+        path.unlink()
+    # The service counts generations from 1 again, and the checkpoint is of a later one.
+    second = adascale("run", job, "--state-dir", state, "--port", 0, "--until", 400)
+    assert second.returncode == 0, second.stdout
+    assert saved_progress(second.stdout) >= 400
+    # The last report is of progress 400, but this run begins without a checkpoint.
+    other = write_paced_job(
+        tmp_path / "other.yaml", pace=0.002, checkpoint={"path": str(tmp_path / "others")}
+    )
+    third = adascale("run", other, "--state-dir", state, "--port", 0, "--until", 300)
+    assert third.returncode == 0, third.stdout
+    assert saved_progress(third.stdout) >= 300
+
+
+def saved_progress(output: str) -> int:
+    """Return the progress at which a run has saved, from its last line."""
+    saved = re.search(r"Saved at step [\d,]+, progress ([\d,]+); run the same command", output)
+    assert saved is not None, output
+    return int(saved[1].replace(",", ""))
+
+
+@pytest.mark.slow
 def test_sigterm_saves_and_stops_too(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
         run.wait_for_trainer()

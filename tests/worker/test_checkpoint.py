@@ -184,6 +184,11 @@ def test_an_unsupported_format_is_an_error(tmp_path: Path) -> None:
         store_in(tmp_path).load()
 
 
+def test_a_later_rank_0_keeps_the_result_that_an_earlier_one_has_saved(tmp_path: Path) -> None:
+    save(tmp_path, 1, result={"best": 0.9, "loss": 2.0})
+    assert save(tmp_path, 2, result={"loss": 1.0}).result == {"best": 0.9, "loss": 1.0}
+
+
 def test_annotate_adds_a_result_without_changing_a_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = save(tmp_path, 2)

@@ -183,6 +183,24 @@ def test_results_reported_before_and_after_the_final_checkpoint_are_in_its_manif
     assert manifest(tmp_path)["result"] == {"note": "reported before the end", "accuracy": 0.5}
 
 
+def test_the_result_of_an_end_after_which_training_goes_on_is_not_kept(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    def run(steps: int, **result: float) -> dict[str, Any]:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=steps)
+        trainer.report_result(begun=steps)
+        model = network()
+        optimizer = sgd(model)
+        state = trainer.program_reentry(model, optimizer)
+        train(trainer, model, optimizer, epochs=range(state.epoch, 5))
+        trainer.report_result(**result)
+        return dict(manifest(tmp_path)["result"])
+
+    assert run(6, accuracy=0.5, loss=1.0) == {"begun": 6, "accuracy": 0.5, "loss": 1.0}
+    assert run(10, accuracy=0.6) == {"begun": 10, "accuracy": 0.6}
+    assert run(10, f1=0.4) == {"begun": 10, "accuracy": 0.6, "f1": 0.4}
+
+
 def test_a_finished_job_makes_no_more_steps(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     def run() -> tuple[int, nn.Module]:
         trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=10)
@@ -198,7 +216,9 @@ def test_a_finished_job_makes_no_more_steps(make_trainer: MakeTrainer, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "required", [{"scale_invariant_steps": 14}, {"epochs": 2}, {"epochs": 1}], ids=["steps", "epochs", "fewer"]
+    "required",
+    [{"scale_invariant_steps": 14}, {"epochs": 2}, {"epochs": 1}],
+    ids=["steps", "epochs", "fewer"],
 )
 def test_a_finished_job_that_is_given_another_end_saves_that_end(
     make_trainer: MakeTrainer, tmp_path: Path, required: dict[str, Any]
@@ -322,9 +342,19 @@ def with_registered(trainer: ElasticTrainer) -> object:
     return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1), register={"draws": Draws()})
 
 
+def with_another_kind_of_optimizer(trainer: ElasticTrainer) -> object:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+
+
 @pytest.mark.parametrize(
     ("enter", "message"),
     [
+        (
+            with_another_kind_of_optimizer,
+            "from another optimizer: the parameter groups of the state have momentum, those of AdamW do not",
+        ),
         (
             with_other_model,
             r"from another model: weight is missing; bias is missing; 0.weight is not in",
@@ -341,6 +371,23 @@ def test_a_checkpoint_of_another_program_is_an_error(
     save_checkpoint(make_trainer, tmp_path)
     with pytest.raises(CheckpointError, match=message):
         enter(make_trainer(**FIXED, checkpoint_dir=tmp_path))
+
+
+def test_a_scheduler_with_fewer_parts_than_that_of_the_checkpoint_is_an_error(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    def enter(parts: int) -> tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
+        model = network()
+        optimizer = sgd(model)
+        schedulers: list[LRScheduler] = [StepLR(optimizer, 5) for _ in range(parts)]
+        ends = [5 * (part + 1) for part in range(parts - 1)]
+        trainer.program_reentry(model, optimizer, SequentialLR(optimizer, schedulers, milestones=ends))
+        return trainer, model, optimizer
+
+    train(*enter(3), epochs=range(1))
+    with pytest.raises(CheckpointError, match=r"the scheduler SequentialLR refuses the state.*IndexError"):
+        enter(2)
 
 
 def test_a_checkpoint_of_another_batch_size_is_an_error(make_trainer: MakeTrainer, tmp_path: Path) -> None:

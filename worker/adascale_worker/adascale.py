@@ -427,7 +427,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         The state of the plain optimizer is accepted with a warning; AdaScale then starts without estimates.
 
         Raises:
-            ValueError: the state is of another version, or does not fit the parameters.
+            ValueError: the state is of another version or another kind of optimizer, or does not fit the
+                parameters.
         """
         inner = dict(state_dict)
         own = inner.pop(STATE_KEY, None)
@@ -436,6 +437,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 f"got AdaScale state of version {own['version']}; this release reads {STATE_VERSION}: "
                 "load it with the release that saved it"
             )
+        _check_kind(inner.get("param_groups", []), self._inner)
         self._inner.load_state_dict(inner)
         self._share_groups_and_state()
         if own is None:
@@ -516,6 +518,19 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """The ranks of the all-reduce of statistics."""
         group = self._estimator.statistics.reader.process_group
         return dist.group.WORLD if group is None else group
+
+
+def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Check that the groups of a state are those of such an optimizer: torch replaces groups unseen.
+
+    Raises:
+        ValueError: only one of both has momentum, or betas.
+    """
+    for group, own in zip(saved, optimizer.param_groups, strict=False):
+        for name in ("momentum", "betas"):
+            if (name in group) != (name in own):
+                has, lacks = ("the state", type(optimizer).__name__)[:: 1 if name in group else -1]
+                raise ValueError(f"the parameter groups of {has} have {name}, those of {lacks} do not")
 
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:

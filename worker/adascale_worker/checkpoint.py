@@ -99,7 +99,8 @@ class CheckpointStore:
         Args:
             snapshot: contains the state.
             info: description of the state.
-            result: result of training, as the program has reported it.
+            result: result of training, as the program has reported it on this replica. That of the checkpoint
+                before, which a former rank 0 may have saved, is added, unless training ended there.
             is_cancelled: whether to give up; called before each part is written.
             only_if_latest: whether a checkpoint of a later step which another member of this generation has
                 saved is as good.
@@ -168,7 +169,7 @@ class CheckpointStore:
             chunk_bytes=self._chunk_bytes,
             sha256=digests,
             **asdict(info),
-            result=dict(result or {}),
+            result={**_result_so_far(last, info), **(result or {})},
         )
         try:
             committed = self._commit(manifest, info, only_if_latest=only_if_latest)
@@ -457,6 +458,13 @@ class CheckpointStore:
         except (StorageError, CheckpointError):
             return "whether an earlier checkpoint exists is not known"
         return f"the last checkpoint, of step {last.step}, is unchanged"
+
+
+def _result_so_far(last: Manifest | None, info: CheckpointInfo) -> dict[str, float | str]:
+    """Return the result that the checkpoint before has, unless training ended there and goes on now."""
+    if last is None or (last.finished and (last.step < info.step or not info.finished)):
+        return {}
+    return last.result
 
 
 def _is_later(manifest: Manifest, info: CheckpointInfo) -> bool:

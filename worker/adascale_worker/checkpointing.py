@@ -103,7 +103,6 @@ class Checkpointing:
         if loaded is None:
             return None
         state, self._manifest = loaded
-        self._result = dict(self._manifest.result)
         self._saved_at = time.monotonic() - max(time.time() - self._manifest.saved_at, 0.0)
         return state
 
@@ -231,9 +230,13 @@ class Checkpointing:
         """Use the checkpoint that rank 0 has restored.
 
         Args:
-            is_final: whether it is that of the end of training. Then results are added to it.
+            is_final: whether it is that of the end of training. Then results are added to it. The result of
+                an end after which training goes on now is not kept.
         """
         self._has_final = self._is_final_written = is_final
+        if self._manifest is not None and (is_final or not self._manifest.finished):
+            # What the program has reported before it restores the state is newer.
+            self._result = {**self._manifest.result, **self._result}
 
     def postpone(self) -> None:
         """Wait for another interval until the next checkpoint is due."""

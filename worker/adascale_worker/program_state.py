@@ -95,7 +95,14 @@ class ProgramState:
             # The next checkpoint contains them again, so that a later run reports the same differences.
             self.hyperparameters.groups, self.hyperparameters.scheduler = saved.groups, saved.scheduler
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(scheduler_state)
+            try:
+                self.scheduler.load_state_dict(scheduler_state)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UnusableCheckpointError(
+                    f"the scheduler {self._scheduler_type} refuses the state of the checkpoint: "
+                    f"{type(error).__name__}: {error}. Make the same scheduler, or start from scratch "
+                    "(adascale run --fresh, or another checkpoint folder)"
+                ) from error
         self.load_registered(state["registered"])
 
     def registered_states(self) -> dict[str, dict[str, Any]]:

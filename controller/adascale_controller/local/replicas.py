@@ -83,6 +83,7 @@ class Replicas:
         self._exits: list[AgentExit] = []
         self._finished = False
         self._restart_at: dict[int, float] = {}
+        self._restarts_before = 0
 
     @property
     def finished(self) -> bool:
@@ -93,6 +94,14 @@ class Replicas:
     def all_exited(self) -> bool:
         """Whether no agent runs."""
         return not self.agents.ranks
+
+    def begin(self, view: JobView) -> None:
+        """Begin to count restarts without progress: those of an earlier run do not count.
+
+        Args:
+            view: the view of the job before its first generation in this run.
+        """
+        self._restarts_before = view.restarts_without_progress
 
     def collect_exits(self) -> None:
         """Collect the exits that `handle_exits` handles.
@@ -162,7 +171,10 @@ class Replicas:
 
     def _lack_of_progress(self, view: JobView) -> JobFailure | None:
         """Return the failure of a job whose trainers are lost again and again before any step."""
-        restarts, limit = view.restarts_without_progress, self._max_restarts_without_progress
+        # The service's count begins again at 0 after a step.
+        self._restarts_before = min(self._restarts_before, view.restarts_without_progress)
+        restarts = view.restarts_without_progress - self._restarts_before
+        limit = self._max_restarts_without_progress
         if restarts <= limit or view.complete or self._finished:
             return None
         lost = [replica for replica in view.replicas if replica.exit_code is not None]

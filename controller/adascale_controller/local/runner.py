@@ -31,6 +31,7 @@ from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_core import names
+from adascale_core.checkpoint_manifest import Manifest
 
 MAX_HISTORY_POINTS = 5_000
 """The most reports that the table of generations is computed from."""
@@ -146,13 +147,18 @@ class _Run:
                 service_file.write(self._folder, RunningService(service.url, os.getpid(), self._job.id))
                 checkpoint = newest_manifest(self._checkpoints)
                 print_start(self._display, self._job, service.url, self._folder, limit, command, checkpoint)
-                return self._train(command, devices, limit, service)
+                return self._train(command, devices, limit, service, checkpoint)
             finally:
                 service.stop()
                 service_file.remove(self._folder)
 
     def _train(
-        self, command: LocalCommand, devices: Sequence[str], limit: int, service: ServiceProcess
+        self,
+        command: LocalCommand,
+        devices: Sequence[str],
+        limit: int,
+        service: ServiceProcess,
+        checkpoint: Manifest | None,
     ) -> int:
         job, display, signals = self._job, self._display, self._signals
         client = MetricsServiceClient(service.url, service.token)
@@ -172,6 +178,7 @@ class _Run:
             display,
             signals,
             ScaleRequests(self._folder, job, devices, display),
+            checkpoint.generation if checkpoint is not None else 0,
         )
         try:
             loop.start()
