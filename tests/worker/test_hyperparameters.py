@@ -1,6 +1,7 @@
 """Tests of a program that resumes with other hyperparameters than those of its checkpoint."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     LRScheduler,
     OneCycleLR,
+    PolynomialLR,
     SequentialLR,
     StepLR,
 )
@@ -46,7 +48,7 @@ def resume(
         output = capsys.readouterr().out
         observed = sgd(network(), lr=1.0), schedule, output
         for new, group in zip(observed[0].param_groups, optimizer.param_groups, strict=True):
-            new.update({name: value for name, value in group.items() if name != "params"})
+            new.update(deepcopy({name: value for name, value in group.items() if name != "params"}))
         epochs = range(state.epoch, next(ends))
         train(trainer, model, optimizer, schedule, epochs=epochs, data=samples(48))
         return observed
@@ -134,6 +136,42 @@ def test_a_schedule_continues_at_its_position_from_the_learning_rate_of_the_prog
         undisturbed.step()
         expected.step()
     assert schedule.get_last_lr() == pytest.approx(expected.get_last_lr())
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer, steps: CosineAnnealingLR(optimizer, T_max=steps),
+        lambda optimizer, steps: LinearLR(optimizer, 1.0, 0.0, total_iters=steps),
+        lambda optimizer, steps: PolynomialLR(optimizer, total_iters=steps),
+        lambda optimizer, steps: StepLR(optimizer, step_size=max(steps // 4, 1), gamma=0.5),
+    ],
+    ids=["cosine", "linear", "polynomial", "step"],
+)
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_schedule_that_has_ended_continues_if_the_program_makes_it_longer(
+    resume: Resume, scheduler: Callable[[torch.optim.Optimizer, int], LRScheduler], lr: float | torch.Tensor
+) -> None:
+    def own() -> float | torch.Tensor:
+        return lr.clone() if isinstance(lr, torch.Tensor) else lr
+
+    resume(lambda optimizer: scheduler(optimizer, 6), lr=own())
+    optimizer, schedule, _ = resume(
+        lambda optimizer: scheduler(optimizer, 24), hyperparameters="program", lr=own()
+    )
+    undisturbed = sgd(network(), lr=0.1)
+    expected = scheduler(undisturbed, 24)
+
+    def make_epoch() -> None:
+        for _ in range(6):
+            undisturbed.step()
+            expected.step()
+
+    make_epoch()
+    assert float(value(optimizer, "lr")) == pytest.approx(value(undisturbed, "lr"))
+    make_epoch()
+    assert schedule is not None
+    assert [float(each) for each in schedule.get_last_lr()] == pytest.approx(expected.get_last_lr())
 
 
 def test_arguments_of_the_schedule_are_compared_too(resume: Resume) -> None:

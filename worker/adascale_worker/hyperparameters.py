@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.scaling_rules import UNIT
+from adascale_worker.torch_private import lr_at_position
 
 Choice = Literal["checkpoint", "program"]
 CHOICES: tuple[Choice, ...] = ("checkpoint", "program")
@@ -125,6 +127,28 @@ class Hyperparameters:
     def replace_in_scheduler(self, state: Values, saved: Hyperparameters) -> Values:
         """Return the saved state of a scheduler with the attributes that have changed since `saved`."""
         return _with_changes(state, saved.scheduler or {}, self.scheduler or {})
+
+    def schedule_differs(self, saved: Hyperparameters) -> bool:
+        """Whether arguments of the scheduler have changed, other than the learning rates it begins with."""
+        changes = _changed_settings(saved.scheduler or {}, self.scheduler or {})
+        return any(path.rpartition(".")[2] not in _FOLLOWS_FROM_THE_GROUPS for path, _, _ in changes)
+
+
+def continue_schedule(scheduler: LRScheduler) -> None:
+    """Set the learning rates to those of a changed schedule at its position.
+
+    Most schedules compute the next learning rate from the last one, so a schedule that has ended at 0 would
+    stay there, for example. A schedule that cannot tell its learning rates continues from the last ones.
+    """
+    rates = lr_at_position(scheduler)
+    if rates is None:
+        return
+    for group, lr in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    scheduler._last_lr = list(rates)
 
 
 def describe(differences: list[Difference], choice: Choice) -> str:

@@ -153,6 +153,11 @@ class SchedulerSet:
         named = (f"{name}: {type(each).__name__}" for name, each in self._schedulers.items())
         return f"set of schedulers ({', '.join(named)})"
 
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """The schedulers."""
+        return list(self._schedulers.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states, in the form in which torch's schedulers have those of others."""
         return {"_schedulers": [scheduler.state_dict() for scheduler in self._schedulers.values()]}

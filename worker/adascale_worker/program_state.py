@@ -10,7 +10,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
-from adascale_worker.hyperparameters import CHOICES, Choice, Difference, Hyperparameters
+from adascale_worker.hyperparameters import (
+    CHOICES,
+    Choice,
+    Difference,
+    Hyperparameters,
+    continue_schedule,
+)
 from adascale_worker.optimizer_set import Optimizers, SchedulerSet
 from adascale_worker.state_tree import UnsupportedStateError, flatten
 
@@ -103,7 +109,15 @@ class ProgramState:
                     f"{type(error).__name__}: {error}. Make the same scheduler, or start from scratch "
                     "(adascale run --fresh, or another checkpoint folder)"
                 ) from error
+            if self.choice == "program" and self.hyperparameters.schedule_differs(saved):
+                for scheduler in self._schedulers():
+                    continue_schedule(scheduler)
         self.load_registered(state["registered"])
+
+    def _schedulers(self) -> list[LRScheduler]:
+        if isinstance(self.scheduler, SchedulerSet):
+            return self.scheduler.schedulers
+        return [self.scheduler] if self.scheduler is not None else []
 
     def registered_states(self) -> dict[str, dict[str, Any]]:
         """Return the states of the registered objects, by name."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
@@ -229,6 +230,21 @@ def is_optimizer_hook_table(attribute: str) -> bool:
     `Optimizer.__getstate__` leaves them out too, and `Optimizer.__setstate__` makes new ones.
     """
     return attribute.startswith("_optimizer_")
+
+
+def lr_at_position(scheduler: LRScheduler) -> list[float] | None:
+    """Return the learning rates of a schedule at its position, from its arguments alone.
+
+    The public interface gives those that follow from the learning rates of the last step, which may be 0.
+
+    Args:
+        scheduler: the scheduler.
+
+    Returns:
+        One for each parameter group. None if such a scheduler cannot tell.
+    """
+    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    return None if closed_form is None else [float(lr) for lr in closed_form()]
 
 
 # -- models --------------------------------------------------------------------------------------------------
