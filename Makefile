@@ -58,7 +58,8 @@ test-slow: $(READY) ## run the slower tests
 test-gpu: $(READY) ## run the tests that need a GPU with CUDA
 	$(BIN)/python -m pytest -m gpu
 
-# Some slow tests wait for what must happen within seconds, and may fail beside others on a small machine.
+# Some slow tests, and some on a cluster, wait for what must happen within seconds or minutes, and may fail beside
+# others on a small machine.
 .PHONY: test-failed
 test-failed: $(READY) ## run the tests that failed last once more, one by one
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none

@@ -361,6 +361,14 @@ class JobUnderTest:
         events.sort(key=lambda event: event.metadata.creation_timestamp)
         return [(event.reason, event.message) for event in events]
 
+    def wait_for_event(self, reason: str) -> list[str]:
+        """Wait until there is such an Event. Returns the reasons of all by creation time.
+
+        The operator writes Events beside the status, so the last one may come after the status it is about.
+        """
+        wait_until(lambda: any(each == reason for each, _ in self.events()), f"Event {reason}")
+        return [each for each, _ in self.events()]
+
     def report(self) -> str:
         """Return its status, pods and Events, for the message of a failed test."""
         pods = {rank: (pod.metadata.name, pod.status.phase) for rank, pod in self.pods(ended=True).items()}

@@ -74,8 +74,8 @@ def test_a_failing_program_restarts_until_backoff_limit_is_exceeded(workspace: W
     assert (status["state"], status["failures"], status["disruptions"]) == ("Failed", 3, 0), job.report()
     assert status["completionTime"]
     wait_until(lambda: not job.pods(), "the end of all pods")
-    [indexed_job] = job.indexed_jobs()
-    assert indexed_job.spec.suspend
+    # The condition comes first, and the pods have ended by themselves.
+    wait_until(lambda: [each.spec.suspend for each in job.indexed_jobs()] == [True], "a suspended Job")
     # They can be deleted although the Job controller creates no pods that would release them.
     wait_until(
         lambda: not any(pod.metadata.finalizers for pod in job.pods(ended=True).values()),
@@ -84,7 +84,7 @@ def test_a_failing_program_restarts_until_backoff_limit_is_exceeded(workspace: W
     # The pod that the message names still has its logs.
     [named] = re.findall(r"\(pod (.+?)\)", message)
     assert "this program fails on purpose" in job.kubectl("logs", named, "--tail=-1")
-    reasons = [reason for reason, _ in job.events()]
+    reasons = job.wait_for_event("BackoffLimitExceeded")
     assert reasons.count("ProgramFailed") == 2
     assert reasons.count("BackoffLimitExceeded") == 1
 
@@ -223,7 +223,7 @@ def test_a_template_that_mounts_the_checkpoint_claim_by_a_volume_of_its_own_trai
     assert job.id in job.run_in(0, "import os; print(os.listdir('/data'))")
     with pytest.raises(AssertionError, match="Read-only file system"):
         job.run_in(0, "open('/data/new', 'w')")
-    assert "TemplateOverridden" in [reason for reason, _ in job.events()]
+    job.wait_for_event("TemplateOverridden")
 
 
 def test_a_pod_that_stays_in_container_creating_is_named_in_the_condition(

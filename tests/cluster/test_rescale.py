@@ -36,7 +36,7 @@ def test_a_job_grows_by_its_gain_and_keeps_its_pods(system: System, workspace: W
     status = job.status()
     assert (status["state"], status["progressText"]) == ("Complete", "100%")
     assert (status["rescales"], status["disruptions"], status["failures"]) == (3, 0, 0)
-    reasons = [reason for reason, _ in job.events()]
+    reasons = job.wait_for_event("Finished")
     assert reasons.count("Rescaling") == 3
     assert reasons[-1] == "Finished"
     assert system.get(f"/jobs/{job.id}/gain")["progress"] >= 4000
