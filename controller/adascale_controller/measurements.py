@@ -175,6 +175,11 @@ class JobMeasurements:
         """Ignore reports of generations before this one, the first of a run."""
         self._first_generation = generation
 
+    def latest(self, view: JobView) -> GainReport | None:
+        """Return the newest report, unless it is of a generation before the first one of this run."""
+        report = view.latest
+        return report if report is not None and report.generation >= self._first_generation else None
+
     def update(self, view: JobView, now: float) -> GainReport | None:
         """Measure the change since the previous view.
 
@@ -187,8 +192,8 @@ class JobMeasurements:
         """
         if view.desired is not None and (self._desired is None or self._desired[0] != view.generation):
             self._desired = (view.generation, now)
-        report = view.latest
-        if report is None or report.generation < self._first_generation:
+        report = self.latest(view)
+        if report is None:
             return None
         previous, self._last_report = self._last_report, report
         active = view.active.generation if view.active is not None else None

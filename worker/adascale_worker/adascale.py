@@ -528,9 +528,13 @@ def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optim
     """
     for group, own in zip(saved, optimizer.param_groups, strict=False):
         for name in ("momentum", "betas"):
-            if (name in group) != (name in own):
-                has, lacks = ("the state", type(optimizer).__name__)[:: 1 if name in group else -1]
-                raise ValueError(f"the parameter groups of {has} have {name}, those of {lacks} do not")
+            if name in group and name not in own:
+                has, lacks = "the state", type(optimizer).__name__
+            elif name in own and name not in group:
+                has, lacks = type(optimizer).__name__, "the state"
+            else:
+                continue
+            raise ValueError(f"the parameter groups of {has} have {name}, those of {lacks} do not")
 
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:

@@ -103,10 +103,16 @@ class Hyperparameters:
                 for name in _changed(old, new)
                 if name != "initial_lr"
             ]
-        for path, old_value, new_value in _changed_settings(saved.scheduler or {}, self.scheduler or {}):
-            if path.rpartition(".")[2] not in _FOLLOWS_FROM_THE_GROUPS:
-                found.append(Difference(f"{path} of the scheduler", old_value, new_value))
-        return found
+        return found + self.schedule_differences(saved)
+
+    def schedule_differences(self, saved: Hyperparameters) -> list[Difference]:
+        """Return the changed arguments of the scheduler, other than the learning rates it begins with."""
+        changes = _changed_settings(saved.scheduler or {}, self.scheduler or {})
+        return [
+            Difference(f"{path} of the scheduler", before, after)
+            for path, before, after in changes
+            if path.rpartition(".")[2] not in _FOLLOWS_FROM_THE_GROUPS
+        ]
 
     def replace_in_optimizer(self, optimizer: HasGroups, saved: Hyperparameters) -> None:
         """Give the restored optimizer the values that have changed since `saved` was read.
@@ -119,19 +125,11 @@ class Hyperparameters:
                 current, before, after = _plain(group.get(name)), old.get(name), new.get(name)
                 if name == "lr" and before and current != before:
                     after = current * after / before
-                if isinstance(group.get(name), torch.Tensor):
-                    group[name].fill_(after)
-                else:
-                    group[name] = after
+                _set(group, name, after)
 
     def replace_in_scheduler(self, state: Values, saved: Hyperparameters) -> Values:
         """Return the saved state of a scheduler with the attributes that have changed since `saved`."""
         return _with_changes(state, saved.scheduler or {}, self.scheduler or {})
-
-    def schedule_differs(self, saved: Hyperparameters) -> bool:
-        """Whether arguments of the scheduler have changed, other than the learning rates it begins with."""
-        changes = _changed_settings(saved.scheduler or {}, self.scheduler or {})
-        return any(path.rpartition(".")[2] not in _FOLLOWS_FROM_THE_GROUPS for path, _, _ in changes)
 
 
 def continue_schedule(scheduler: LRScheduler) -> None:
@@ -144,10 +142,7 @@ def continue_schedule(scheduler: LRScheduler) -> None:
     if rates is None:
         return
     for group, lr in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+        _set(group, "lr", lr)
     scheduler._last_lr = list(rates)
 
 
@@ -160,6 +155,14 @@ def describe(differences: list[Difference], choice: Choice) -> str:
         f"{listed}. Training continues with the values of the {choice}; to continue with those of the "
         f'{other}, pass program_reentry(..., hyperparameters="{other}")'
     )
+
+
+def _set(group: Values, name: str, value: Any) -> None:
+    """Set a hyperparameter of a parameter group; a tensor keeps its place in memory."""
+    if isinstance(group.get(name), torch.Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
 
 
 def _plain(value: Any) -> Any:

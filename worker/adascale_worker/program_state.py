@@ -109,7 +109,7 @@ class ProgramState:
                     f"{type(error).__name__}: {error}. Make the same scheduler, or start from scratch "
                     "(adascale run --fresh, or another checkpoint folder)"
                 ) from error
-            if self.choice == "program" and self.hyperparameters.schedule_differs(saved):
+            if self.choice == "program" and self.hyperparameters.schedule_differences(saved):
                 for scheduler in self._schedulers():
                     continue_schedule(scheduler)
         self.load_registered(state["registered"])

@@ -20,7 +20,7 @@ from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision import Decision, DecisionProblem, decide
 from adascale_core.explanation import explain
-from adascale_core.messages import Allocation, GainReport
+from adascale_core.messages import Allocation
 from adascale_core.views import JobView
 
 INTERVAL = 0.25
@@ -58,7 +58,7 @@ class ControlLoop:
         display: Display,
         signals: StopSignals,
         scale_requests: ScaleRequests,
-        saved_generation: int = 0,
+        saved_generation: int,
     ) -> None:
         self._job = job
         self._service = service
@@ -70,7 +70,6 @@ class ControlLoop:
         self._signals = signals
         self._scale_requests = scale_requests
         self._saved_generation = saved_generation
-        self._first_generation = 0
         self._measurements = JobMeasurements()
         self._started_at = time.monotonic()
         self._events = EventMessages(replicas, display, self._started_at)
@@ -97,7 +96,6 @@ class ControlLoop:
         # may not know it, if its data were lost, or if the checkpoint is that of another state directory.
         first = Allocation(max(view.generation, self._saved_generation) + 1, decision.replicas)
         self._client.allocate(self._job.id, first)
-        self._first_generation = first.generation
         self._measurements.ignore_before(first.generation)
         self._replicas.begin(view)
         self._display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=total))
@@ -194,7 +192,8 @@ class ControlLoop:
         return RunResult(message, self._signals.exit_code)
 
     def _result(self, view: JobView, now: float) -> RunResult | None:
-        report = self._latest(view)
+        # A report of an earlier run may be of steps that were not saved.
+        report = self._measurements.latest(view)
         progress = report.progress if report else 0.0
         if self._replicas.finished:
             self._finished_at = self._finished_at or now
@@ -210,18 +209,13 @@ class ControlLoop:
             return RunResult(f"activeDeadlineSeconds ({deadline}) exceeded: saving", 1)
         return None
 
-    def _latest(self, view: JobView) -> GainReport | None:
-        """Return the newest report of this run. One of an earlier run may be of steps that were not saved."""
-        latest = view.latest
-        return latest if latest is not None and latest.generation >= self._first_generation else None
-
     def _total(self, view: JobView) -> float | None:
         """Return the progress at which the run ends; None if it is not known."""
         ends = [end for end in (training_target(self._job, view), self._until) if end is not None]
         return min(ends) if ends else None
 
     def _status(self, view: JobView, activity: str = "") -> RunStatus:
-        report, total = self._latest(view), self._total(view)
+        report, total = self._measurements.latest(view), self._total(view)
         if report is None:
             return RunStatus(activity or "starting", total=total)
         seconds_left = None
