@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.multiprocessing.spawn import spawn
 
+from adascale_worker import gloo_threads
+
 TIMEOUT = timedelta(seconds=20)
 
 Cases = Mapping[str, Callable[[], None]]
@@ -53,6 +55,7 @@ def _rank(rank: int, world_size: int, cases: dict[str, Callable[[], None]], fold
             generation += 1
             _join(store, generation, rank, world_size)
     dist.destroy_process_group()
+    gloo_threads.wait_until_idle()
 
 
 def _join(store: Store, generation: int, rank: int, world_size: int) -> None:

@@ -52,11 +52,14 @@ for generation in range(1, failures + 1):
         form(generation, 0, 0.5)
     except PeersLostError:
         group.destroy()
-form(3, port, 30)
-print(*group.sum([rank + 1.0]))
-print(group.broadcast(["é", None, {"rank": rank}] if rank == 0 else ["longer", "than", "rank 0's", "value"]))
-print(group.gather(None if rank == 0 else "a reason"))
-group.destroy_before_finalization()
+try:
+    form(3, port, 30)
+    print(*group.sum([rank + 1.0]))
+    value = ["é", None, {"rank": rank}] if rank == 0 else ["longer", "than", "rank 0's", "value"]
+    print(group.broadcast(value))
+    print(group.gather(None if rank == 0 else "a reason"))
+finally:
+    group.destroy_before_finalization()
 """
 
 
@@ -77,8 +80,7 @@ def start_two(*arguments: tuple[str, str]) -> list[subprocess.Popen[str]]:
 @pytest.mark.slow
 def test_a_process_that_does_not_know_the_secret_gets_nothing() -> None:
     processes = start_two(("0", "secret"), ("0", "guessed"))
-    for rank, process in enumerate(processes):
-        output, errors = process.communicate(timeout=100)
+    for rank, (output, errors) in enumerate([process.communicate(timeout=100) for process in processes]):
         assert f"rank {1 - rank} of generation 3 does not know the secret" in errors
         assert errors.splitlines()[-1].endswith("PeersLostError")
         assert "3.0" not in output

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from adascale_worker import gloo_sockets, stuck_collective
+from adascale_worker import gloo_sockets, gloo_threads, stuck_collective
 from adascale_worker.agent_channel import Assignment
 from adascale_worker.device import gpu_id
 from adascale_worker.environment import RankAssignment
@@ -31,8 +31,6 @@ from adascale_worker.torch_private import (
     tcp_store,
 )
 
-RELEASE_TIME = 0.05
-"""Seconds for Gloo's threads to release the tensors of the last collective, before the interpreter ends."""
 POLL_INTERVAL = 0.05
 """Seconds between two readings of the store."""
 INIT_TIMEOUT = timedelta(minutes=5)
@@ -235,15 +233,9 @@ class ReplicaGroup:
         self._sockets = frozenset()
 
     def destroy_before_finalization(self) -> None:
-        """Destroy the process group, in a process whose interpreter is finalized next.
-
-        Gloo's threads can still hold tensors of the last collective, and need the GIL to release them. A
-        thread that asks for the GIL during finalization aborts the process ("terminate called without an
-        active exception", github.com/pytorch/pytorch/pull/179291). Sleeping lets them have it before.
-        """
-        if self._formed:
-            self.destroy()
-            time.sleep(RELEASE_TIME)
+        """Destroy the process group, in a process whose interpreter is finalized next."""
+        self.destroy()
+        gloo_threads.wait_until_idle()
 
     # -- failures -----------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adascale_worker import gloo_threads
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
@@ -74,3 +75,4 @@ for middle in (1, 5):
 if dist.get_rank() == 0:
     print(*digests)
 dist.destroy_process_group()
+gloo_threads.wait_until_idle()
