@@ -104,6 +104,29 @@ def test_a_tensor_as_learning_rate_is_changed_in_place(resume: Resume) -> None:
     assert isinstance(value(optimizer, "lr"), torch.Tensor)
 
 
+def test_the_same_learning_rate_as_a_tensor_is_no_difference(resume: Resume) -> None:
+    resume(lr=0.1)
+    assert resume(lr=torch.tensor(0.1))[2] == ""
+    assert "lr is 0.1 in the checkpoint, 0.100001 in the program" in resume(lr=torch.tensor(0.100001))[2]
+
+
+@pytest.mark.parametrize("in_tensors", [False, True])
+def test_changed_betas_keep_their_type(make_trainer: MakeTrainer, tmp_path: Path, *, in_tensors: bool) -> None:
+    """Tensors keep their place in memory too, so that a compiled step isn't compiled again."""
+    for end, betas in enumerate([(0.9, 0.999), (0.8, 0.99)], 1):
+        model = network()
+        given: Any = tuple(map(torch.tensor, betas)) if in_tensors else betas
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=given)
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
+        state = trainer.program_reentry(model, optimizer, hyperparameters="program")
+        used = value(optimizer, "betas")
+        assert type(used) is tuple
+        assert [type(each) for each in used] == [torch.Tensor if in_tensors else float] * 2
+        assert tuple(map(float, used)) == pytest.approx(betas)
+        train(trainer, model, optimizer, epochs=range(state.epoch, end), data=samples(48))
+        assert list(map(id, value(optimizer, "betas"))) == list(map(id, used)) or not in_tensors
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [

@@ -158,22 +158,37 @@ def describe(differences: list[Difference], choice: Choice) -> str:
 
 
 def _set(group: Values, name: str, value: Any) -> None:
-    """Set a hyperparameter of a parameter group; a tensor keeps its place in memory."""
-    if isinstance(group.get(name), torch.Tensor):
-        group[name].fill_(value)
-    else:
-        group[name] = value
+    """Set a hyperparameter of a parameter group; tensors keep their place in memory, and tuples their type."""
+    group[name] = _replaced(group.get(name), value)
+
+
+def _replaced(current: Any, value: Any) -> Any:
+    if isinstance(current, torch.Tensor):
+        return current.fill_(value)
+    if isinstance(current, tuple) and isinstance(value, list) and len(current) == len(value):
+        return tuple(map(_replaced, current, value))
+    return value
 
 
 def _plain(value: Any) -> Any:
     """A tensor of one element as a number, sequences as lists, mappings as dicts."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return _shortest(value) if value.ndim == 0 and value.is_floating_point() else value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return value
+
+
+def _shortest(value: torch.Tensor) -> float:
+    """Return the number with the fewest digits whose nearest of this type is `value`: 0.1 for float32(0.1)."""
+    exact = float(value)
+    for digits in range(1, 17):
+        number = float(f"{exact:.{digits}g}")
+        if torch.tensor(number, dtype=value.dtype) == value.cpu():
+            return number
+    return exact
 
 
 def _is_plain(value: object) -> bool:
