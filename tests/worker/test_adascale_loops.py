@@ -170,14 +170,18 @@ def test_a_compiled_step_of_the_inner_optimizer(*, tensor: bool) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_a_compiled_step_of_adam_with_tensors_as_lr_and_betas() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["inner", "own"])
+def test_a_compiled_step_of_adam_with_tensors_as_lr_and_betas(compiled: str) -> None:
     """A change of the gain compiles nothing again, also if the backend specializes numbers of Python."""
     with compiling():
         model, other = network(), network()
         values = [torch.tensor(value, dtype=torch.float64) for value in (0.01, 0.9, 0.999)]
         adam = torch.optim.AdamW(model.parameters(), lr=values[0], betas=(values[1], values[2]))
-        adam.step = torch.compile(adam.step, backend="aot_eager")  # type: ignore[method-assign]
+        if compiled == "inner":
+            adam.step = torch.compile(adam.step, backend="aot_eager")  # type: ignore[method-assign]
         optimizer = AdaScale(adam, num_gradients_to_accumulate=2)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled == "own" else optimizer.step
         plain = AdaScale(torch.optim.AdamW(other.parameters(), lr=0.01), num_gradients_to_accumulate=2)
         data = iter(batches(20))
         gains = set()
@@ -186,9 +190,10 @@ def test_a_compiled_step_of_adam_with_tensors_as_lr_and_betas() -> None:
             for batch in [next(data), next(data)]:
                 backward(squared_error(model, batch) / 2)
                 backward(squared_error(other, batch) / 2)
-            for each in (optimizer, plain):
-                each.step()
-                each.zero_grad()
+            step()
+            plain.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
             gains.add(optimizer.gain())
             for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

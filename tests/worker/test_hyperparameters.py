@@ -111,7 +111,9 @@ def test_the_same_learning_rate_as_a_tensor_is_no_difference(resume: Resume) -> 
 
 
 @pytest.mark.parametrize("in_tensors", [False, True])
-def test_changed_betas_keep_their_type(make_trainer: MakeTrainer, tmp_path: Path, *, in_tensors: bool) -> None:
+def test_changed_betas_keep_their_type(
+    make_trainer: MakeTrainer, tmp_path: Path, *, in_tensors: bool
+) -> None:
     """Tensors keep their place in memory too, so that a compiled step isn't compiled again."""
     for end, betas in enumerate([(0.9, 0.999), (0.8, 0.99)], 1):
         model = network()

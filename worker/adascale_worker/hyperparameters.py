@@ -158,7 +158,7 @@ def describe(differences: list[Difference], choice: Choice) -> str:
 
 
 def _set(group: Values, name: str, value: Any) -> None:
-    """Set a hyperparameter of a parameter group; tensors keep their place in memory, and tuples their type."""
+    """Set a hyperparameter of a group; tensors keep their place in memory, and tuples their type."""
     group[name] = _replaced(group.get(name), value)
 
 
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shortest(value: torch.Tensor) -> float:
-    """Return the number with the fewest digits whose nearest of this type is `value`: 0.1 for float32(0.1)."""
+    """Return the number with the fewest digits that is `value` in its type: 0.1 for float32(0.1)."""
     exact = float(value)
     for digits in range(1, 17):
         number = float(f"{exact:.{digits}g}")

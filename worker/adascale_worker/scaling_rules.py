@@ -17,7 +17,7 @@ The weight decay of Adam is a part of the gradient, and stays as it is.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ Gain = float | Tensor
 
 UNIT: Final = "adascale_unit"
 """The entry of a parameter group of Adam with the unit of its counts of steps: r of the last step."""
+
+Function = TypeVar("Function")
+
+
+def _not_compiled(function: Function) -> Function:
+    """Let `torch.compile` of a step leave out `function`, whose numbers are others in each step.
+
+    torch would compile it again for each of them.
+    """
+    return cast(Function, torch.compiler.disable(function))
 
 
 class SecondMoment(NamedTuple):
@@ -147,6 +157,7 @@ class AdamRule(ScalingRule):
         super().__init__(optimizer)
         self.units: list[float] = []
 
+    @_not_compiled
     def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
         values = dict(adam_hyperparameters(group, float(gain)))
@@ -154,6 +165,7 @@ class AdamRule(ScalingRule):
             values["weight_decay"] = group["weight_decay"] * math.sqrt(gain)
         return values
 
+    @_not_compiled
     def prepare(self, number: int, gain: Gain) -> None:
         """Convert the counts of steps of group `number` to units of `gain`."""
         gain, unit = float(gain), self._unit(number)
