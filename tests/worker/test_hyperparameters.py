@@ -214,3 +214,16 @@ def test_arguments_of_the_schedule_are_compared_too(resume: Resume) -> None:
 def test_another_choice_is_refused(resume: Resume) -> None:
     with pytest.raises(WorkerError, match="hyperparameters='new': it must be 'checkpoint' or 'program'"):
         resume(hyperparameters="new")
+
+
+def test_another_seed_than_that_of_the_checkpoint_is_said(
+    make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for end, seed in enumerate([3, 3, 4], 1):
+        model = network()
+        optimizer = sgd(model)
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0, seed=seed)
+        state = trainer.program_reentry(model, optimizer)
+        output = capsys.readouterr().out
+        assert ("seed is 3 in the checkpoint, 4 in the program" in output) is (seed == 4)
+        train(trainer, model, optimizer, epochs=range(state.epoch, end), data=samples(48))

@@ -114,7 +114,8 @@ class ElasticTrainer:
         max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
             or infinite. Default: 10. No checkpoint is saved with such weights.
         seed: determines the order of samples, and together with the position in the data and the rank the
-            random numbers that Python, NumPy and torch draw in each step.
+            random numbers that Python, NumPy and torch draw in each step. A job that resumes continues with
+            the seed of its checkpoint.
         device: device of the model. None: the replica's own GPU, or the CPU if there is no GPU.
 
     Raises:
@@ -168,6 +169,7 @@ class ElasticTrainer:
             group = ReplicaGroup(assignment, self.device, is_elastic=channel is not None)
             if type(seed) is not int or not -(2**63) <= seed < 2**64:
                 raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
+            self._seed = seed
             self._trainer = _components(arguments, group, self.device, seed)
             self._membership = self._make_membership(channel) if channel is not None else None
         except AdaScaleError:
@@ -387,6 +389,13 @@ class ElasticTrainer:
         self._enter(loop)
         if differences and loop.was_restored and self.is_main:
             print(f"adascale: {describe(differences, hyperparameters)}", flush=True)
+        if loop.was_restored and self.is_main and self._trainer.feed.seed != self._seed:
+            print(
+                f"adascale: seed is {self._trainer.feed.seed} in the checkpoint, {self._seed} in the program. "
+                "Training continues with that of the checkpoint, whose order says which samples of a pass are "
+                "left; start from scratch to use another (adascale run --fresh, or another checkpoint folder)",
+                flush=True,
+            )
         made.patch()
         if scaler is not None:
             patch_scaler(scaler, list(parts.optimizers.values()), loop)
