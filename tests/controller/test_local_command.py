@@ -32,6 +32,7 @@ def test_the_environment_has_the_settings_of_the_job(tmp_path: Path) -> None:
         "ADASCALE_SCALE_INVARIANT_STEPS": "1000",
         "ADASCALE_CHECKPOINT_INTERVAL": "2.5",
         "ADASCALE_CHECKPOINT_DIR": str(tmp_path),
+        "ADASCALE_JOB_ID": "default.digits",
     }
 
 
@@ -44,11 +45,25 @@ def test_references_to_variables_are_expanded_as_on_a_cluster(tmp_path: Path) ->
     job = replace(
         JOB,
         command=("python", "-c", "$(WHO) $(ADASCALE_BATCH_SIZE) $(UNKNOWN) $$(WHO) $WHO"),
-        env={"WHO": "me", "PATH_TO": "$(WHO)/x"},
+        env={
+            "EARLY": "$(WHO)",
+            "WHO": "me",
+            "PATH_TO": "$(WHO)/x",
+            "DEEP": "$(PATH_TO)/$(ADASCALE_JOB_ID)",
+            "SAVED": "$(ADASCALE_CHECKPOINT_DIR)",
+            "ADASCALE_BATCH_SIZE": "5",
+        },
     )
     local = resolve_command(job, tmp_path, {}, 1)
     assert local.command[2] == "me 4 $(UNKNOWN) $(WHO) $WHO"
-    assert local.environ["PATH_TO"] == "me/x"
+    assert {name: local.environ[name] for name in job.env} == {
+        "EARLY": "$(WHO)",  # a variable may refer to those before it only
+        "WHO": "me",
+        "PATH_TO": "me/x",
+        "DEEP": "me/x/default.digits",
+        "SAVED": str(tmp_path),
+        "ADASCALE_BATCH_SIZE": "4",
+    }
 
 
 def test_a_working_dir_that_does_not_exist_is_ignored(tmp_path: Path) -> None:

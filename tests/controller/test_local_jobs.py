@@ -19,10 +19,10 @@ from support.manifests import make_manifest
 
 
 def write_state(path: Path, job_id: str, exit_code: int | None = None, steps: int | None = 1000) -> StateDir:
-    """Create the state folder of a job that ran two minutes and 12 seconds ago."""
+    """Create the state folder of a job that ran 12.5 minutes ago."""
     folder = StateDir(path)
     folder.create()
-    run_history.record_start(folder, RunRecord(job_id, time.time() - 132, steps))
+    run_history.record_start(folder, RunRecord(job_id, time.time() - 750, steps))
     if exit_code is not None:
         run_history.record_end(folder, exit_code)
     return folder
@@ -54,12 +54,26 @@ def test_list_has_the_columns_of_kubectl(root: Path) -> None:
         "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",
     ]  # fmt: skip
     assert [row.split() for row in rows] == [
-        ["a", "Complete", "0", "0", "100%", "2m12s"],
-        ["b", "Stopped", "0", "0", "37%", "2m12s"],
-        ["d", "Stopped", "0", "0", "374", "steps", "2m12s"],
-        ["team.c", "Failed", "0", "0", "2m12s"],
+        ["a", "Complete", "0", "0", "100%", "12m"],
+        ["b", "Stopped", "0", "0", "37%", "12m"],
+        ["d", "Stopped", "0", "0", "374", "steps", "12m"],
+        ["team.c", "Failed", "0", "0", "12m"],
     ]
-    assert {row.index("2m12s") for row in rows} == {header.index("AGE")}
+    assert {row.index("12m") for row in rows} == {header.index("AGE")}
+
+
+def test_a_job_whose_checkpoints_cannot_be_read_is_listed_with_the_others(tmp_path: Path) -> None:
+    write_state(tmp_path / "a", "default.a", 143)
+    folder = StateDir(tmp_path / "b")
+    folder.create()
+    run_history.record_start(folder, RunRecord("default.b", time.time() - 750, 1000, "nostore://bucket/b"))
+    run_history.record_end(folder, 0)
+    shown = adascale("list", "--state-dir", tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert [row.split()[:2] for row in shown.stdout.splitlines()[1:]] == [["a", "Stopped"], ["b", "Unknown"]]
+    assert shown.stderr.startswith("adascale: b: nostore://bucket/b cannot be read: ")
+    status = adascale("status", "b", "--state-dir", tmp_path)
+    assert "unknown: nostore://bucket/b cannot be read" in status.stdout
 
 
 def test_list_prints_json(root: Path) -> None:
@@ -85,7 +99,7 @@ def test_status_shows_a_stopped_job(root: Path) -> None:
     shown = adascale("status", "b", "--state-dir", root)
     assert shown.returncode == 0, shown.stderr
     text = [" ".join(line.split()) for line in shown.stdout.splitlines()]
-    assert text[:4] == ["name default.b", "state Stopped, exit code 143", "age 2m12s", "replicas 0"]
+    assert text[:4] == ["name default.b", "state Stopped, exit code 143", "age 12m", "replicas 0"]
     assert "progress 374 of 1,000 steps (37%)" in text
     assert "checkpoint step 12" in text
     assert f"state dir {root / 'b'}" in text

@@ -133,7 +133,8 @@ def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:
 def test_the_folder_of_another_job_is_an_error(folder: StateDir) -> None:
     run_history.record_start(folder, RunRecord("default.a", 1.0))
     with pytest.raises(StateDirError, match=r"contains the state of job default\.a, not of default\.b"):
-        run_history.record_start(folder, RunRecord("default.b", 2.0))
+        run_history.require_folder_of(folder, "default.b")
+    run_history.require_folder_of(folder, "default.a")
 
 
 def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> None:

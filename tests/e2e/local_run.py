@@ -52,9 +52,12 @@ def write_light_job(path: Path, *arguments: str, **spec: Any) -> Path:
     return write_job(path, ["python", str(LIGHT), *arguments], **spec)
 
 
-def write_paced_job(path: Path, pace: float, fail: Path | None = None, **spec: Any) -> Path:
+def write_paced_job(
+    path: Path, pace: float, fail: Path | None = None, join_after: Path | None = None, **spec: Any
+) -> Path:
     """Write an elastic job of `programs/paced.py`, whose micro-batches take `pace` seconds."""
-    env = {"PACE": str(pace)} | ({"FAIL": str(fail)} if fail else {})
+    files = {"FAIL": fail, "JOIN_AFTER": join_after}
+    env = {"PACE": str(pace)} | {name: str(file) for name, file in files.items() if file is not None}
     bounds = {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 32}}
     return write_job(path, ["python", str(PACED)], env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
 

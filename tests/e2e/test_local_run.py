@@ -90,6 +90,13 @@ def test_a_run_saves_what_the_metrics_service_does_not_remember_and_ignores_what
     third = adascale("run", other, "--state-dir", state, "--port", 0, "--until", 300)
     assert third.returncode == 0, third.stdout
     assert saved_progress(third.stdout) >= 300
+    # As if a job on a cluster had saved it, whose pods know when it was created.
+    checkpoints = tmp_path / "others"
+    newest = max(checkpoints.glob("checkpoint-*.json"))
+    newest.write_text(json.dumps({**json.loads(newest.read_text()), "incarnation": 1760000000}))
+    fourth = adascale("run", other, "--state-dir", tmp_path / "new", "--port", 0, "--until", 500)
+    assert fourth.returncode == 0, fourth.stdout
+    assert saved_progress(fourth.stdout) >= 500
 
 
 def saved_progress(output: str) -> int:
@@ -316,10 +323,14 @@ def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> Non
     folder = StateDir(state)
     folder.create()
     run_history.record_start(folder, RunRecord("default.test", time.time()))
+    folder.database.touch()
     other = write_light_job(tmp_path / "other.yaml", "sleep", name="other")
-    run = adascale_in_process("run", other, "--state-dir", state)
-    assert run.returncode == 2
-    assert "contains the state of job default.test, not of default.other" in run.stderr
+    for options in ([], ["--fresh"]):
+        run = adascale_in_process("run", other, "--state-dir", state, *options)
+        assert run.returncode == 2
+        assert "contains the state of job default.test, not of default.other" in run.stderr
+    assert folder.database.exists()
+    assert [record.job for record in run_history.read_runs(folder)] == ["default.test"]
 
 
 # -- kills -----------------------------------------------------------------------------------------------
@@ -405,6 +416,16 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
     assert longer.returncode == 0, longer.stdout
     assert "Resuming at step" in longer.stdout
     assert "Finished at progress 13," in longer.stdout
+
+
+@pytest.mark.slow
+def test_a_job_is_scaled_while_a_new_replica_has_not_joined(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.01, join_after=tmp_path / "never", maxReplicas=2)
+    with running(job, state) as run:
+        run.wait_for_output("Rescaling 1 -> 2")
+        scaled = adascale("scale", "test", "--replicas", 1, "--state-dir", state)
+        assert scaled.stdout == "test scaled to at most 1 replica\n", scaled.stderr
+        run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import age, columns, count, memory, percent
+from adascale_controller.local.checkpoints import ObjectStoreError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
 from adascale_core.checkpoint_manifest import Manifest
@@ -27,9 +28,11 @@ class JobStatus:
         job: the job.
         process: the process of its run; None if it does not run.
         url: the address of its metrics service; None if none runs.
-        state: as `kubectl get asj` shows it, or `Stopping` or `Stopped`.
+        state: as `kubectl get asj` shows it, or `Stopping` or `Stopped`; `Unknown` after a run if the
+            checkpoints, which say whether it has finished, cannot be read.
         view: the metrics service's view of it; None if no service answers.
-        checkpoint: its newest checkpoint; None if it has none.
+        checkpoint: its newest checkpoint; None if it has none, or its checkpoints cannot be read.
+        checkpoint_error: why they cannot be read; None if they can.
     """
 
     job: LocalJob
@@ -38,6 +41,7 @@ class JobStatus:
     state: str
     view: JobView | None
     checkpoint: Manifest | None
+    checkpoint_error: str | None = None
 
     @property
     def replicas(self) -> int:
@@ -94,6 +98,7 @@ class JobStatus:
             "url": self.url,
             "stateDir": str(self.job.folder.path),
             "checkpointStep": self.checkpoint.step if self.checkpoint else None,
+            "checkpointError": self.checkpoint_error,
             "result": dict(self.checkpoint.result) if self.checkpoint else {},
         }
 
@@ -111,14 +116,18 @@ def read_status(job: LocalJob) -> JobStatus:
             view = None  # It has just stopped, or it restarts.
         finally:
             client.close()
-    checkpoint = job.checkpoint
+    checkpoint, error = None, None
+    try:
+        checkpoint = job.checkpoint
+    except ObjectStoreError as raised:
+        error = str(raised)
     if process is None:
-        state = _state_after_run(job, checkpoint)
+        state = _state_after_run(job, checkpoint, error)
     elif service is not None and service.stopping:
         state = "Stopping"
     else:
         state = _state_in_run(view)
-    return JobStatus(job, process, service.url if service else None, state, view, checkpoint)
+    return JobStatus(job, process, service.url if service else None, state, view, checkpoint, error)
 
 
 def render_list(statuses: Sequence[JobStatus], now: float) -> str:
@@ -144,7 +153,7 @@ def render_status(status: JobStatus, now: float) -> str:
         ("progress", _progress(status)),
         ("restarts", "" if status.restarts is None else str(status.restarts)),
         ("stall", (status.view.stall if status.view else None) or ""),
-        ("checkpoint", f"step {count(status.checkpoint.step)}" if status.checkpoint else "none"),
+        ("checkpoint", _checkpoint(status)),
         ("result", format_result(members["result"])),
         ("metrics", status.url or ""),
         ("state dir", str(job.folder.path)),
@@ -157,8 +166,17 @@ def render_status(status: JobStatus, now: float) -> str:
     return f"{text}\n\n{columns([('REPLICA', 'STATE', 'GENERATION'), *replicas])}"
 
 
-def _state_after_run(job: LocalJob, checkpoint: Manifest | None) -> str:
+def _checkpoint(status: JobStatus) -> str:
+    if status.checkpoint_error is not None:
+        return f"unknown: {status.checkpoint_error}"
+    return f"step {count(status.checkpoint.step)}" if status.checkpoint else "none"
+
+
+def _state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> str:
     exit_code = job.runs[-1].exit_code
+    if error is not None and exit_code == 0:
+        # It has finished, or has reached --until.
+        return "Unknown"
     if checkpoint is not None and checkpoint.finished and not exit_code:
         return "Complete"
     # A run that a signal stopped has the exit code 128 + its number.

@@ -59,8 +59,11 @@ def resolve_command(
         LocalCommandError: the program does not exist.
     """
     cwd, ignored = _working_dir(job)
-    own = {**job.env, **trainer_environment(job)}
-    env = {name: _expand(value, own) for name, value in own.items()}
+    folder = checkpoints if isinstance(checkpoints, str) else str(checkpoints.absolute())
+    env = {**trainer_environment(job), names.ENV_JOB_ID: job.id, names.ENV_CHECKPOINT_DIR: folder}
+    for name, value in job.env.items():
+        # A value may refer to the variables before it, and to ours, which the job cannot replace.
+        env.setdefault(name, _expand(value, env))
     path = os.pathsep.join((str(Path(sys.executable).parent), environ.get("PATH", os.defpath)))
     command = [_expand(part, env) for part in job.command]
     if _PYTHON.match(command[0]):
@@ -73,9 +76,6 @@ def resolve_command(
             **environ,
             "PATH": path,
             **env,
-            names.ENV_CHECKPOINT_DIR: checkpoints
-            if isinstance(checkpoints, str)
-            else str(checkpoints.absolute()),
         },
         cwd=cwd,
         ignored=(*job.cluster_only_env, *ignored),

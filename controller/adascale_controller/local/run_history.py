@@ -29,19 +29,23 @@ class RunRecord:
     exit_code: int | None = None
 
 
-def record_start(folder: StateDir, run: RunRecord) -> list[float]:
-    """Record the start of a run, and return the starts of all runs of the job, this one last.
+def require_folder_of(folder: StateDir, job: str) -> None:
+    """Check that a state folder has no state of another job than `job`, which is its id.
 
     Raises:
-        StateDirError: the folder is another job's.
+        StateDirError: it has.
     """
-    runs = read_runs(folder)
-    other = next((earlier.job for earlier in runs if earlier.job != run.job), None)
+    other = next((run.job for run in read_runs(folder) if run.job != job), None)
     if other is not None:
         raise StateDirError(
-            f"{folder.path} contains the state of job {other}, not of {run.job}: use another folder with "
+            f"{folder.path} contains the state of job {other}, not of {job}: use another folder with "
             "--state-dir"
         )
+
+
+def record_start(folder: StateDir, run: RunRecord) -> list[float]:
+    """Record the start of a run, and return the starts of all runs in the folder, this one last."""
+    runs = read_runs(folder)
     start = {"job": run.job, "began": run.began, "steps": run.steps, "checkpoints": run.checkpoints}
     _append(folder.history_file, start)
     return [*(earlier.began for earlier in runs), run.began]

@@ -114,8 +114,11 @@ def print_summary(
         # A program that has failed, was killed or could not write has saved nothing at the end of the run.
         has_saved = checkpoint.saved_at >= result.stopped_at
         saved = "Saved at step" if has_saved else "The last checkpoint is of step"
+        lost = ""
+        if not has_saved and progress is not None and progress > checkpoint.progress:
+            lost = f", and the training after it, up to progress {count(progress)}, is lost"
         display.message(
-            f"{saved} {count(checkpoint.step)}, progress {count(checkpoint.progress)}; "
+            f"{saved} {count(checkpoint.step)}, progress {count(checkpoint.progress)}{lost}; "
             "run the same command to resume",
             "bold",
         )

@@ -12,7 +12,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job import Job
 from adascale_controller.local import run_history, service_file
 from adascale_controller.local.agents import STOP_TIMEOUT, Agents
-from adascale_controller.local.checkpoints import location, newest_manifest
+from adascale_controller.local.checkpoints import ObjectStoreError, location, newest_manifest
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize_generations
@@ -82,6 +82,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
         folder.create()
         lock = StateLock(folder, display.message, lambda: signals.stop_requested)
         try:
+            run_history.require_folder_of(folder, job.id)
             if options.fresh:
                 folder.delete_saved_state(checkpoints)
             completed = completed_message(job, options.until, newest_manifest(checkpoints))
@@ -167,6 +168,9 @@ class _Run:
             names.ENV_API_URL: service.url,
             names.ENV_TOKEN: service.token,
         }
+        if checkpoint is not None:
+            # A job on a cluster may have saved it, and this run continues that job.
+            environ[names.ENV_INCARNATION] = str(checkpoint.incarnation)
         agents = Agents(command, environ, devices, self._folder, self._lock)
         loop = ControlLoop(
             job,
@@ -218,11 +222,16 @@ class _Run:
         except ServiceError as error:
             self._display.message(f"Cannot show the table of generations: {error}", "yellow")
             reports = ()
+        try:
+            checkpoint = newest_manifest(self._checkpoints)
+        except ObjectStoreError as error:
+            self._display.message(f"Cannot show what is saved: {error}", "yellow")
+            return
         print_summary(
             self._display,
             result,
             summarize_generations(reports, self._run_starts),
-            newest_manifest(self._checkpoints),
+            checkpoint,
             reports[-1].progress if reports else None,
             time.monotonic() - self._started_at,
         )

@@ -4,6 +4,7 @@ PACE: seconds that a micro-batch takes, at least.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
 UNUSED: if set, the model has parameters without gradients, with which it fails on several replicas.
+JOIN_AFTER: a file; replicas other than the first wait for it before they join.
 HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
 """
 
@@ -24,6 +25,7 @@ pace = float(os.environ["PACE"])
 noise = float(os.environ.get("NOISE", "1"))
 fails = [Path(file) for file in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
+join_after = Path(os.environ.get("JOIN_AFTER", "/"))
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
@@ -33,6 +35,8 @@ if os.environ.get("UNUSED"):
     model.unused = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
+while os.environ.get("ADASCALE_REPLICA", "0") != "0" and not join_after.exists():
+    time.sleep(0.05)
 state = trainer.program_reentry(model, optimizer)
 generation = trainer.generation
 print(f"enters generation {generation} at step {state.step}", flush=True)
