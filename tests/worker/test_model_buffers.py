@@ -33,3 +33,16 @@ def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one
     buffers.restore()
     after = dict(network.named_buffers())
     assert all(torch.equal(after[name], before[name]) for name in before), "BatchNorm's too"
+
+
+def test_a_buffer_that_a_forward_pass_has_replaced_is_put_back() -> None:
+    network = Network()
+    buffers = ModelBuffers(network)
+    buffers.record()
+    before = network.calls
+    network.calls = network.calls + 1
+    network(torch.randn(8, 3))
+    buffers.restore()
+    assert network.calls is before
+    assert float(before) == 0.0
+    assert dict(network.named_buffers())["calls"] is before

@@ -1,7 +1,7 @@
 """What the program does with gradients between `backward()` and `optimizer.step()` with accumulation."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -278,6 +278,44 @@ def test_a_step_with_infinite_gradients_is_skipped(
     assert trainer.samples == 60
     assert not equal(before, parameters_of(model))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_program_may_leave_out_a_step_of_a_grad_scaler(
+    make_trainer: MakeTrainer, *, unscales: bool
+) -> None:
+    def train(
+        model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, batches: Any
+    ) -> list[float]:
+        scales = []
+        for number, (_, x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            if number != 2:
+                scaler.step(optimizer)
+            if number != 2 or unscales:
+                scaler.update()
+            scales.append(scaler.get_scale())
+            if number == 4:
+                break
+        return scales
+
+    trainer, model = make_trainer(**FIXED), network()
+    twin = copy.deepcopy(model)
+    optimizer, scaler = sgd(model), make_scaler(growth_interval=2)
+    trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+    seen: list[Any] = []
+
+    def recorded() -> Iterator[Any]:
+        for batch in trainer.dataloader(samples()):
+            seen.append(batch)
+            yield batch
+
+    scales = train(model, optimizer, scaler, recorded())
+    assert train(twin, sgd(twin), make_scaler(growth_interval=2), iter(seen)) == scales
+    require_close(model, twin)
 
 
 def test_training_fails_if_all_steps_are_skipped(make_trainer: MakeTrainer) -> None:

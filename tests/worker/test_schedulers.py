@@ -110,3 +110,40 @@ def test_a_last_step_that_overshoots_ends_a_one_cycle_schedule(
     monkeypatch.setattr(trainer.adascale, "gain", lambda: 5.0)
     assert [whole for whole, _ in train(trainer, model, optimizer, scheduler, 0)] == [5, 10, 15]
     assert scheduler.last_epoch == 12
+
+
+class Wrapper:
+    """Iterates as tqdm does."""
+
+    def __init__(self, iterable: Any) -> None:
+        self._iterable = iterable
+
+    def __iter__(self) -> Any:
+        yield from self._iterable
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, Wrapper], ids=["alone", "wrapped"])
+def test_a_scheduler_steps_per_epoch_after_a_loop_that_was_left(
+    make_trainer: MakeTrainer, wrap: Callable[[Any], Any]
+) -> None:
+    """Also if a variable refers to what was iterated over, which may be the same in each epoch."""
+    trainer = make_trainer(batch_size=8)
+    model = network()
+    optimizer = sgd(model, lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    trainer.program_reentry(model, optimizer, scheduler)
+    loader = wrap(trainer.dataloader(samples()))
+    indices: list[int] = []
+    for epoch in range(3):
+        for number, (index, x, y) in enumerate(loader):
+            indices += index.tolist()
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+            if number == 1:
+                break
+        scheduler.step()
+        trainer.step(epoch)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (epoch + 1))
+    assert trainer.steps == 6
+    assert len(set(indices)) == 48, "each sample of the pass once"

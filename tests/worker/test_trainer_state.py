@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.errors import CheckpointError, DatasetError, WorkerError
+from adascale_worker.errors import CheckpointError, DatasetError, UnusableCheckpointError, WorkerError
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -181,6 +181,53 @@ def test_results_reported_before_and_after_the_final_checkpoint_are_in_its_manif
     assert manifest(tmp_path)["finished"]
     trainer.report_result(accuracy=0.5)
     assert manifest(tmp_path)["result"] == {"note": "reported before the end", "accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([7]), 7),
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(7), 7),
+        (True, 1),
+        ("large", "large"),
+        (float("nan"), "nan"),
+        (torch.tensor(float("inf")), "inf"),
+    ],
+)
+def test_a_result_is_a_number_or_text(
+    make_trainer: MakeTrainer, tmp_path: Path, value: Any, expected: object
+) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0, scale_invariant_steps=6)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    trainer.report_result(early=value)
+    train(trainer, model, optimizer)
+    trainer.report_result(late=value)
+    assert manifest(tmp_path)["result"] == {"early": expected, "late": expected}
+    with pytest.raises(WorkerError, match=r"report_result\(\) got a tensor of shape \(2,\) for x: pass a n"):
+        trainer.report_result(x=torch.zeros(2))
+    with pytest.raises(WorkerError, match="got NoneType for x"):
+        trainer.report_result(x=None)  # type: ignore[arg-type]
+
+
+def test_a_registered_object_that_refuses_its_state_is_named(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    def enter(*, enabled: bool) -> tuple[ElasticTrainer, nn.Module, torch.optim.SGD]:
+        trainer, model = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0), network()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+        return trainer, model, optimizer
+
+    train(*enter(enabled=False), epochs=range(1))
+    with pytest.raises(
+        UnusableCheckpointError, match=r"the registered 'scaler' \(GradScaler\) refuses the state"
+    ):
+        enter(enabled=True)
 
 
 def test_the_result_of_an_end_after_which_training_goes_on_is_not_kept(

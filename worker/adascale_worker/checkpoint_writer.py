@@ -175,6 +175,9 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._report_failure(str(error))
             return
+        except Exception as error:  # noqa: BLE001 (a traceback of this thread would not stop training)
+            self._report_failure(f"the checkpoint cannot be saved: {type(error).__name__}: {error}")
+            return
         if self._reported_failure is not None:
             _print(f"checkpoints are saved again, the last one at step {manifest.step}")
         self._reported_failure = None

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 
 class DataLoop(Iterator[Any]):
-    """Iterates over the batches of an epoch, once.
+    """Iterates over the rest of the current epoch, each time it is iterated over.
+
+    A `for` loop that is left ends its iteration, also if a variable refers to this object: only the loop has
+    the iterator.
 
     Args:
-        batches: the batches.
+        begin: returns the batches of the rest of the current epoch.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+        """For `next(trainer.dataloader(dataset))`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin() if self._batches is None else self._batches
 
     def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
         return next(self._batches)
 
     def __len__(self) -> NoReturn:

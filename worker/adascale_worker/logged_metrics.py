@@ -59,6 +59,32 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
         )
 
 
+def plain_result(values: Mapping[str, object]) -> dict[str, float | str]:
+    """Return the result of training as values for a manifest: a number that is not finite as text.
+
+    Args:
+        values: by name.
+
+    Raises:
+        WorkerError: a value is neither a number, nor a tensor or an array of one number, nor text.
+    """
+    return {name: _plain_value(name, value) for name, value in values.items()}
+
+
+def _plain_value(name: str, value: object) -> float | str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    number = int(value) if isinstance(value, bool) else as_number(value)
+    if number is None:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise WorkerError(
+            f"trainer.report_result() got {got} for {name}: pass a number, a tensor of one number, or a text"
+        )
+    return number if isinstance(number, int) or math.isfinite(number) else str(number)
+
+
 def _as_float(value: object) -> float | None:
     """Return a number as a float; None for others, and for an integer beyond the range of floats."""
     number = as_number(value)
@@ -80,7 +106,7 @@ class LoggedMetrics:
         for name, value in values.items():
             if isinstance(value, Tensor):
                 # A new tensor, also of a single number: the program may change its own.
-                mean = value.detach().float().mean().double()
+                mean = value.detach().double().mean()
             else:
                 mean = torch.tensor(_as_float(value), dtype=torch.float64)
             self._values.setdefault(name, []).append(mean)

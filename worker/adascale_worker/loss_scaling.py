@@ -81,11 +81,16 @@ class _Scaler:
         self._is_discarded = False
         self._has_stepped = False
         """Whether an optimizer has made or skipped a step since the last update."""
+        self._has_unscaled = False
+        """Whether the gradients of a complete step were unscaled since the last update."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of a complete step by the loss scale."""
-        if not self._is_known(optimizer) or not self._loop.awaits_micro_batches:
+        if not self._is_known(optimizer):
             self._unscale(optimizer)
+        elif not self._loop.awaits_micro_batches:
+            self._unscale(optimizer)
+            self._has_unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Make a step if it is complete and its gradients are finite."""
@@ -106,12 +111,17 @@ class _Scaler:
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Change the loss scale after a step that was made, or skipped because of its gradients."""
-        if not self._has_stepped:
+        """Change the loss scale after a step that was made, skipped because of its gradients, or left out.
+
+        As of a plain GradScaler, the scale also follows gradients that were unscaled for a step which the
+        program has left out.
+        """
+        if not (self._has_stepped or self._has_unscaled):
             return
         # With several optimizers, the step can be discarded after one of them has made its part.
-        is_discarded = self._is_discarded or self._is_incomplete
-        self._has_stepped = self._is_discarded = False
+        is_incomplete = self._is_incomplete if self._has_stepped else self._loop.awaits_micro_batches
+        is_discarded = self._is_discarded or is_incomplete
+        self._has_stepped = self._has_unscaled = self._is_discarded = False
         state = self._scaler.state_dict() if is_discarded else None
         self._update(new_scale)
         if state is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ModelBuffers:
-    """Copies the buffers of a model that have changed since the last copy.
+    """Copies the buffers of a model that have changed since the last copy, and keeps those that it replaces.
 
     Whether a buffer has changed is known by its version. The kernels of BatchNorm change `running_mean` and
     `running_var` without counting a version, so buffers with such names are always copied.
@@ -21,6 +21,8 @@ class ModelBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._places: list[tuple[torch.nn.Module, str, Tensor]] = []
+        """Module, name, buffer: a forward pass may assign another tensor to the name."""
         self._is_recorded = False
 
     def begin_step(self) -> None:
@@ -33,7 +35,9 @@ class ModelBuffers:
             return
         self._is_recorded = True
         copies = {}
-        for buffer, version in self._buffers():
+        self._places = list(self._buffers())
+        for _, name, buffer in self._places:
+            version = _version(name, buffer)
             known = self._copies.get(id(buffer))
             if known is None or known[0] is not buffer:
                 known = (buffer, buffer.detach().clone(), version)
@@ -51,10 +55,19 @@ class ModelBuffers:
             for buffer, copied, version in self._copies.values():
                 if version < 0 or buffer._version != version:
                     buffer.copy_(copied)
+        for module, name, buffer in self._places:
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
         self._copies.clear()
+        self._places.clear()
 
-    def _buffers(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield each buffer and its version; -1 if a change may not be counted."""
+    def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+        """Yield the module, the name and the tensor of each buffer."""
         for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                yield buffer, -1 if name.startswith("running_") else buffer._version
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield module, name, buffer
+
+
+def _version(name: str, buffer: Tensor) -> int:
+    """Return the version of a buffer; -1 if a change may not be counted."""
+    return -1 if name.startswith("running_") else buffer._version

@@ -124,9 +124,21 @@ class ProgramState:
         return {name: dict(stateful.state_dict()) for name, stateful in self.registered.items()}
 
     def load_registered(self, states: Mapping[str, Any]) -> None:
-        """Restore the states of the registered objects."""
+        """Restore the states of the registered objects.
+
+        Raises:
+            UnusableCheckpointError: an object refuses its state.
+        """
         for name, stateful in self.registered.items():
-            stateful.load_state_dict(states[name])
+            try:
+                stateful.load_state_dict(states[name])
+            except Exception as error:
+                kind, reason = type(stateful).__name__, f"{type(error).__name__}: {error}"
+                raise UnusableCheckpointError(
+                    f"the registered {name!r} ({kind}) refuses the state of the checkpoint: {reason}. "
+                    "Register the same object, made with the same arguments, or start from scratch "
+                    "(adascale run --fresh, or another checkpoint folder)"
+                ) from error
 
     def require_loadable(self) -> None:
         """Check before training that a checkpoint of this program can be loaded again.

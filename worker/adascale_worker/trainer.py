@@ -48,7 +48,7 @@ from adascale_worker.device_clock import clock_of
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, describe
-from adascale_worker.logged_metrics import require_metrics
+from adascale_worker.logged_metrics import plain_result, require_metrics
 from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.make_loop import LoopOptions, make_loop
@@ -288,16 +288,17 @@ class ElasticTrainer:
         self._logged.update(metrics)
         self._trainer.telemetry.log(metrics)
 
-    def report_result(self, **result: float | str) -> None:
+    def report_result(self, **result: torch.Tensor | float | str) -> None:
         """Record the result of training, in the manifest of the last checkpoint.
 
         Args:
-            result: values by name, e.g. accuracy=0.979.
+            result: numbers, tensors of one number, or texts, by name, e.g. accuracy=0.979.
 
         Raises:
+            WorkerError: a value is something else.
             CheckpointError: the manifest cannot be written.
         """
-        self._trainer.checkpointing.report_result(result)
+        self._trainer.checkpointing.report_result(plain_result(result))
 
     # -- entry ------------------------------------------------------------------------------------------
 
@@ -391,9 +392,10 @@ class ElasticTrainer:
             print(f"adascale: {describe(differences, hyperparameters)}", flush=True)
         if loop.was_restored and self.is_main and self._trainer.feed.seed != self._seed:
             print(
-                f"adascale: seed is {self._trainer.feed.seed} in the checkpoint, {self._seed} in the program. "
-                "Training continues with that of the checkpoint, whose order says which samples of a pass are "
-                "left; start from scratch to use another (adascale run --fresh, or another checkpoint folder)",
+                f"adascale: seed is {self._trainer.feed.seed} in the checkpoint, {self._seed} in the "
+                "program. Training continues with that of the checkpoint, whose order says which samples of "
+                "a pass are left; to use another, start from scratch (adascale run --fresh, or another "
+                "checkpoint folder)",
                 flush=True,
             )
         made.patch()
@@ -516,7 +518,7 @@ class ElasticTrainer:
     # -- training ---------------------------------------------------------------------------------------
 
     def dataloader(self, dataset: Sized, *, shuffle: bool = True, **options: Any) -> Iterator[Any]:
-        """Return an iterator over the rest of the current epoch.
+        """Return an iterable over the rest of the current epoch, for a loop in each epoch.
 
         An epoch is len(dataset) / batch_size scale-invariant steps, so at a large scale it can take more
         than one pass over the data. Each pass contains every sample exactly once, across all changes of
@@ -536,12 +538,17 @@ class ElasticTrainer:
                 before; or an option would choose the batches.
             WorkerError: `program_reentry` has not been called.
         """
-        loop = self._require_loop()
+        loop, trainer = self._require_loop(), self._trainer
         loop.require_epoch()
-        stream = self._trainer.feed.open(dataset, shuffle=shuffle, options=options)
-        self._trainer.progress.target = self._trainer.target(stream.length)
-        self._trainer.planner.acknowledge()
-        return DataLoop(loop.epoch(dataset, stream, options))
+        stream = trainer.feed.open(dataset, shuffle=shuffle, options=options)
+        trainer.progress.target = trainer.target(stream.length)
+
+        def begin() -> Iterator[Any]:
+            loop.require_epoch()
+            trainer.planner.acknowledge()
+            return loop.epoch(dataset, stream, options)
+
+        return DataLoop(begin)
 
     def evaluation(
         self, dataset: Sized, *, batch_size: int, model: torch.nn.Module | None = None, **options: Any

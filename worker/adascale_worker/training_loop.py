@@ -904,7 +904,7 @@ class TrainingLoop:
         """
         trainer = self._trainer
         self._end_batch()
-        self._left_loop = False
+        self._left_loop = self._inside_epoch = False
         self._leave_loop(early=True)
         self._departures.wait()
         if epoch == self._overtaken_epoch:

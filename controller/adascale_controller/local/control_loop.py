@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import replace
+from http import HTTPStatus
 
-from adascale_client import MetricsServiceClient, ServiceError
+from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_controller.explanation_schedule import ExplanationSchedule
 from adascale_controller.formatting import count, plural
 from adascale_controller.job import Job
@@ -27,6 +28,8 @@ INTERVAL = 0.25
 """Seconds between two iterations, unless the job's allocation changes before."""
 DECISION_INTERVAL = 1.0
 """Seconds between two decisions."""
+MAX_ATTEMPTS = 5
+"""How often the first allocation is requested if others request allocations at the same time."""
 FINISH_TIMEOUT = 60.0
 """Seconds that the other replicas have to finish after rank 0."""
 
@@ -80,6 +83,8 @@ class ControlLoop:
     def start(self) -> None:
         """Declare the job to the metrics service and request its first allocation.
 
+        Others may request allocations too, so it is requested again if another came before it.
+
         Raises:
             ServiceError: the service does not answer, or refuses.
         """
@@ -89,6 +94,22 @@ class ControlLoop:
             # A finished job has more steps to make now. Only a new job can be incomplete again.
             self._client.delete_job(self._job.id)
             self._client.declare_job(self._job.id, self._job.spec)
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            try:
+                self._request_first(view)
+            except ServiceRefusedError as error:
+                if error.status != HTTPStatus.CONFLICT or not attempts_left:
+                    raise
+                view = self._client.get_job(self._job.id)
+            else:
+                return
+
+    def _request_first(self, view: JobView) -> None:
+        """Request the first allocation of this run.
+
+        Raises:
+            ServiceError: as of `start`; status 409 if another was requested since `view` was read.
+        """
         total = self._total(view)
         state = self._measurements.job_state(self._job, view, total)
         decision = decide([state], self._replica_limit, time.monotonic())[self._job.id]

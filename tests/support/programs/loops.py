@@ -87,7 +87,7 @@ critic = Net()
 second = torch.optim.Adam(critic.parameters(), lr=0.01)
 if loop == "another optimizer":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-batches = trainer.dataloader(samples())
+batches = iter(trainer.dataloader(samples()))
 if loop == "adds a parameter group":
     optimizer.add_param_group({"params": [outside]})
 if loop == "two models":

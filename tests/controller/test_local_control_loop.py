@@ -1,0 +1,90 @@
+"""The control loop of a local run, with a real metrics service."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from adascale_client import MetricsServiceClient, ServiceRefusedError
+from adascale_controller.job import Job
+from adascale_controller.local.agents import Agents
+from adascale_controller.local.control_loop import ControlLoop
+from adascale_controller.local.display import PlainDisplay
+from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.replicas import Replicas
+from adascale_controller.local.scale_requests import ScaleRequests
+from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.stop_signals import StopSignals
+from adascale_core.messages import Allocation, AllocationView, JobSpec
+from support.observed_jobs import report
+from support.service import TOKEN, Service
+
+JOB = Job("default.test", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
+
+
+class ContestedClient(MetricsServiceClient):
+    """Before each of the first allocations, somebody else requests one."""
+
+    contests = 0
+
+    def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
+        if self.contests:
+            self.contests -= 1
+            super().allocate(job_id, Allocation(allocation.generation, 4))
+        return super().allocate(job_id, allocation)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[ContestedClient]:
+    service = Service(tmp_path)
+    client = ContestedClient(service.url, TOKEN)
+    yield client
+    client.close()
+    service.stop()
+
+
+def start(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -> int:
+    """Start a run, and return the generation that it requests."""
+    folder = StateDir(path / "state")
+    folder.create()
+    display = PlainDisplay(Console(file=io.StringIO()))
+    agents = Agents(LocalCommand((), {}, path), {}, [], folder, 0)
+    loop = ControlLoop(
+        JOB,
+        cast(Any, None),  # It supervises the service later.
+        client,
+        Replicas(agents, 0, 0, display),
+        2,
+        None,
+        display,
+        StopSignals(),
+        ScaleRequests(folder, JOB, [], display),
+        saved_generation,
+    )
+    loop.start()
+    return client.get_job(JOB.id).generation
+
+
+@pytest.mark.parametrize(("reported", "saved", "first"), [(0, 0, 1), (7, 0, 8), (0, 5, 6), (3, 5, 6)])
+def test_the_first_generation_follows_those_that_were_reported_and_saved(
+    client: ContestedClient, tmp_path: Path, reported: int, saved: int, first: int
+) -> None:
+    """A report of a later generation would hide the new ones."""
+    if reported:
+        client.post_gain(JOB.id, [report(generation=reported)])
+    assert start(client, tmp_path, saved) == first
+
+
+def test_an_allocation_that_somebody_else_requests_at_the_same_time_is_followed_by_that_of_the_run(
+    client: ContestedClient, tmp_path: Path
+) -> None:
+    client.contests = 2
+    assert start(client, tmp_path) == 3
+    client.contests = 100
+    with pytest.raises(ServiceRefusedError, match="is out of date"):
+        start(client, tmp_path)
