@@ -39,10 +39,14 @@ class FailingCount:
 
 
 class FailingCounts:
-    """The replica counts of a job that are given up: call `update` with each view of it."""
+    """The replica counts of a job that are given up: call `update` with each view of it.
 
-    def __init__(self) -> None:
-        self.given_up: FailingCount | None = None
+    Args:
+        given_up: the count that is given up already. None if there is none.
+    """
+
+    def __init__(self, given_up: FailingCount | None = None) -> None:
+        self.given_up = given_up
         """The smallest count that is given up; all larger counts are given up with it."""
         self._counts: dict[int, int] = {}
         self._first_steps: dict[int, int] = {}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from adascale_controller.failing_counts import MIN_STEPS, FailingCounts
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
-from adascale_core.messages import StepTime
+from adascale_core.decision import Decision, DecisionProblem
+from adascale_core.messages import ReplicaState, StepTime
 from adascale_core.views import JobView
 from support.decisions import result_of
 from support.observed_jobs import (
@@ -22,6 +27,7 @@ from support.observed_jobs import (
     training_job,
     view,
 )
+from support.world import World
 
 
 def trains(counts: FailingCounts, generation: int, replicas: int, steps: int, first: int = 1) -> JobView:
@@ -107,6 +113,89 @@ def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
     rescaling = condition(actions_for(at_one, 1, failing_count=failing), ConditionType.RESCALING)
     assert (rescaling.status, rescaling.reason) == (False, Reason.PROGRAM_FAILED)
     assert rescaling.message == f"T{expected[1:]}; it gets 1 replica at most"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Return a job that trains on 1 replica, because its program has failed at once on 2."""
+
+    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+        states = [utility.job for utility in problem.queue]
+        return {state.id: Decision(min(2, state.limit or 2), "by the test") for state in states}
+
+    monkeypatch.setattr(DecisionProblem, "decide", decide)
+    world = World()
+    world.submit(backoffLimit=1)
+    world.run_cycles(10)
+    world.service.step_times = (StepTime(1, 4, 1, 0.1),)
+    world.full = True
+    fail_on_two(world)
+    assert (status_of(world)["replicas"], status_of(world)["failures"]) == (1, 1)
+    return world
+
+
+def fail_on_two(world: World) -> None:
+    """Have the program fail on 2 replicas."""
+    second = next(name for name, agent in world.agents.items() if agent.rank == 1)
+    assert world.agents[second].state is ReplicaState.RUNNING
+    world.fail_program(second)
+    world.run_cycles(20)
+
+
+def status_of(world: World) -> Mapping[str, Any]:
+    """Return the status of the job."""
+    assert world.job is not None
+    status: Mapping[str, Any] = world.job["status"]
+    return status
+
+
+def rescaling_of(world: World) -> str:
+    """Return the message of the condition Rescaling."""
+    return next(
+        str(each["message"]) for each in status_of(world)["conditions"] if each["type"] == "Rescaling"
+    )
+
+
+def test_a_restarted_operator_does_not_try_a_count_again_on_which_the_program_fails(world: World) -> None:
+    message = rescaling_of(world)
+    assert message.startswith("The program failed at once on 2 replicas")
+    world.start_operator()
+    world.run_cycles(20)
+    status = status_of(world)
+    assert (status["replicas"], status["failures"], rescaling_of(world)) == (1, 1, message)
+
+
+def test_a_restarted_operator_keeps_such_a_count_while_the_job_is_suspended(world: World) -> None:
+    world.edit(suspend=True)
+    world.run_cycles(20)
+    world.start_operator()
+    world.run_cycles(5)
+    world.edit(suspend=False)
+    world.run_cycles(20)
+    assert status_of(world)["replicas"] == 1
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_count_on_which_the_program_failed_may_be_used_by_another_program(
+    world: World, restart: bool
+) -> None:
+    world.edit(template={"spec": {"containers": [world.worker(2)]}})
+    if restart:
+        world.start_operator()
+    world.run_cycles(30)
+    status = status_of(world)
+    assert (status["replicas"], status["failures"], rescaling_of(world)) == (2, 1, "")
+    assert "failingCount" not in status["attempts"]
+
+
+def test_a_count_on_which_another_program_fails_too_is_given_up_again(world: World) -> None:
+    world.edit(template={"spec": {"containers": [world.worker(2)]}}, backoffLimit=2)
+    world.run_cycles(30)
+    fail_on_two(world)
+    assert (status_of(world)["replicas"], status_of(world)["failures"]) == (1, 2)
+    world.start_operator()
+    world.run_cycles(20)
+    assert (status_of(world)["replicas"], status_of(world)["failures"]) == (1, 2)
 
 
 def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = None) -> tuple[int, str]:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from adascale_client import ServiceRefusedError
 from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import Allocation, AllocationView, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.messages import (
+    Allocation,
+    AllocationView,
+    GainReport,
+    JobSpec,
+    Registration,
+    ReplicaState,
+    StepTime,
+)
 from adascale_core.rendezvous import Rendezvous, StaleAllocationError, allocate, expire, register
 from adascale_core.views import DecisionView, JobChanges, JobList, JobView, ReplicaView
 
@@ -80,6 +88,7 @@ class FakeService:
         self.state = Rendezvous()
         self.spec: JobSpec | None = None
         self.latest: GainReport | None = None
+        self.step_times: tuple[StepTime, ...] = ()
         self.decision: DecisionView | None = None
 
     # -- as `AllocationService` -----------------------------------------------------------------------------
@@ -119,7 +128,7 @@ class FakeService:
                 restarts_without_progress=state.restarts_without_progress,
                 replicas=tuple(ReplicaView.of(replica, 0.0) for replica in state.replicas.values()),
                 latest=self.latest,
-                step_times=(),
+                step_times=self.step_times,
                 created_at=self._created_at,
             )
         ]
@@ -159,6 +168,7 @@ class FakeService:
     def lose_data(self) -> None:
         """Delete everything, as when its volume is lost."""
         self.state, self.spec, self.latest, self._created_at = Rendezvous(), None, None, None
+        self.step_times = ()
 
     def post(self, report: GainReport) -> None:
         """Store a report, which is no change of the job."""

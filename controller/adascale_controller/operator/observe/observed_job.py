@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.types.conditions import Reason
@@ -166,6 +167,14 @@ class ObservedJob:
         if recorded is None or desired is None:
             return recorded
         return desired if desired.generation >= recorded.generation else recorded
+
+    @property
+    def recorded_failing_count(self) -> FailingCount | None:
+        """The count in the status on which the program fails at once. None if the template has changed since."""
+        recorded = (self.resource.status.get("attempts") or {}).get("failingCount")
+        if not recorded or recorded["template"] != self.digest:
+            return None
+        return FailingCount(recorded["count"], recorded["limit"], recorded["failure"])
 
     @property
     def own_indexed_job(self) -> IndexedJob | None:

@@ -168,7 +168,17 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         if observed.training_replicas and observed.training_replicas != trained:
             rescales += trained > 0
             trained = observed.training_replicas
-    failures = scheduled.assessment.failures
+    failures, failing = scheduled.assessment.failures, scheduled.failing_count
+    recorded_failing = {}
+    if failing is not None:
+        recorded_failing = {
+            "failingCount": {
+                "count": failing.count,
+                "limit": failing.limit,
+                "failure": failing.failure,
+                "template": observed.digest,
+            }
+        }
     return {
         "rescales": rescales,
         "disruptions": disruptions,
@@ -179,6 +189,7 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
             "trained": trained,
             "failedGeneration": failures.generation,
             "falseStarts": failures.false_starts,
+            **recorded_failing,
         },
     }
 

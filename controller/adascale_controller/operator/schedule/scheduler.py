@@ -48,11 +48,17 @@ BURST = 1.0
 
 @dataclass
 class _JobMemory:
-    """The scheduler's state of one job. A restarted operator measures it again."""
+    """The scheduler's state of one job.
+
+    A restarted operator measures it again. Only the count that is given up is read from the status, because
+    trying it again would cost a failure of the program.
+    """
 
     measurements: JobMeasurements = field(default_factory=JobMeasurements)
     backoff: PlacementBackoff = field(default_factory=PlacementBackoff)
     failing_counts: FailingCounts = field(default_factory=FailingCounts)
+    digest: str | None = None
+    """The digest of the template of which `failing_counts` are."""
     request: tuple[int, Mapping[str, int]] = (-1, MappingProxyType({}))
     """What a pod requests, and the generation of the AdaScaleJob for which that was computed."""
 
@@ -521,7 +527,9 @@ class Scheduler:
     def failing_count(self, job: ObservedJob) -> FailingCount | None:
         """Return the count on which the program of a job fails at once; None if there is none."""
         memory = self._memories.get(job.resource.uid)
-        return memory.failing_counts.given_up if memory is not None else None
+        if memory is None or memory.digest != job.digest:
+            return job.recorded_failing_count
+        return memory.failing_counts.given_up
 
     def next_due(self, job: ObservedJob) -> float:
         """Return when time alone changes the state of a job, in seconds since 1970; infinite if never."""
@@ -569,6 +577,10 @@ class Scheduler:
         }
         bounds = (state if types.present is None else on_types[types.present]).bounds
         _update_backoff(memory.backoff, observed, bounds, most)
+        if memory.digest != observed.digest:
+            # The program is another, or the operator has been restarted.
+            memory.failing_counts = FailingCounts(observed.recorded_failing_count)
+            memory.digest = observed.digest
         _update_failing_counts(memory.failing_counts, observed, view)
         failing = memory.failing_counts.given_up
         limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
