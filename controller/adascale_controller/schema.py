@@ -347,7 +347,7 @@ class AdaScaleJobSpec(_ClosedModel):
         le=MAX_INT32,
         description="Seconds without an optimizer step after which the replica that is behind is restarted. "
         "It gets the state from the other replicas, or from the last checkpoint if no other has it. "
-        "Evaluation inside the data loop counts. Not limited if unset.",
+        "Evaluation inside the data loop counts. Not limited if unset. A change replaces all pods.",
     )
     ttl_seconds_after_finished: Int32 | None = Field(
         default=None,

@@ -654,6 +654,7 @@ def test_changes_without_new_pods_keep_the_digest(of_job: dict[str, Any]) -> Non
         workload(checkpoint=CheckpointSettings(claim_name="shared")),
         workload(checkpoint=CheckpointSettings(path="/data")),
         workload(checkpoint=CheckpointSettings(interval_seconds=5.0)),
+        workload(step_timeout_seconds=60),
         replace(workload(), settings=PodSettings("http://elsewhere")),
     ],
 )

@@ -8,6 +8,8 @@ import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_core import names
+from adascale_core.messages import ReplicaState
 from support.observed_jobs import (
     NOW,
     actions_for,
@@ -21,11 +23,38 @@ from support.observed_jobs import (
     training_job,
     view,
 )
+from support.world import World
 
 
 def test_an_edited_deadline_is_written_without_a_change_of_parallelism() -> None:
     assert actions_for(training_job((1, 2)), 2).resize is None
     assert actions_for(training_job((1, 2), active_deadline_seconds=60), 2).resize == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 60), (60, 90), (60, None)])
+def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
+    before: int | None, after: int | None
+) -> None:
+    world = World()
+    world.submit(stepTimeoutSeconds=before)
+    world.run_cycles(10)
+    assert _step_timeout(world) == before
+    world.edit(stepTimeoutSeconds=after)
+    world.run_cycles(20)
+    assert _step_timeout(world) == after
+    changed = next(event for event in world.events if event.reason == "TemplateChanged")
+    assert changed.message.startswith("spec.template or spec.stepTimeoutSeconds has changed")
+    world.run_cycles(5)
+    assert world.writes == []
+
+
+def _step_timeout(world: World) -> int | None:
+    """Return the step timeout of the replicas that train. None if they have none."""
+    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
+    (pod,) = world.live_pods
+    environment = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
+    value = environment.get(names.ENV_STEP_TIMEOUT)
+    return int(value) if value is not None else None
 
 
 @pytest.mark.parametrize(("deadline", "resize"), [(60, None), (90, 2), (None, 2)])

@@ -170,7 +170,7 @@ class ObservedJob:
 
     @property
     def recorded_failing_count(self) -> FailingCount | None:
-        """The count in the status on which the program fails at once. None if the template has changed since."""
+        """The count in the status on which the program fails at once. None if the template has changed."""
         recorded = (self.resource.status.get("attempts") or {}).get("failingCount")
         if not recorded or recorded["template"] != self.digest:
             return None

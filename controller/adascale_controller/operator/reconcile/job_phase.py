@@ -189,7 +189,7 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
         return (
             JobPhase.STOPPING,
             Reason.TEMPLATE_CHANGED,
-            "spec.template has changed: saving state, then replacing all pods",
+            "spec.template or spec.stepTimeoutSeconds has changed: saving state, then replacing all pods",
         )
     claim = observed.claim
     if claim is not None and not claim.exists and not claim.own:

@@ -82,18 +82,20 @@ class Workload:
 def template_digest(workload: Workload, *, single_node: bool) -> str:
     """Return a digest of everything that takes new pods to change.
 
-    That is: the user's template, where and how often checkpoints are saved, the URL of the metrics service,
-    and whether all replicas share a node. The bounds are not part of it: replicas read new bounds from the
-    metrics service. What the operator adds to the template is not part of it either, so that an upgrade of
-    the operator does not restart every job.
+    That is: the user's template, where and how often checkpoints are saved, the timeout of a step, the URL of
+    the metrics service, and whether all replicas share a node. The bounds are not part of it: replicas read
+    new bounds from the metrics service. What the operator adds to the template is not part of it either, so
+    that an upgrade of the operator does not restart every job. For the same reason a part that was added
+    later is left out where the spec does not set it.
     """
-    checkpoint = workload.job.checkpoint
+    checkpoint, step_timeout = workload.job.checkpoint, workload.job.step_timeout_seconds
     parts = {
         "template": workload.template,
         "checkpoint": [workload.claim_name, checkpoint.path, checkpoint.interval_seconds]
         + ([checkpoint.url, checkpoint.credentials_secret] if checkpoint.url is not None else []),
         "apiUrl": workload.settings.api_url,
         "oneNode": single_node,
+        **({"stepTimeout": step_timeout} if step_timeout is not None else {}),
     }
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
