@@ -216,8 +216,9 @@ class OperatorMachine(RuleBasedStateMachine):
         assert status["replicas"] == status["desiredReplicas"] == count
         assert len(world.live_pods) == count
         desired = world.service.state.desired
-        if desired is not None and not failed:
+        if desired is not None:
             assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
+            assert not failed or desired.replicas == 0
 
 
 class OperatorMachineWithTypes(OperatorMachine):

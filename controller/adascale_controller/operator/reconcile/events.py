@@ -64,7 +64,7 @@ def has_new_bounds(observed: ObservedJob) -> bool:
 def _rescheduled(
     observed: ObservedJob, scheduled: ScheduledJob, recorded: Allocation, allocation: Allocation
 ) -> Iterator[Event]:
-    if scheduled.phase is JobPhase.STOPPING:
+    if scheduled.phase in {JobPhase.STOPPING, JobPhase.FAILED}:
         return
     if allocation.replicas != recorded.replicas:
         if recorded.replicas == 0:

@@ -66,7 +66,7 @@ def reconcile(
         status_changed=has_changed(observed.resource.status, status),
         telemetry_changed=own_fields(observed.resource.status) != status,
         declare=_declaration(observed, assessment),
-        allocate=allocation if _is_new_to_service(observed, allocation) else None,
+        allocate=allocation if _is_due(observed, assessment, allocation) else None,
         create_claim=creates and claim is not None and claim.own and not claim.exists,
         create_indexed_job=parallelism if creates else None,
         accelerator=accelerator.type if accelerator is not None and accelerator.required else None,
@@ -148,7 +148,9 @@ def _allocation(
     observed: ObservedJob, assessment: Assessment, decision: Decision | None
 ) -> Allocation | None:
     current = observed.current_allocation
-    if assessment.ended or assessment.phase is JobPhase.BLOCKED:
+    if assessment.phase is JobPhase.FAILED:
+        return _allocation_of_failed(observed, current)
+    if assessment.phase in {JobPhase.COMPLETE, JobPhase.BLOCKED}:
         return current
     count = decision.replicas if decision is not None and assessment.phase is JobPhase.RUNNABLE else 0
     if current is None:
@@ -163,10 +165,31 @@ def _allocation(
     return current
 
 
-def _is_new_to_service(observed: ObservedJob, allocation: Allocation | None) -> bool:
-    if allocation is None or observed.service is None:
+def _allocation_of_failed(observed: ObservedJob, current: Allocation | None) -> Allocation | None:
+    """Return an allocation of 0 replicas: otherwise the metrics service would wait for replicas.
+
+    Its pods are stopped first, so that they stop even if the metrics service refuses the allocation.
+    """
+    indexed_job, view = observed.own_indexed_job, observed.service
+    may_have_pods = indexed_job is not None and not (indexed_job.suspended or indexed_job.finished)
+    if current is None or current.replicas == 0 or may_have_pods:
+        return current
+    if view is None or view.desired is None or view.complete:
+        return current
+    return Allocation(current.generation + 1, 0)
+
+
+def _is_due(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> bool:
+    """Whether to request an allocation.
+
+    The request creates a job that the metrics service does not have, so an ended job that it has dropped
+    stays dropped.
+    """
+    if allocation is None or observed.service is None or assessment.phase is JobPhase.COMPLETE:
         return False
     desired = observed.service.desired
+    if assessment.phase is JobPhase.FAILED and (desired is None or allocation.replicas > 0):
+        return False
     return desired is None or allocation.generation > desired.generation
 
 

@@ -1,0 +1,115 @@
+"""The operator after the end of a job: what it writes to the metrics service, and what an edit does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.types.kubernetes import Resource
+from adascale_core.job_summary import JobPhase, summarize
+from adascale_core.messages import Allocation
+from support.observed_jobs import actions_for, indexed_job, job, observed, view
+from support.world import World
+
+TRUE = {"status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}
+COMPLETE = {"conditions": [{"type": "Complete", "reason": "Finished", **TRUE}]}
+FAILED = {"conditions": [{"type": "Failed", "reason": "BackoffLimitExceeded", **TRUE}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "recorded", "desired", "parallelism", "allocated"),
+    [
+        pytest.param(COMPLETE, (3, 2), None, None, None, id="complete, and the service has dropped it"),
+        pytest.param(COMPLETE, (3, 2), (2, 1), None, None, id="complete, and the service has older data"),
+        pytest.param(FAILED, (3, 2), (3, 2), 2, None, id="failed: its pods are stopped first"),
+        pytest.param(FAILED, (3, 2), (3, 2), None, Allocation(4, 0), id="failed"),
+        pytest.param(FAILED, (3, 0), (3, 0), None, None, id="failed without replicas"),
+        pytest.param(
+            FAILED, (4, 0), (3, 2), None, Allocation(4, 0), id="failed, and killed before the write"
+        ),
+        pytest.param(FAILED, (3, 2), (2, 1), 2, None, id="failed before the service had its allocation"),
+        pytest.param(FAILED, (3, 2), (2, 1), None, Allocation(4, 0), id="the same, without pods"),
+        pytest.param(FAILED, (3, 2), (5, 2), None, Allocation(6, 0), id="failed; the service is ahead"),
+        pytest.param(FAILED, (3, 2), None, None, None, id="failed, and the service has dropped it"),
+        pytest.param(FAILED, (4, 0), None, None, None, id="the same, after its last allocation"),
+    ],
+)
+def test_the_metrics_service_gets_no_job_that_has_ended_and_no_replicas_for_one_that_has_failed(
+    status: dict[str, Any],
+    recorded: tuple[int, int],
+    desired: tuple[int, int] | None,
+    parallelism: int | None,
+    allocated: Allocation | None,
+) -> None:
+    own = None if parallelism is None else indexed_job(parallelism)
+    actions = actions_for(observed(job(recorded, status=status), view(desired), own))
+    assert actions.allocate == allocated
+    assert actions.resize == (None if parallelism is None else 0)
+    assert actions.declare is None
+    assert not actions.events
+
+
+def test_a_failed_job_stays_as_it_is_while_the_metrics_service_does_not_answer() -> None:
+    actions = actions_for(observed(job((3, 2), status=FAILED), None, None))
+    assert actions.allocate is None
+    assert actions.status["allocation"] == {"generation": 3, "replicas": 2}
+
+
+def complete(world: World) -> None:
+    """Have the program of the job finish, and its pods end."""
+    world.service.state = replace(world.service.state, complete=True)
+    _end(world, {"type": "Complete", "status": "True"})
+
+
+def exceed_deadline(world: World) -> None:
+    """Have the Job controller fail the Indexed Job."""
+    _end(world, {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": ""})
+
+
+def _end(world: World, condition: dict[str, str]) -> None:
+    assert world.indexed_job is not None
+    world.write(Resource.JOBS, {**world.indexed_job, "status": {"conditions": [condition]}})
+    for name in list(world.agents):
+        world.delete_pod(name)
+    for _ in range(3):
+        world.full = True
+        world.expire_missing()
+        world.deliver()
+        world.cycle()
+
+
+def phase_of(world: World) -> JobPhase:
+    """Return the phase that the page shows."""
+    return summarize("team.digits", world.service.spec, world.service.state, None, 0.0).phase
+
+
+@pytest.mark.parametrize("end", [complete, exceed_deadline])
+def test_an_ended_job_is_not_created_again_in_a_metrics_service_that_has_dropped_it(
+    end: Callable[[World], None],
+) -> None:
+    world = World()
+    world.submit(maxReplicas=1, activeDeadlineSeconds=3600)
+    world.run_cycles(10)
+    end(world)
+    world.service.lose_data()
+    for _ in range(3):
+        world.full = True
+        world.deliver()
+        world.cycle()
+        assert set(world.writes) <= {"status"}
+    assert world.service.list_jobs() == []
+
+
+def test_a_failed_job_does_not_look_as_if_it_recovered() -> None:
+    world = World()
+    world.submit(maxReplicas=1, activeDeadlineSeconds=3600)
+    world.run_cycles(10)
+    assert phase_of(world) is JobPhase.RUNNING
+    exceed_deadline(world)
+    assert world.job is not None
+    assert (world.job["status"]["state"], phase_of(world)) == ("Failed", JobPhase.STOPPED)
+    assert world.service.state.desired is not None
+    assert world.service.state.desired.replicas == world.job["status"]["desiredReplicas"] == 0
