@@ -299,8 +299,9 @@ class AdaScaleJobSpec(_ClosedModel):
         ge=0,
         le=MAX_REPLICAS,
         description="An upper limit on the replicas that a person or an autoscaler sets with the scale "
-        "subresource, as `kubectl scale` does. The job may run on fewer; with 0 it does not run. Not "
-        "limited if unset; an autoscaler that reads the current value needs it set.",
+        "subresource, as `kubectl scale` does. The job may run on fewer; with 0 it does not run. If it "
+        "is less than the smallest valid count, that count is the limit. Not limited if unset; an autoscaler "
+        "that reads the current value needs it set.",
     )
     scale_invariant_steps: int | None = Field(
         default=None,

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_core import names
-from adascale_core.messages import ReplicaState
+from adascale_core.messages import JobSpec, ReplicaState
 from support.observed_jobs import (
     NOW,
+    SPEC,
     actions_for,
     condition,
     failed_pod,
@@ -22,6 +24,7 @@ from support.observed_jobs import (
     report,
     training_job,
     view,
+    with_status,
 )
 from support.world import World
 
@@ -46,6 +49,40 @@ def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
     assert changed.message.startswith("spec.template or spec.stepTimeoutSeconds has changed")
     world.run_cycles(5)
     assert world.writes == []
+
+
+@pytest.mark.parametrize(
+    ("replicas", "fewest", "spec"),
+    [
+        (1, 2, replace(SPEC, min_replicas=2)),
+        (2, 3, replace(SPEC, min_replicas=3)),
+        (3, 4, JobSpec(4, None, None, 3, 8, 1000)),
+    ],
+)
+def test_a_cap_below_the_smallest_valid_count_is_reported(replicas: int, fewest: int, spec: JobSpec) -> None:
+    before = training_job((1, fewest), spec=spec)
+    before = with_status(before, actions_for(before, fewest))
+    edited = job((1, fewest), spec=spec, replicas=replicas, status=before.resource.status)
+    actions = actions_for(replace(before, resource=replace(edited, generation=2)), fewest)
+    message = (
+        f"spec.replicas is {replicas}, but the job needs at least {fewest} replicas, so the limit is "
+        f"{fewest}: raise spec.replicas to {fewest} or more, lower spec.minReplicas, or set spec.replicas to 0 "
+        "to stop the job"
+    )
+    rescaling = condition(actions, ConditionType.RESCALING)
+    assert (rescaling.status, rescaling.reason, rescaling.message) == (False, Reason.STABLE, message)
+    assert Event("ReplicasBelowMinimum", message, warning=True) in actions.events
+    again = actions_for(with_status(replace(before, resource=replace(edited, generation=2)), actions), fewest)
+    assert not again.status_changed
+    assert not again.events, "once per generation of the spec"
+
+
+@pytest.mark.parametrize("replicas", [None, 2, 5, 8])
+def test_a_cap_with_which_the_job_can_run_is_not_reported(replicas: int | None) -> None:
+    spec = replace(SPEC, min_replicas=2)
+    actions = actions_for(training_job((1, 2), spec=spec, replicas=replicas), 2)
+    assert condition(actions, ConditionType.RESCALING).message == ""
+    assert "ReplicasBelowMinimum" not in [event.reason for event in actions.events]
 
 
 def _step_timeout(world: World) -> int | None:

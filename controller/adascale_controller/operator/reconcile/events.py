@@ -8,6 +8,7 @@ from typing import Any
 from adascale_controller.formatting import describe_limit, plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
+from adascale_controller.operator.reconcile.replica_cap import cap_problem
 from adascale_controller.operator.reconcile.status import ScheduledJob
 from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
@@ -51,6 +52,8 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         limit = observed.resource.valid_job.backoff_limit if observed.resource.job is not None else 0
         message = f"Failure {failures} of the program (backoffLimit {limit}). {last_failure(observed)}"
         yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
+    if status["observedGeneration"] != current.get("observedGeneration"):
+        yield from _without_effect(observed, scheduled)
     yield from _changed_conditions(current, status)
 
 
@@ -74,6 +77,13 @@ def _rescheduled(
             yield Event("Rescaling", f"Rescaling {change}: {scheduled.reason}")
     elif has_new_bounds(observed):
         yield Event("SpecChanged", "Applying the changed spec")
+
+
+def _without_effect(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[Event]:
+    """Yield an Event about what in an edited spec has no effect."""
+    problem = cap_problem(observed.resource.valid_job) if scheduled.phase is JobPhase.RUNNABLE else None
+    if problem is not None:
+        yield Event("ReplicasBelowMinimum", problem, warning=True)
 
 
 _NORMAL = frozenset(

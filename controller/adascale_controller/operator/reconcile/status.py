@@ -10,6 +10,7 @@ from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import duration, plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
+from adascale_controller.operator.reconcile.replica_cap import cap_problem
 from adascale_controller.operator.types.actions import FailedPlacement, Status
 from adascale_controller.operator.types.conditions import (
     Condition,
@@ -299,7 +300,8 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
             f"{duration(failed.pause)} or when more capacity is available"
         )
         return Condition(kind, False, failed.reason, message)
-    return Condition(kind, False, Reason.STABLE)
+    message = (cap_problem(observed.resource.valid_job) or "") if runnable else ""
+    return Condition(kind, False, Reason.STABLE, message)
 
 
 def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> Condition:
