@@ -66,8 +66,8 @@ def test_a_cap_below_the_smallest_valid_count_is_reported(replicas: int, fewest:
     actions = actions_for(replace(before, resource=replace(edited, generation=2)), fewest)
     message = (
         f"spec.replicas is {replicas}, but the job needs at least {fewest} replicas, so the limit is "
-        f"{fewest}: raise spec.replicas to {fewest} or more, lower spec.minReplicas, or set spec.replicas to 0 "
-        "to stop the job"
+        f"{fewest}: raise spec.replicas to {fewest} or more, lower spec.minReplicas, or set spec.replicas to "
+        "0 to stop the job"
     )
     rescaling = condition(actions, ConditionType.RESCALING)
     assert (rescaling.status, rescaling.reason, rescaling.message) == (False, Reason.STABLE, message)

@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.operator.observe.observed_job import CheckpointClaim
+from adascale_controller.operator.reconcile.status import TELEMETRY
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.job_summary import JobPhase, summarize
 from adascale_core.messages import Allocation
-from support.observed_jobs import actions_for, indexed_job, job, observed, view
+from support.observed_jobs import (
+    SPEC,
+    actions_for,
+    indexed_job,
+    job,
+    observed,
+    own_claim,
+    report,
+    view,
+    with_status,
+)
 from support.world import World
 
 TRUE = {"status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}
@@ -56,6 +68,57 @@ def test_a_failed_job_stays_as_it_is_while_the_metrics_service_does_not_answer()
     actions = actions_for(observed(job((3, 2), status=FAILED), None, None))
     assert actions.allocate is None
     assert actions.status["allocation"] == {"generation": 3, "replicas": 2}
+
+
+CLAIM = CheckpointClaim("shared", own=False, exists=True, single_node=False)
+NOT_CONTINUED = (
+    "A complete AdaScaleJob is not continued: to train to scaleInvariantSteps {}, delete it and apply it "
+    "again"
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "edited", "claim", "message"),
+    [
+        (1000, {"spec": replace(SPEC, scale_invariant_steps=2000)}, CLAIM, NOT_CONTINUED.format(2000)),
+        (1000, {"spec": replace(SPEC, scale_invariant_steps=1001)}, CLAIM, NOT_CONTINUED.format(1001)),
+        (None, {"spec": replace(SPEC, scale_invariant_steps=2000)}, CLAIM, NOT_CONTINUED.format(2000)),
+        (1000, {"spec": replace(SPEC, scale_invariant_steps=2000)}, own_claim(), NOT_CONTINUED.format(2000)),
+        (1000, {"spec": replace(SPEC, scale_invariant_steps=500)}, CLAIM, None),
+        (1000, {"spec": replace(SPEC, scale_invariant_steps=None)}, CLAIM, None),
+        (1000, {"ttl_seconds_after_finished": 60}, CLAIM, None),
+        (5000, {"spec": replace(SPEC, scale_invariant_steps=5000), "backoff_limit": 9}, CLAIM, None),
+    ],
+)
+def test_more_steps_of_a_complete_job_are_answered_by_an_event_and_its_progress_stays(
+    steps: int | None, edited: dict[str, Any], claim: CheckpointClaim, message: str | None
+) -> None:
+    service = view((3, 1), (3, 1), complete=True, latest=report(3, 1, progress=1000.5))
+    spec = replace(SPEC, scale_invariant_steps=steps)
+    ended = observed(job((3, 1), spec=spec), service, indexed_job(1, complete=True), claim=claim)
+    ended = with_status(ended, actions_for(ended))
+    changed = replace(job(status=ended.resource.status, **edited), generation=2)
+    actions = actions_for(replace(ended, resource=changed))
+    assert {each: actions.status[each] for each in TELEMETRY} == {
+        each: ended.resource.status[each] for each in TELEMETRY
+    }
+    events = [event for event in actions.events if event.reason == "NotContinued"]
+    assert [event.warning for event in events] == ([] if message is None else [True])
+    if message is not None:
+        assert events[0].message.startswith(message)
+        assert ("are deleted with it" in events[0].message) == claim.own
+    again = actions_for(with_status(replace(ended, resource=changed), actions))
+    assert not again.status_changed
+    assert not again.events
+
+
+def test_the_last_report_of_a_job_may_arrive_after_its_end() -> None:
+    service = view((3, 1), (3, 1), complete=True, latest=report(3, 1, progress=950.0))
+    ended = observed(job((3, 1)), service, indexed_job(1, complete=True))
+    ended = with_status(ended, actions_for(ended))
+    assert ended.resource.status["progressText"] == "95%"
+    last = replace(service, latest=report(3, 1, progress=1000.0))
+    assert actions_for(replace(ended, service=last)).status["progressText"] == "100%"
 
 
 def complete(world: World) -> None:

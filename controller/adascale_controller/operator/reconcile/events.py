@@ -9,9 +9,15 @@ from adascale_controller.formatting import describe_limit, plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
 from adascale_controller.operator.reconcile.replica_cap import cap_problem
-from adascale_controller.operator.reconcile.status import ScheduledJob
+from adascale_controller.operator.reconcile.status import ScheduledJob, progress_text
 from adascale_controller.operator.types.actions import Event, Status
-from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
+from adascale_controller.operator.types.conditions import (
+    Condition,
+    ConditionType,
+    Reason,
+    condition_of,
+    is_true,
+)
 from adascale_core.messages import Allocation
 
 MAX_MESSAGE = 1000
@@ -84,6 +90,33 @@ def _without_effect(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[
     problem = cap_problem(observed.resource.valid_job) if scheduled.phase is JobPhase.RUNNABLE else None
     if problem is not None:
         yield Event("ReplicasBelowMinimum", problem, warning=True)
+    if (steps := _steps_after_end(observed)) is not None:
+        yield Event("NotContinued", _not_continued(observed, steps), warning=True)
+
+
+def _steps_after_end(observed: ObservedJob) -> int | None:
+    """Return `scaleInvariantSteps` if an edit of a complete job has set it above the progress, else None."""
+    status, job = observed.resource.status, observed.resource.job
+    steps = job.spec.scale_invariant_steps if job is not None else None
+    progress = status.get("progress")
+    if steps is None or progress is None or not is_true(status, ConditionType.COMPLETE):
+        return None
+    # The text in the status is a share of the steps before.
+    is_changed = progress_text(progress, steps) != status.get("progressText")
+    return steps if is_changed and progress < steps else None
+
+
+def _not_continued(observed: ObservedJob, steps: int) -> str:
+    message = (
+        f"A complete AdaScaleJob is not continued: to train to scaleInvariantSteps {steps}, delete it and "
+        "apply it again"
+    )
+    if observed.claim is not None and observed.claim.own:
+        return (
+            f"{message}. Its checkpoints in PersistentVolumeClaim {observed.claim.name} are deleted with it, "
+            "so training starts from scratch; with spec.checkpoint.claimName or url it would continue"
+        )
+    return f"{message} with the same spec.checkpoint; it continues from its checkpoints"
 
 
 _NORMAL = frozenset(

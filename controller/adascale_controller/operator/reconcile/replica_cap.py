@@ -15,6 +15,6 @@ def cap_problem(job: Job) -> str | None:
     fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
     return (
         f"spec.replicas is {cap}, but the job needs at least {plural(fewest, 'replica')}, so the limit is "
-        f"{fewest}: raise spec.replicas to {fewest} or more, lower spec.minReplicas, or set spec.replicas to 0 "
-        "to stop the job"
+        f"{fewest}: raise spec.replicas to {fewest} or more, lower spec.minReplicas, or set spec.replicas to "
+        "0 to stop the job"
     )

@@ -17,12 +17,13 @@ from adascale_controller.operator.types.conditions import (
     ConditionType,
     Reason,
     condition_of,
+    has_ended,
     merged,
 )
 from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core import names
 from adascale_core.accelerators import Accelerator
-from adascale_core.messages import Allocation, GainReport
+from adascale_core.messages import Allocation
 
 TELEMETRY = frozenset(
     {
@@ -196,9 +197,13 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
 
 
 def _telemetry(observed: ObservedJob) -> Status:
+    current = observed.resource.status
     report = observed.service.latest if observed.service is not None else None
-    if report is None:
-        return {name: value for name, value in observed.resource.status.items() if name in TELEMETRY}
+    # The progress of a job that has ended does not change with its spec, but its last report may be late.
+    if report is None or (has_ended(current) and current.get("progress") == int(report.progress)):
+        return {name: value for name, value in current.items() if name in TELEMETRY}
+    job = observed.resource.job
+    steps = (job.spec.scale_invariant_steps if job is not None else None) or report.target
     return {
         "batchSize": report.replicas * report.local_bsz * report.accumulation,
         "localBatchSize": report.local_bsz,
@@ -206,7 +211,7 @@ def _telemetry(observed: ObservedJob) -> Status:
         "gain": _rounded(report.gain),
         "efficiency": _rounded(report.efficiency),
         "progress": int(report.progress),
-        "progressText": _progress(observed, report),
+        "progressText": progress_text(report.progress, steps),
     }
 
 
@@ -214,12 +219,14 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _progress(observed: ObservedJob, report: GainReport) -> str:
-    job = observed.resource.job
-    steps = (job.spec.scale_invariant_steps if job is not None else None) or report.target
-    if not steps:
-        return f"{int(report.progress)} steps"
-    return f"{min(int(100 * report.progress / steps), 100)}%"
+def progress_text(progress: float, steps: float | None) -> str:
+    """Return `status.progressText`.
+
+    Args:
+        progress: in steps at the initial batch size.
+        steps: the progress at which training ends. None if it is not known.
+    """
+    return f"{min(int(100 * progress / steps), 100)}%" if steps else f"{int(progress)} steps"
 
 
 # -- conditions -----------------------------------------------------------------------------------------
