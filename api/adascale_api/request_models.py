@@ -159,6 +159,7 @@ class AllocationBody(RequestBody):
 
     generation: Generation = Field(description="The number of the generation, higher than all before.")
     replicas: ReplicasOrZero = Field(description="The number of replicas; 0 suspends the job.")
+    failed: bool = Field(default=False, description="Whether the job has failed, and so gets no replicas.")
 
     def to_allocation(self) -> Allocation:
         """Return the allocation as a message of the core."""

@@ -90,13 +90,15 @@ def watch_gain(
     with display.running():
         while True:
             try:
-                # Read first, so that the last report of a complete job is shown.
-                is_complete = client.get_allocation(job_id).complete
+                # Read first, so that the last report of a job that has ended is shown.
+                allocation = client.get_allocation(job_id)
                 gain = _find_gain(job_id, client)
                 if gain is not None:
                     display.show(gain)
-                if is_complete:
+                if allocation.complete:
                     return f"job {job_id} has finished"
+                if allocation.desired is not None and allocation.desired.failed:
+                    return f"job {job_id} has failed"
             except ServiceUnreachableError:
                 if has_ended():
                     return f"the run of job {job_id} has ended"

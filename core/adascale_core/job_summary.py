@@ -28,7 +28,7 @@ class JobPhase(StrEnum):
     RECOVERING = "Recovering"
     """A replica was lost, and the next generation has not begun."""
     FAILED = "Failed"
-    """Its program has failed on all replicas that are there."""
+    """It has failed for good, or its program has failed on all replicas that are there."""
     COMPLETE = "Complete"
     """Its program has finished."""
 
@@ -117,6 +117,8 @@ def _phase(state: Rendezvous, training: int) -> JobPhase:
         return JobPhase.FAILED
     if state.desired is None:
         return JobPhase.QUEUED
+    if state.desired.failed:
+        return JobPhase.FAILED
     if state.desired.replicas == 0:
         return JobPhase.RESCALING if training else JobPhase.STOPPED
     if state.broken:

@@ -204,10 +204,17 @@ class LocalBszLimit(Message):
 
 @dataclass(frozen=True)
 class Allocation(Message):
-    """The replica count of a job in one generation (from 1)."""
+    """The desired replica count of a job in one generation.
+
+    Args:
+        generation: the number of the generation, from 1.
+        replicas: the number of replicas.
+        failed: whether the job has failed, and so gets no replicas.
+    """
 
     generation: int
     replicas: int
+    failed: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -231,14 +238,18 @@ class Member(Message):
 
 
 @dataclass(frozen=True)
-class ActiveAllocation(Allocation):
+class ActiveAllocation(Message):
     """An allocation that trainers run in or move to.
 
     Args:
+        generation: the number of the generation, from 1.
+        replicas: the number of replicas.
         members: the replicas that take part, in the order of their ranks. Members that hold state come first.
         spec: the bounds with which all its trainers work; None for those in the environment of their agents.
     """
 
+    generation: int
+    replicas: int
     members: tuple[Member, ...] = ()
     spec: JobSpec | None = None
 

@@ -680,7 +680,7 @@ def _activate(state: Rendezvous, chosen: Sequence[Registration], declared: JobSp
     )
     return replace(
         state,
-        desired=Allocation(generation if is_desired else generation + 1, desired.replicas),
+        desired=replace(desired, generation=generation if is_desired else generation + 1),
         active=active,
         broken=False,
         left_out=tuple(left_out[-_HISTORY_LENGTH:]),

@@ -61,6 +61,20 @@ def test_the_same_allocation_may_be_written_again(client: Client, job: str) -> N
     assert allocate(client, job, 1, 2) == allocate(client, job, 1, 2)
 
 
+def test_a_failed_job_is_shown_as_failed(client: Client, job: str) -> None:
+    allocate(client, job, 1, 1)
+    desired = {"generation": 2, "replicas": 0, "failed": True}
+    assert client.put(f"/jobs/{job}/allocation", desired)["desired"] == desired
+    assert client.get(f"/jobs/{job}")["desired"] == desired
+    assert allocate(client, job, 3, 1)["desired"] == {"generation": 3, "replicas": 1, "failed": False}
+
+
+@pytest.mark.parametrize("failed", [1, None, "true"])
+def test_whether_a_job_has_failed_is_a_boolean(client: Client, job: str, failed: object) -> None:
+    body = {"generation": 1, "replicas": 0, "failed": failed}
+    assert client.call("PUT", f"/jobs/{job}/allocation", body).status == 422
+
+
 def test_a_change_raises_the_version_and_a_heartbeat_does_not(client: Client, job: str) -> None:
     versions = [
         allocate(client, job, 1, 1)["version"],

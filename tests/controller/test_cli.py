@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
-from adascale_controller.gain_watch import LiveGain, watch_gain
+from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
 from adascale_core.decision import DecisionProblem, decide
 from adascale_core.explanation import explain
 from adascale_core.messages import Allocation, JobSpec
@@ -294,6 +294,14 @@ def test_a_watched_run_that_ends_is_no_error(service: Service) -> None:
     text = watch_gain("default.digits", Ending(service.url), shown, lambda: next(ended), lambda _: None)
     assert text == "the run of job default.digits has ended"
     assert [gain.report.step for gain in shown.gains] == [1200]
+
+
+def test_watching_a_job_ends_when_the_job_has_failed(service: Service) -> None:
+    client = MetricsServiceClient(service.url, TOKEN)
+    client.allocate("default.failed", Allocation(2, 0, failed=True))
+    text = watch_gain("default.failed", client, GainLines(as_json=False), lambda: False, lambda _: None)
+    assert text == "job default.failed has failed"
+    client.delete_job("default.failed")
 
 
 def test_on_a_terminal_a_watched_gain_is_shown_in_place(service: Service) -> None:

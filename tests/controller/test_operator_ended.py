@@ -28,6 +28,7 @@ from support.world import World
 
 TRUE = {"status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}
 COMPLETE = {"conditions": [{"type": "Complete", "reason": "Finished", **TRUE}]}
+FOUR = Allocation(4, 0, failed=True)
 FAILED = {"conditions": [{"type": "Failed", "reason": "BackoffLimitExceeded", **TRUE}]}
 
 
@@ -37,14 +38,14 @@ FAILED = {"conditions": [{"type": "Failed", "reason": "BackoffLimitExceeded", **
         pytest.param(COMPLETE, (3, 2), None, None, None, id="complete, and the service has dropped it"),
         pytest.param(COMPLETE, (3, 2), (2, 1), None, None, id="complete, and the service has older data"),
         pytest.param(FAILED, (3, 2), (3, 2), 2, None, id="failed: its pods are stopped first"),
-        pytest.param(FAILED, (3, 2), (3, 2), None, Allocation(4, 0), id="failed"),
-        pytest.param(FAILED, (3, 0), (3, 0), None, None, id="failed without replicas"),
-        pytest.param(
-            FAILED, (4, 0), (3, 2), None, Allocation(4, 0), id="failed, and killed before the write"
-        ),
+        pytest.param(FAILED, (3, 2), (3, 2), None, FOUR, id="failed"),
+        pytest.param(FAILED, (3, 0), (3, 0), None, FOUR, id="failed without replicas"),
+        pytest.param(FAILED, (4, 0), (3, 2), None, FOUR, id="failed, and killed before the write"),
         pytest.param(FAILED, (3, 2), (2, 1), 2, None, id="failed before the service had its allocation"),
-        pytest.param(FAILED, (3, 2), (2, 1), None, Allocation(4, 0), id="the same, without pods"),
-        pytest.param(FAILED, (3, 2), (5, 2), None, Allocation(6, 0), id="failed; the service is ahead"),
+        pytest.param(FAILED, (3, 2), (2, 1), None, FOUR, id="the same, without pods"),
+        pytest.param(
+            FAILED, (3, 2), (5, 2), None, replace(FOUR, generation=6), id="failed; the service is ahead"
+        ),
         pytest.param(FAILED, (3, 2), None, None, None, id="failed, and the service has dropped it"),
         pytest.param(FAILED, (4, 0), None, None, None, id="the same, after its last allocation"),
     ],
@@ -121,6 +122,16 @@ def test_the_last_report_of_a_job_may_arrive_after_its_end() -> None:
     assert actions_for(replace(ended, service=last)).status["progressText"] == "100%"
 
 
+@pytest.mark.parametrize(("replicas", "decided"), [(0, 0), (0, 2)])
+def test_a_corrected_job_is_no_longer_failed_in_the_metrics_service(replicas: int, decided: int) -> None:
+    invalid = {"conditions": [{"type": "Failed", "reason": "InvalidSpec", **TRUE}]}
+    desired = Allocation(4, replicas, failed=True)
+    corrected = observed(job((4, replicas), status=invalid), view(desired=(4, replicas)), None)
+    assert corrected.service is not None
+    corrected = replace(corrected, service=replace(corrected.service, desired=desired))
+    assert actions_for(corrected, decided).allocate == Allocation(5, decided)
+
+
 def complete(world: World) -> None:
     """Have the program of the job finish, and its pods end."""
     world.service.state = replace(world.service.state, complete=True)
@@ -166,13 +177,13 @@ def test_an_ended_job_is_not_created_again_in_a_metrics_service_that_has_dropped
     assert world.service.list_jobs() == []
 
 
-def test_a_failed_job_does_not_look_as_if_it_recovered() -> None:
+def test_the_page_shows_that_a_job_has_failed() -> None:
     world = World()
     world.submit(maxReplicas=1, activeDeadlineSeconds=3600)
     world.run_cycles(10)
     assert phase_of(world) is JobPhase.RUNNING
     exceed_deadline(world)
     assert world.job is not None
-    assert (world.job["status"]["state"], phase_of(world)) == ("Failed", JobPhase.STOPPED)
+    assert (world.job["status"]["state"], phase_of(world)) == ("Failed", JobPhase.FAILED)
     assert world.service.state.desired is not None
     assert world.service.state.desired.replicas == world.job["status"]["desiredReplicas"] == 0

@@ -218,7 +218,7 @@ class OperatorMachine(RuleBasedStateMachine):
         desired = world.service.state.desired
         if desired is not None:
             assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
-            assert not failed or desired.replicas == 0
+            assert desired.failed == failed
 
 
 class OperatorMachineWithTypes(OperatorMachine):

@@ -51,6 +51,9 @@ def a_state(
         (a_state(broken=True, states=(ReplicaState.FAILED, ReplicaState.FAILED)), JobPhase.FAILED, 0),
         (a_state(Allocation(3, 0)), JobPhase.RESCALING, 2),
         (a_state(Allocation(3, 0), states=()), JobPhase.STOPPED, 0),
+        (a_state(Allocation(3, 0, failed=True), states=()), JobPhase.FAILED, 0),
+        (a_state(Allocation(3, 0, failed=True), broken=True, states=()), JobPhase.FAILED, 0),
+        (a_state(Allocation(3, 0, failed=True), complete=True), JobPhase.COMPLETE, 0),
         (a_state(complete=True), JobPhase.COMPLETE, 0),
     ],
 )

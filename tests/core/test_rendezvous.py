@@ -195,6 +195,16 @@ def test_an_allocation_of_the_same_count_begins_a_generation_with_the_same_membe
     assert active(after(running(1, 2), Allocation(2, 2))) == (2, [0, 1])
 
 
+def test_a_failed_job_stays_failed_until_it_gets_another_allocation() -> None:
+    failed = Allocation(2, 0, failed=True)
+    state = after(running(1, 2), failed, failed)
+    assert (active(state), state.desired) == ((2, []), failed)
+    assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
+    with pytest.raises(StaleAllocationError):
+        allocate(state, Allocation(2, 0))
+    assert allocate(state, Allocation(3, 1)).desired == Allocation(3, 1)
+
+
 def test_an_allocation_of_zero_replicas_is_active_at_once() -> None:
     state = after(running(1, 2), Allocation(2, 0))
     assert active(state) == (2, [])

@@ -160,23 +160,26 @@ def _allocation(
         count = current.replicas
     # A generation that the metrics service does not have yet applies the new bounds anyway.
     published = observed.service is not None and observed.service.desired == current
-    if count != current.replicas or (count and published and has_new_bounds(observed)):
+    if count != current.replicas or current.failed or (count and published and has_new_bounds(observed)):
         return Allocation(current.generation + 1, count)
     return current
 
 
 def _allocation_of_failed(observed: ObservedJob, current: Allocation | None) -> Allocation | None:
-    """Return an allocation of 0 replicas: otherwise the metrics service would wait for replicas.
+    """Return the allocation by which the metrics service shows that a job has failed.
 
     Its pods are stopped first, so that they stop even if the metrics service refuses the allocation.
     """
     indexed_job, view = observed.own_indexed_job, observed.service
     may_have_pods = indexed_job is not None and not (indexed_job.suspended or indexed_job.finished)
-    if current is None or current.replicas == 0 or may_have_pods:
+    if current is None or may_have_pods or view is None or view.desired is None:
         return current
-    if view is None or view.desired is None or view.complete:
+    if view.complete or view.desired.failed:
         return current
-    return Allocation(current.generation + 1, 0)
+    if current.replicas == 0 and current.generation > view.desired.generation:
+        # It is in the status, and may be requested again.
+        return replace(current, failed=True)
+    return Allocation(current.generation + 1, 0, failed=True)
 
 
 def _is_due(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> bool:
@@ -188,7 +191,7 @@ def _is_due(observed: ObservedJob, assessment: Assessment, allocation: Allocatio
     if allocation is None or observed.service is None or assessment.phase is JobPhase.COMPLETE:
         return False
     desired = observed.service.desired
-    if assessment.phase is JobPhase.FAILED and (desired is None or allocation.replicas > 0):
+    if assessment.phase is JobPhase.FAILED and (desired is None or not allocation.failed):
         return False
     return desired is None or allocation.generation > desired.generation
 
