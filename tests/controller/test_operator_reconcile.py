@@ -86,6 +86,12 @@ def events(actions: Actions) -> list[str]:
             {"allocate": Allocation(1, 1), "create_claim": True, "create_indexed_job": 1},
             id="start with the operator's claim",
         ),
+        pytest.param(
+            observed(job(), view(latest=report(generation=7))),
+            1,
+            {"allocate": Allocation(8, 1), "create_indexed_job": 1},
+            id="start after somebody has posted a report of this name",
+        ),
         pytest.param(training_job((3, 2)), 2, {}, id="stay"),
         pytest.param(training_job((3, 2)), 4, {"allocate": Allocation(4, 4), "resize": 4}, id="grow"),
         pytest.param(

@@ -217,6 +217,28 @@ def test_hooks_on_accumulated_gradients_see_the_sum_of_the_micro_batches_so_far(
     torch.testing.assert_close(torch.stack(sums), expected)
 
 
+@pytest.mark.parametrize("left_out", range(3))
+def test_a_step_is_left_out_at_any_of_its_micro_batches(make_trainer: MakeTrainer, left_out: int) -> None:
+    trainer, model = make_trainer(**ACCUMULATING), network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    before = parameters_of(model)
+    steps = []
+    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+        optimizer.zero_grad()
+        factor = float("nan") if number == left_out else 1.0
+        loss = nn.functional.cross_entropy(model(x), y) * factor
+        loss.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+        steps.append(trainer.steps)
+        if trainer.steps == 2:
+            break
+    assert steps == [0] * (left_out + 3) + [1] * 3 + [2]
+    assert not equal(before, parameters_of(model))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
 # -- GradScaler -------------------------------------------------------------------------------------------
 
 

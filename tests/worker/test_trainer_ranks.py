@@ -61,6 +61,13 @@ def test_a_copy_of_the_model_uses_its_own_parameters(results: list[dict[str, Any
         assert copied["original"] > 0
 
 
+def test_all_ranks_begin_with_the_seed_and_the_registered_objects_of_rank_0(
+    results: list[dict[str, Any]],
+) -> None:
+    assert sorted(results[0]["indices"] + results[1]["indices"]) == list(range(48))
+    assert results[0]["average"] == results[1]["average"]
+
+
 def test_a_checkpoint_is_saved_at_the_first_step_and_once_when_it_is_due(
     results: list[dict[str, Any]],
 ) -> None:

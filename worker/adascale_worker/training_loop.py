@@ -228,8 +228,8 @@ class TrainingLoop:
         if failure is not None:
             raise error_of_kind(*failure)
         trainer.checkpointing.keep_final(is_final=is_final)
-        # `DistributedDataParallel` copies the initial parameters of rank 0 itself, except under an agent.
-        if group.replicas > 1 and (is_restored or group.is_elastic or self._model.ddp is None):
+        # Also without a checkpoint: each rank may have made another seed, or other registered objects.
+        if group.replicas > 1:
             self._transfer([0])
         if not is_restored:
             trainer.planner.begin(trainer.settings.bounds)
@@ -885,11 +885,20 @@ class TrainingLoop:
 
         Not when the loop is left, which may be because of an error.
         """
-        is_left_out = self._accumulation.is_later_and_last and self._checks.left_out_step
-        if is_left_out and not self._model.has_missed_exchange:
-            # The program does not want the mean gradient, which is the same on all replicas.
-            self._accumulation.restart_step()
-            self._checks.discarded_step()
+        if self._accumulation.at_first_micro_batch or not self._checks.left_out_step:
+            return
+        if self._model.has_missed_exchange:
+            return
+        if self._trainer.group.replicas > 1 and not self._accumulation.is_later_and_last:
+            raise WorkerError(
+                "optimizer.step() was left out after backward() for one of several batches of a step, on one of "
+                "several replicas, so the others would wait for it: decide after the last backward() of the "
+                "step, from the gradients, which are the same on all replicas then, or let a step have one "
+                "batch (local_bsz_bounds with a larger upper bound)"
+            )
+        # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
+        self._accumulation.restart_step()
+        self._checks.discarded_step()
 
     def end_epoch(self, epoch: int) -> None:
         """End the current epoch: replan if the replicas have agreed to, or save the end of training.

@@ -146,6 +146,24 @@ def copies_of_the_model() -> dict[str, Any]:
     return {"copies": found}
 
 
+def other_seeds() -> dict[str, Any]:
+    """The ranks begin with another seed, and another state of a registered object."""
+    trainer = ElasticTrainer(batch_size=8, seed=100 + int(os.environ["RANK"]))
+    torch.manual_seed(7)
+    model, average = nn.Sequential(nn.Linear(6, 2)), nn.Linear(6, 2)
+    with torch.no_grad():
+        average.weight.add_(trainer.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer, register={"average": average})
+    indices: list[int] = []
+    for index, x in trainer.dataloader(TensorDataset(torch.arange(48), features[:48])):
+        indices += index.tolist()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return {"indices": indices, "average": digest([average.weight])}
+
+
 def evaluation_on_rank_0() -> dict[str, Any]:
     """Rank 0 evaluates, and rank 1 does not."""
     trainer = ElasticTrainer(batch_size=8)
@@ -226,6 +244,7 @@ for case in (
     model_with_unused_parameters,
     micro_batches,
     copies_of_the_model,
+    other_seeds,
     evaluation_on_rank_0,
     saves,
 ):
