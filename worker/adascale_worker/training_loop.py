@@ -891,10 +891,10 @@ class TrainingLoop:
             return
         if self._trainer.group.replicas > 1 and not self._accumulation.is_later_and_last:
             raise WorkerError(
-                "optimizer.step() was left out after backward() for one of several batches of a step, on one of "
-                "several replicas, so the others would wait for it: decide after the last backward() of the "
-                "step, from the gradients, which are the same on all replicas then, or let a step have one "
-                "batch (local_bsz_bounds with a larger upper bound)"
+                "optimizer.step() was left out after backward() for one of several batches of a step, on one "
+                "of several replicas, so the others would wait for it: decide after the last backward() of "
+                "the step, from the gradients, which are the same on all replicas then, or let a step have "
+                "one batch (local_bsz_bounds with a larger upper bound)"
             )
         # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
         self._accumulation.restart_step()
