@@ -91,17 +91,34 @@ class Gan:
             loss_d.backward()
             d.step()
             return loss_d, loss_g
-        if loop == "two backward passes":
+        if loop in ("two backward passes", "changed between two passes"):
             self.discriminator.zero_grad()
             real, fake = self.discriminator(x), self.generator(noise)
             loss_d = BCE(real, torch.ones_like(real))
             loss_d.backward()
+            if loop == "changed between two passes":
+                for parameter in self.discriminator.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad + 0.05 * parameter.detach()
+                torch.nn.utils.clip_grad_norm_(self.discriminator.parameters(), 0.2)
             found = self.discriminator(fake.detach())
             BCE(found, torch.zeros_like(found)).backward()
             torch.nn.utils.clip_grad_norm_(self.discriminator.parameters(), 0.5)
             d.step()
             between()
             self.generator.zero_grad()
+        elif loop in ("deleted by hand", "zeroed by another module"):
+            d.zero_grad()
+            fake = self.generator(noise)
+            # It reaches the generator too.
+            loss_d = self.discriminator_loss(x, fake)
+            loss_d.backward(retain_graph=True)
+            d.step()
+            between()
+            if loop == "zeroed by another module":
+                nn.ModuleList([self.generator, self.discriminator]).zero_grad()
+            for parameter in self.generator.parameters():
+                parameter.grad = None
         elif loop == "zeroed together":
             d.zero_grad()
             g.zero_grad()

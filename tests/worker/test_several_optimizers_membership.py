@@ -17,6 +17,7 @@ from support.training import samples
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "gan.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 SLOW_LOOPS = ("generator first", "frozen", "two backward passes", "gradient penalty")
+CHANGING_LOOPS = ("changed between two passes", "deleted by hand", "zeroed by another module")
 LOOPS = ["alternating", *(pytest.param(loop, marks=pytest.mark.slow) for loop in SLOW_LOOPS)]
 
 
@@ -26,7 +27,9 @@ def calm_run(make_members: Callable[..., Members], **options: object) -> tuple[s
     return calm.finish(), calm
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", [*LOOPS, *(pytest.param(loop, marks=pytest.mark.slow) for loop in CHANGING_LOOPS)]
+)
 def test_two_replicas_make_the_steps_of_a_plain_loop_with_the_whole_batch(
     make_members: Callable[..., Members], loop: str
 ) -> None:

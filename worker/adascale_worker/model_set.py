@@ -7,7 +7,8 @@ averaged for each optimizer instead, after the pass (`optimizer_gradients`), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,8 +103,23 @@ class ModelSet:
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over the replicas, and measure the time of it."""
+        with self._measured_exchange():
+            self._group.average(tensors)
+
+    def any_of(self, values: Sequence[bool]) -> list[bool]:
+        """Return for each value whether it is true on a replica. A collective call; measures its time.
+
+        Does not wait for the device.
+        """
+        if self._group.replicas == 1:
+            return list(values)
+        with self._measured_exchange():
+            return [count > 0.0 for count in self._group.sum([float(value) for value in values])]
+
+    @contextmanager
+    def _measured_exchange(self) -> Iterator[None]:
         started = self._clock.mark()
-        self._group.average(tensors)
+        yield
         self._exchanges.append((started, self._clock.mark()))
 
     def forward(

@@ -5,14 +5,17 @@ the discriminator, whose gradients of this pass nobody uses. So the gradients of
 `.grad` and belong to an optimizer only until it has made its step for the present batch. What comes later is
 deleted, and so is what the program deletes by `zero_grad()`.
 
-In the last micro-batch of a step, `.grad` becomes the mean gradient over all micro-batches and replicas after
-each backward pass; in the others it is None, as in a program with one optimizer.
+In the last micro-batch of a step, each backward pass adds to `.grad` the mean of its gradients over all
+micro-batches and replicas, and the first one those of the earlier micro-batches too. In the others `.grad` is
+None, as in a program with one optimizer. A gradient that a replica or a micro-batch does not have counts as
+zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
@@ -33,6 +36,7 @@ class OptimizerGradients:
 
     Attributes:
         has_stepped: whether the program has called `step()` for the present batch.
+        is_averaged: whether `.grad` is the mean over the replicas. The same on all of them.
     """
 
     def __init__(
@@ -47,74 +51,113 @@ class OptimizerGradients:
         self._group = group
         self._average_over_replicas = average
         self._parameters = [p for each in adascale.param_groups for p in each["params"] if p.requires_grad]
+        self._own = set(self._parameters)
         self._earlier: dict[Tensor, Tensor] = {}
         """The sums over the earlier micro-batches of this step."""
         self._local: dict[Tensor, Tensor] = {}
         """The gradients of the present micro-batch, on this replica."""
+        self._found: dict[Tensor, Tensor] = {}
+        """Those of the last backward pass, until they are averaged."""
+        self._included: set[Tensor] = set()
+        """The parameters whose `.grad` includes the gradients of the earlier micro-batches."""
+        self._first_pass = 0
+        """The number of the first backward pass that has reached the optimizer for the last such batch."""
         self._hidden: dict[Tensor, Tensor | None] = {}
         self._batches: set[int] = set()
         """The batches whose backward passes have contributed since the last step."""
         self._micro_batches = 0
         """Earlier micro-batches of this step for which the program has called `step()`."""
+        self._has_had_gradients = False
         self._steps_without_gradients = 0
         self._is_stale = False
-        self.has_stepped = False
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that require gradients."""
-        return self._parameters
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether backward passes for the present batch have made gradients, and no step has used them."""
-        return bool(self._local)
+        self.is_averaged = self.has_stepped = False
 
     # -- a backward pass ----------------------------------------------------------------------------------
 
-    def before_backward(self) -> None:
-        """Take the gradients out of `.grad`, so that those of the next pass come alone."""
+    def before_backward(self, *, completes_step: bool) -> None:
+        """Take the gradients out of `.grad`, so that those of the next pass come alone.
+
+        Args:
+            completes_step: whether this is the last micro-batch of a step.
+        """
         if all(parameter.grad is None for parameter in self._parameters):
             self._is_stale = False
+        if completes_step:
+            # The program may delete gradients without a method that the trainer replaces.
+            self.zeroed([p for p in (*self._local, *self._included) if p.grad is None])
         for parameter in self._parameters:
             self._hidden[parameter] = parameter.grad
             parameter.grad = None
 
-    def after_backward(self, batch: int, *, completes_step: bool) -> None:
-        """Add the gradients of a pass to those of this batch. A collective call if it completes a step.
+    def after_backward(self, batch: int, number: int) -> None:
+        """Add the gradients of a pass to those of this batch.
 
         Args:
             batch: the number of the present batch.
-            completes_step: whether this is the last micro-batch of a step.
+            number: of the pass for this batch, from 0.
         """
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         hidden, self._hidden = self._hidden, {}
+        for parameter, gradient in hidden.items():
+            parameter.grad = gradient
         if self.has_stepped or not found:
-            for parameter, gradient in hidden.items():
-                parameter.grad = gradient
             return
-        self._batches.add(batch)
-        for parameter, gradient in found.items():
+        for gradient in found.values():
             if gradient.is_sparse:
                 raise WorkerError(
                     f"a parameter of the optimizer {self.name!r} got a sparse gradient, which the trainer "
                     "does not average: use sparse=False"
                 )
-            parameter.grad = None
+        self._batches.add(batch)
+        if not self._local:
+            self._first_pass = number
         _add(self._local, found)
-        if completes_step:
-            self._average()
+        self._found = found
 
-    def _average(self) -> None:
-        total = dict(self._earlier)
-        _add(total, self._local)
+    def hide(self) -> None:
+        """Let the program find no gradients, in a micro-batch that does not complete a step."""
+        if self._found:
+            self._found = {}
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def awaits_average(self, number: int) -> bool:
+        """Whether this replica has gradients to average after a pass of the last micro-batch.
+
+        Those of earlier micro-batches wait for the first pass that reaches the optimizer, but not longer than
+        in the micro-batch before: perhaps no pass of this one reaches it.
+
+        Args:
+            number: of the pass for this batch, from 0.
+        """
+        return bool(self._found) or (number >= self._first_pass and self.lacks_earlier)
+
+    @property
+    def lacks_earlier(self) -> bool:
+        """Whether `.grad` does not include the gradients of an earlier micro-batch of this step."""
+        return not self._included.issuperset(self._earlier)
+
+    def average(self, accumulation: int) -> None:
+        """Add the mean over micro-batches and replicas of new gradients to `.grad`. A collective call.
+
+        Args:
+            accumulation: micro-batches per step.
+        """
+        new, self._found = self._found, {}
+        _add(new, {p: gradient for p, gradient in self._earlier.items() if p not in self._included})
+        self._included.update(self._earlier)
         if self._group.replicas > 1:
-            total = averaged(self._parameters, total, self._average_over_replicas)
-        elif self._micro_batches > 0:
-            # The sums are divided in place, and may be needed for another backward pass.
-            total = {parameter: gradient.clone() for parameter, gradient in total.items()}
-        for parameter, gradient in total.items():
-            parameter.grad = gradient
+            new = averaged(self._parameters, new, self._average_over_replicas)
+        for parameter in self._parameters:
+            before, gradient = parameter.grad, new.get(parameter)
+            # AdaScale measures the sum over the micro-batches, and divides it in place.
+            if gradient is not None:
+                is_shared = accumulation > 1 and self._group.replicas == 1
+                added = gradient.clone() if is_shared else gradient
+                parameter.grad = added if before is None else torch.add(gradient, before, alpha=accumulation)
+            elif before is not None and accumulation > 1:
+                parameter.grad = before * accumulation
+        self.is_averaged = True
         self.adascale.measure(self._local)
         self.adascale.scale_grad_by_num_grads_to_accum()
 
@@ -122,8 +165,13 @@ class OptimizerGradients:
 
     def zeroed(self, parameters: Iterable[Tensor]) -> None:
         """Delete the gradients of the present micro-batch, because the program has deleted them."""
-        for parameter in parameters:
+        deleted = self._own.intersection(parameters)
+        if not deleted:
+            return
+        for parameter in deleted:
             self._local.pop(parameter, None)
+        self._included -= deleted
+        self.is_averaged = False
         if not self._local:
             self._is_stale = False
             self._batches.clear()
@@ -155,14 +203,25 @@ class OptimizerGradients:
                 "loss.backward() and step() for the same batch, and do not divide the loss"
             )
         self.check_micro_batches(micro_batch)
-        self._steps_without_gradients = 0 if self._local else self._steps_without_gradients + 1
-        if self._steps_without_gradients == CHECKED_STEPS:
-            raise WorkerError(
-                f"step() of the optimizer {self.name!r} was called {CHECKED_STEPS} times without gradients, "
-                "which changes nothing: call loss.backward() before it, for the same batch, and after the "
-                "last zero_grad()"
-            )
         self.has_stepped = True
+
+    def check_gradients(self) -> None:
+        """Check that the first steps of the optimizer have gradients.
+
+        Later it may be without, as one for a task of which a batch has no samples.
+
+        Raises:
+            WorkerError: they have none.
+        """
+        self._has_had_gradients = self._has_had_gradients or self.is_averaged
+        self._steps_without_gradients += 1
+        if not self._has_had_gradients and self._steps_without_gradients == CHECKED_STEPS:
+            raise WorkerError(
+                f"the first {CHECKED_STEPS} steps of the optimizer {self.name!r} had no gradients of a "
+                "backward pass: call loss.backward() before step(), for the same batch, and after the last "
+                "zero_grad(). Gradients that are computed by torch.autograd.grad and assigned to .grad are "
+                "not supported with several optimizers, because the trainer does not average them"
+            )
 
     def check_micro_batches(self, micro_batch: int) -> None:
         """Check that the program has called `step()` for all micro-batches of this step, or for none.
@@ -185,12 +244,15 @@ class OptimizerGradients:
         self.adascale.read_micro_gradient(self._local)
         _add(self._earlier, self._local)
         self._local = {}
+        self.is_averaged = False
         self._batches.clear()
         self._micro_batches += 1
 
     def finish_step(self) -> None:
         """Delete what the step has used, except `.grad`."""
-        self._earlier, self._local = {}, {}
+        self._earlier, self._local, self._found = {}, {}, {}
+        self._included.clear()
+        self.is_averaged = False
         self._batches.clear()
         self._micro_batches = 0
         self._is_stale = True

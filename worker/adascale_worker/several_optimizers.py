@@ -51,6 +51,8 @@ class SeveralAccumulations(Accumulation):
         self.handles: Callable[[BaseException], bool] = lambda _: False
         """Whether an error means that the step is discarded."""
         self._batch = 0
+        self._passes = 0
+        """Backward passes for the present batch."""
         self._is_inside_pass = False
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
@@ -83,31 +85,63 @@ class SeveralAccumulations(Accumulation):
     def begin_batch(self) -> None:
         """Count a batch that the program gets."""
         self._batch += 1
+        self._passes = 0
 
     # -- backward passes ----------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
         """Let the gradients of the next pass come alone."""
         self._is_inside_pass = self.is_active()
-        if self._is_inside_pass:
+        if not self._is_inside_pass:
+            return
+        try:
             for part in self.parts:
-                part.before_backward()
+                part.before_backward(completes_step=self.at_last_micro_batch)
+        except RuntimeError as error:
+            if not self.handles(error):
+                raise
 
     def after_backward(self) -> None:
-        """Add the gradients of a pass to those of the batch, and average them in the last micro-batch."""
+        """Add the gradients of a pass to those of the batch, and average them in the last micro-batch.
+
+        In the last micro-batch this is a collective call, also for a pass without gradients on this replica.
+        """
         if not self._is_inside_pass:
             return
         self._is_inside_pass = False
         models = self._models
         if self._group.has_failed:
             models.has_missed_exchange = True
+        number, self._passes = self._passes, self._passes + 1
         try:
             for part in self.parts:
-                completes = self.at_last_micro_batch and not models.has_missed_exchange
-                part.after_backward(self._batch, completes_step=completes)
+                part.after_backward(self._batch, number)
+            if self.at_last_micro_batch and not models.has_missed_exchange:
+                self._average({part: part.awaits_average(number) for part in self.parts})
+            else:
+                for part in self.parts:
+                    part.hide()
         except (RuntimeError, MemoryError, PeersLostError) as error:
             if not self.handles(error):
                 raise
+
+    def complete(self, part: OptimizerGradients) -> None:
+        """Average what an optimizer has of earlier micro-batches, if no pass of the last one has reached it.
+
+        A collective call.
+        """
+        if not self.at_first_micro_batch and not part.is_averaged:
+            self._average({part: part.lacks_earlier})
+
+    def _average(self, awaits: Mapping[OptimizerGradients, bool]) -> None:
+        """Average the gradients of the optimizers for which a replica has some.
+
+        Args:
+            awaits: for each optimizer, whether this replica has some.
+        """
+        for part, has_any in zip(awaits, self._models.any_of(list(awaits.values())), strict=True):
+            if has_any:
+                part.average(self._accumulation)
 
     def zeroed(self, parameters: Sequence[Tensor]) -> None:
         """Record that the program has deleted the gradients of `parameters`."""
@@ -182,6 +216,9 @@ class SeveralOptimizersLoop(TrainingLoop):
         if leads:
             self.adascale.flags = flags
         try:
+            self._accumulation.complete(part)
+            if not self.was_restored:
+                part.check_gradients()
             group.wait_for_device()
             self._trainer.checkpointing.before_step()
             part.adascale.step()
@@ -242,7 +279,7 @@ class SeveralOptimizersLoop(TrainingLoop):
                     "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
                     "as the first"
                 )
-            elif accumulation.is_later_and_last and any(part.has_gradients for part in parts):
+            elif accumulation.is_later_and_last and any(part.is_averaged for part in parts):
                 # The program does not want the mean gradients, which are the same on all replicas.
                 accumulation.restart_step()
         for part in parts:

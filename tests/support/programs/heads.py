@@ -1,0 +1,19 @@
+"""The cases of `support.heads` on two replicas; each writes its results to OUT/rank<rank>.pt."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adascale_worker import ElasticTrainer
+from support.heads import CASES, Heads
+
+results: dict[str, Any] = {}
+for name, (arguments, heads_of) in CASES.items():
+    trainer = ElasticTrainer(**arguments)
+    heads = Heads()
+    heads.enter(trainer)
+    done = heads.train(trainer, heads_of)
+    results[name] = {"done": done, "parameters": heads.parameters(), "progress": trainer.progress}
+torch.save(results, Path(os.environ["OUT"]) / f"rank{trainer.rank}.pt")

@@ -1,0 +1,130 @@
+"""Gradients of several optimizers that some backward passes, micro-batches or replicas do not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adascale_worker.optimizer_gradients import OptimizerGradients
+from support.gan import Gan, noise_of
+from support.heads import CASES, CASES_OF_ONE, Heads, plain_parameters
+from support.launch import run_python
+from support.training import ACCUMULATING, FIXED, MakeTrainer, samples
+
+PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "heads.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of two replicas."""
+    folder = tmp_path_factory.mktemp("heads")
+    run_python(*TORCHRUN, PROGRAM, OUT=folder, PYTHONPATH=PROGRAM.parents[2])
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gradient_that_a_replica_does_not_have_counts_as_zero(
+    results: list[dict[str, Any]], case: str
+) -> None:
+    first, second = (result[case] for result in results)
+    assert all(map(torch.equal, first["parameters"], second["parameters"]))
+    assert first["progress"] == second["progress"]
+    steps: dict[int, list[tuple[torch.Tensor, str]]] = {}
+    for step, index, heads in [*first["done"], *second["done"]]:
+        steps.setdefault(step, []).append((index, heads))
+    for found, expected in zip(first["parameters"], plain_parameters(steps), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES_OF_ONE)
+def test_gradients_of_earlier_micro_batches_are_used_without_any_in_the_last(
+    make_trainer: MakeTrainer, case: str
+) -> None:
+    heads = Heads()
+    trainer = make_trainer(**ACCUMULATING)
+    heads.enter(trainer)
+    steps: dict[int, list[tuple[torch.Tensor, str]]] = {}
+    for step, index, names in heads.train(trainer, CASES_OF_ONE[case]):
+        steps.setdefault(step, []).append((index, names))
+    assert {len(step) for step in steps.values()} == {3}
+    for found, expected in zip(heads.parameters(), plain_parameters(steps), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_an_optimizer_may_be_without_gradients_in_many_steps(make_trainer: MakeTrainer) -> None:
+    heads = Heads()
+    trainer = make_trainer(**FIXED)
+    heads.enter(trainer)
+    done = heads.train(trainer, lambda step, *_: "ab" if step in (1, 5) else "a")
+    assert trainer.steps == 6
+    plain = plain_parameters({step: [(index, names)] for step, index, names in done})
+    assert all(map(torch.equal, heads.parameters(), plain))
+
+
+def test_a_restored_optimizer_may_be_without_gradients_at_once(
+    make_trainer: MakeTrainer, tmp_path: Path, durable_checkpoints: None
+) -> None:
+    saves = {**FIXED, "checkpoint_dir": tmp_path, "checkpoint_interval": 0.0}
+    for epochs in (1, 3):
+        heads = Heads()
+        trainer = make_trainer(**saves)
+        state = heads.enter(trainer)
+        for epoch in range(state.epoch, epochs):
+            heads.train(trainer, lambda step, *_: "a" if step else "ab")
+            trainer.step(epoch)
+        trainer.close()
+    assert state.restored
+    assert trainer.steps == 18
+
+
+def test_gradients_are_averaged_once_more_only_if_no_pass_reaches_the_optimizer(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The discriminator's pass does not reach the generator, whose earlier gradients wait for their pass."""
+    calls: list[str] = []
+    average = OptimizerGradients.average
+
+    def counted(part: OptimizerGradients, accumulation: int) -> None:
+        calls.append(part.name)
+        average(part, accumulation)
+
+    monkeypatch.setattr(OptimizerGradients, "average", counted)
+    gan = Gan()
+    trainer = make_trainer(**ACCUMULATING)
+    gan.enter(trainer)
+    for index, x, _ in trainer.dataloader(samples()):
+        gan.learn(x, noise_of(index))
+    assert trainer.steps == 4
+    assert calls == ["discriminator", "generator"] * 4
+
+
+def test_the_second_optimizer_steps_without_a_pass_in_the_last_micro_batch(make_trainer: MakeTrainer) -> None:
+    """Its gradients of the earlier micro-batches are averaged in its step."""
+    gan, plain = Gan(adam=False), Gan(adam=False)
+    trainer = make_trainer(**ACCUMULATING)
+    gan.enter(trainer)
+    d, g = gan.optimizers.values()
+    sums = [torch.zeros_like(parameter) for parameter in plain.generator.parameters()]
+    for micro, (index, x, _) in zip(range(3), trainer.dataloader(samples()), strict=False):
+        d.zero_grad()
+        fake = gan.generator(noise_of(index))
+        gan.discriminator_loss(x, fake.detach()).backward()
+        d.step()
+        g.zero_grad()
+        if micro < 2:
+            gan.generator_loss(fake).backward()
+            loss = plain.generator_loss(plain.generator(noise_of(index)))
+            for total, gradient in zip(
+                sums, torch.autograd.grad(loss, list(plain.generator.parameters())), strict=True
+            ):
+                total += gradient / 3
+        g.step()
+    for parameter, total in zip(plain.generator.parameters(), sums, strict=True):
+        parameter.grad = total
+    plain.optimizers["generator"].step()
+    for found, expected in zip(gan.generator.parameters(), plain.generator.parameters(), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
