@@ -439,3 +439,30 @@ def test_a_checkpoint_of_other_optimizers_is_refused(make_trainer: MakeTrainer, 
         UnusableCheckpointError, match=r"saved with no scheduler, .* a set of schedulers \(disc"
     ):
         Gan().enter(make_trainer(**saves))
+
+
+@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["fixed", "accumulating"])
+@pytest.mark.parametrize("use", ["left by break", "enumerated", "not used"])
+def test_an_evaluation_in_the_data_loop_that_is_not_complete_does_not_change_training(
+    make_trainer: MakeTrainer, use: str, bounds: dict[str, Any]
+) -> None:
+    def run(use: str) -> list[torch.Tensor]:
+        gan = Gan(adam=False)
+        trainer = make_trainer(**bounds)
+        gan.enter(trainer)
+        for batch, (index, x, _) in enumerate(trainer.dataloader(samples())):
+            if batch == 1 and use:
+                gan.discriminator.eval()
+                evaluation = trainer.evaluation(samples(), batch_size=4, model=gan.discriminator)
+                if use == "left by break":
+                    for _ in evaluation:
+                        break
+                elif use == "enumerated":
+                    for _ in enumerate(evaluation):
+                        break
+                gan.discriminator.train()
+            gan.learn(x, noise_of(index))
+        trainer.close()
+        return gan.parameters()
+
+    assert equal(run(use), run(""))

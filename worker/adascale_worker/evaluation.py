@@ -138,6 +138,7 @@ class Evaluation(Iterator[Any]):
         model: torch.nn.Module,
         exchange: Exchange,
         options: dict[str, Any],
+        begin: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
         self._dataset = dataset
@@ -146,11 +147,21 @@ class Evaluation(Iterator[Any]):
         self._model = model
         self._exchange = exchange
         self._options = options
+        self._begin = begin
         self._end = end
         self._pending: dict[str, list[Tensor | Number]] = {}
         self._total: dict[str, ExactSum] = {}
         self._is_complete = False
         self._batches = self._deliver()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loop that is left by `break` closes this iterator, so that what follows is training again.
+        self._begin()
+        try:
+            for batch in self._batches:
+                yield batch  # noqa: UP028 - `yield from` would close the batches too
+        finally:
+            self._end()
 
     def __next__(self) -> Any:
         return next(self._batches)
@@ -215,6 +226,7 @@ class Evaluation(Iterator[Any]):
     # -- batches ----------------------------------------------------------------------------------------
 
     def _deliver(self) -> Iterator[Any]:
+        self._begin()
         try:
             if self._model.training:
                 raise WorkerError(

@@ -593,8 +593,10 @@ class ElasticTrainer:
                     f"program_reentry got {len(self._parts.models)} models"
                 )
             model = self._parts.models[0]
-        exchange = loop.begin_evaluation()
-        return Evaluation(dataset, batch_size, model, exchange, options, loop.end_evaluation)
+        exchange = loop.next_evaluation()
+        return Evaluation(
+            dataset, batch_size, model, exchange, options, loop.begin_evaluation, loop.end_evaluation
+        )
 
     def step(self, epoch: int) -> None:
         """End the epoch `epoch`. Call it after the data loop of each epoch.

@@ -652,15 +652,13 @@ class TrainingLoop:
 
     # -- evaluation -------------------------------------------------------------------------------------
 
-    def begin_evaluation(self) -> Exchange:
-        """Return how the replicas exchange the results of the evaluation that begins."""
+    def next_evaluation(self) -> Exchange:
+        """Return how the replicas exchange the results of the next evaluation."""
         progress = self._trainer.progress
         # A replica passes an evaluation outside of a loop when it begins a loop of the same epoch.
         place = (progress.epoch, progress.step, int(self._inside_epoch))
         self._evaluations = self._evaluations + 1 if place == self._evaluated_at else 1
         self._evaluated_at = place
-        self._trainer.telemetry.step_timer.pause()
-        self.is_evaluating = True
 
         def has_passed() -> set[int]:
             values = self._trainer.group.announced(TRAINS) or ()
@@ -668,6 +666,11 @@ class TrainingLoop:
 
         name = "/".join(map(str, ("evaluation", *place, self._evaluations)))
         return Exchange(self._trainer.group, name, has_passed)
+
+    def begin_evaluation(self) -> None:
+        """Do not take what follows for training, until `end_evaluation`."""
+        self._trainer.telemetry.step_timer.pause()
+        self.is_evaluating = True
 
     def end_evaluation(self) -> None:
         """Continue with training."""
