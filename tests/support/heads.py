@@ -26,6 +26,8 @@ CASES: dict[str, tuple[dict[str, Any], HeadsOf]] = {
     "the last micro-batch of one replica": (MICRO_BATCHES, lambda _, rank, m: "a" if rank and m else "ab"),
     "the last micro-batch of both": (MICRO_BATCHES, lambda _, __, micro: "ba"[: 2 - micro]),
     "another micro-batch on each replica": (MICRO_BATCHES, lambda _, rank, m: "a" if rank == m else "ab"),
+    "an encoder frozen at first": (FIXED, lambda step, *_: "-ab" if step == 0 else "ab"),
+    "an encoder frozen in one micro-batch": (MICRO_BATCHES, lambda _, __, micro: "-ab" if micro else "ab"),
     "the first micro-batch": (MICRO_BATCHES, lambda _, __, micro: "ab" if micro else "a"),
 }
 """For two replicas: the arguments of the trainer, and the heads."""
@@ -35,6 +37,7 @@ CASES_OF_ONE: dict[str, HeadsOf] = {
     "the last two": lambda _, __, micro: "ab" if micro else "a",
     "the first two": lambda _, __, micro: "a" if micro == 2 else "ab",
     "the first": lambda _, __, micro: "a" if micro else "ab",
+    "not in each step": lambda step, *_: "a" if step == 1 else "ab",
     "in some steps": lambda step, _, micro: "a" if step % 2 and micro == 2 else "ab",
 }
 """For one replica and three micro-batches."""
@@ -56,7 +59,12 @@ class Heads:
         return trainer.program_reentry(models, self.optimizers)
 
     def loss(self, x: Tensor, y: Tensor, heads: str) -> Tensor:
-        """Return the loss of some heads; without any, a number that depends on no parameter."""
+        """Return the loss of some heads; without any, a number that depends on no parameter.
+
+        "-" freezes the encoder.
+        """
+        self.models["encoder"].requires_grad_("-" not in heads)
+        heads = heads.strip("-")
         hidden = self.models["encoder"](x)
         losses = [nn.functional.cross_entropy(self.models[head](hidden), y) for head in heads]
         return torch.stack(losses).sum() if losses else torch.zeros((), requires_grad=True)

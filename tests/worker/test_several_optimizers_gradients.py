@@ -12,7 +12,7 @@ from adascale_worker.optimizer_gradients import OptimizerGradients
 from support.gan import Gan, noise_of
 from support.heads import CASES, CASES_OF_ONE, Heads, plain_parameters
 from support.launch import run_python
-from support.training import ACCUMULATING, FIXED, MakeTrainer, samples
+from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, samples
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "heads.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -128,3 +128,21 @@ def test_the_second_optimizer_steps_without_a_pass_in_the_last_micro_batch(make_
     plain.optimizers["generator"].step()
     for found, expected in zip(gan.generator.parameters(), plain.generator.parameters(), strict=True):
         assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["fixed", "accumulating"])
+def test_parameters_may_be_frozen_at_program_reentry_and_later(
+    make_trainer: MakeTrainer, bounds: dict[str, Any]
+) -> None:
+    def run(*, frozen: bool) -> list[torch.Tensor]:
+        heads = Heads()
+        trainer = make_trainer(**bounds)
+        weight = heads.models["b"].weight
+        weight.requires_grad_(not frozen)
+        heads.enter(trainer)
+        weight.requires_grad_()
+        heads.train(trainer, lambda step, *_: "ab" if step < 3 else "a")
+        trainer.close()
+        return heads.parameters()
+
+    assert equal(run(frozen=True), run(frozen=False))

@@ -155,11 +155,12 @@ class Evaluation(Iterator[Any]):
         self._batches = self._deliver()
 
     def __iter__(self) -> Iterator[Any]:
-        # A loop that is left by `break` closes this iterator, so that what follows is training again.
+        # A loop that is left by `break` closes this iterator, so that what follows is training again. With
+        # `yield from`, it would close the batches too.
         self._begin()
         try:
-            for batch in self._batches:
-                yield batch  # noqa: UP028 - `yield from` would close the batches too
+            for batch in self._batches:  # noqa: UP028
+                yield batch
         finally:
             self._end()
 

@@ -50,8 +50,10 @@ class OptimizerGradients:
         self.adascale = adascale
         self._group = group
         self._average_over_replicas = average
-        self._parameters = [p for each in adascale.param_groups for p in each["params"] if p.requires_grad]
+        self._parameters = [p for each in adascale.param_groups for p in each["params"]]
         self._own = set(self._parameters)
+        self._trained: set[Tensor] = set()
+        """Those that have required gradients in a backward pass of this step; the same on all replicas."""
         self._earlier: dict[Tensor, Tensor] = {}
         """The sums over the earlier micro-batches of this step."""
         self._local: dict[Tensor, Tensor] = {}
@@ -68,7 +70,7 @@ class OptimizerGradients:
         self._micro_batches = 0
         """Earlier micro-batches of this step for which the program has called `step()`."""
         self._has_had_gradients = False
-        self._steps_without_gradients = 0
+        self._steps = 0
         self._is_stale = False
         self.is_averaged = self.has_stepped = False
 
@@ -85,6 +87,7 @@ class OptimizerGradients:
         if completes_step:
             # The program may delete gradients without a method that the trainer replaces.
             self.zeroed([p for p in (*self._local, *self._included) if p.grad is None])
+        self._trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
         for parameter in self._parameters:
             self._hidden[parameter] = parameter.grad
             parameter.grad = None
@@ -135,7 +138,11 @@ class OptimizerGradients:
     @property
     def lacks_earlier(self) -> bool:
         """Whether `.grad` does not include the gradients of an earlier micro-batch of this step."""
-        return not self._included.issuperset(self._earlier)
+        return bool(self._missing_earlier())
+
+    def _missing_earlier(self) -> dict[Tensor, Tensor]:
+        """Return the gradients of earlier micro-batches that `.grad` does not include."""
+        return {p: gradient for p, gradient in self._earlier.items() if p not in self._included}
 
     def average(self, accumulation: int) -> None:
         """Add the mean over micro-batches and replicas of new gradients to `.grad`. A collective call.
@@ -144,10 +151,12 @@ class OptimizerGradients:
             accumulation: micro-batches per step.
         """
         new, self._found = self._found, {}
-        _add(new, {p: gradient for p, gradient in self._earlier.items() if p not in self._included})
-        self._included.update(self._earlier)
-        if self._group.replicas > 1:
-            new = averaged(self._parameters, new, self._average_over_replicas)
+        missing = self._missing_earlier()
+        _add(new, missing)
+        self._included.update(missing)
+        if self._group.replicas > 1 and self._trained:
+            parameters = [parameter for parameter in self._parameters if parameter in self._trained]
+            new = averaged(parameters, new, self._average_over_replicas)
         for parameter in self._parameters:
             before, gradient = parameter.grad, new.get(parameter)
             # AdaScale measures the sum over the micro-batches, and divides it in place.
@@ -205,17 +214,23 @@ class OptimizerGradients:
         self.check_micro_batches(micro_batch)
         self.has_stepped = True
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, *, is_restored: bool) -> None:
         """Check that the first steps of the optimizer have gradients.
 
-        Later it may be without, as one for a task of which a batch has no samples.
+        Later it may be without, as one for a task of which a batch has no samples. Such a step is not
+        measured.
+
+        Args:
+            is_restored: whether other processes have made the first steps.
 
         Raises:
             WorkerError: they have none.
         """
-        self._has_had_gradients = self._has_had_gradients or self.is_averaged
-        self._steps_without_gradients += 1
-        if not self._has_had_gradients and self._steps_without_gradients == CHECKED_STEPS:
+        self._has_had_gradients = self._has_had_gradients or self.is_averaged or is_restored
+        if not self.is_averaged:
+            self.adascale.discard_step()
+        self._steps += 1
+        if not self._has_had_gradients and self._steps == CHECKED_STEPS:
             raise WorkerError(
                 f"the first {CHECKED_STEPS} steps of the optimizer {self.name!r} had no gradients of a "
                 "backward pass: call loss.backward() before step(), for the same batch, and after the last "
@@ -252,6 +267,7 @@ class OptimizerGradients:
         """Delete what the step has used, except `.grad`."""
         self._earlier, self._local, self._found = {}, {}, {}
         self._included.clear()
+        self._trained.clear()
         self.is_averaged = False
         self._batches.clear()
         self._micro_batches = 0

@@ -217,8 +217,7 @@ class SeveralOptimizersLoop(TrainingLoop):
             self.adascale.flags = flags
         try:
             self._accumulation.complete(part)
-            if not self.was_restored:
-                part.check_gradients()
+            part.check_gradients(is_restored=self.was_restored)
             group.wait_for_device()
             self._trainer.checkpointing.before_step()
             part.adascale.step()

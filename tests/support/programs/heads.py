@@ -13,6 +13,7 @@ results: dict[str, Any] = {}
 for name, (arguments, heads_of) in CASES.items():
     trainer = ElasticTrainer(**arguments)
     heads = Heads()
+    heads.models["encoder"].requires_grad_("frozen at first" not in name)
     heads.enter(trainer)
     done = heads.train(trainer, heads_of)
     results[name] = {"done": done, "parameters": heads.parameters(), "progress": trainer.progress}
