@@ -466,3 +466,78 @@ def test_an_evaluation_in_the_data_loop_that_is_not_complete_does_not_change_tra
         return gan.parameters()
 
     assert equal(run(use), run(""))
+
+
+# -- the end of a loop ----------------------------------------------------------------------------------
+
+
+def last_state(tmp_path: Path, make_trainer: MakeTrainer) -> tuple[Gan, ElasticTrainer]:
+    """Return the state of the last checkpoint."""
+    gan = Gan(seed=9, adam=False)
+    gan.discriminator.layers.append(Memory(is_short=False))
+    trainer = make_trainer(batch_size=8, local_bsz_bounds=(2, 8), epochs=2, checkpoint_dir=tmp_path)
+    gan.enter(trainer)
+    return gan, trainer
+
+
+@pytest.mark.parametrize("ends", ["at the epoch", "at the end of training", "by finish"])
+def test_a_loop_that_is_left_after_a_discarded_step_keeps_the_state_from_before_it(
+    make_trainer: MakeTrainer, tmp_path: Path, ends: str
+) -> None:
+    gan, memory = Gan(adam=False), Memory(is_short=True)
+    gan.discriminator.layers.append(memory)
+    epochs = 1 if ends == "at the end of training" else 2
+    trainer = make_trainer(batch_size=8, local_bsz_bounds=(2, 8), epochs=epochs, checkpoint_dir=tmp_path)
+    gan.enter(trainer)
+    before: list[torch.Tensor] = []
+
+    def run_out_of_memory() -> None:
+        memory.is_second = True
+
+    for batch, (index, x, _) in enumerate(trainer.dataloader(samples())):
+        if batch == 3:
+            before = gan.parameters()
+            gan.learn(x, noise_of(index), between=run_out_of_memory)
+            break
+        gan.learn(x, noise_of(index))
+    memory.is_second = False
+    assert equal(gan.parameters(), before)
+    if ends == "by finish":
+        trainer.finish("no longer improves")
+    trainer.step(0)
+    assert equal(gan.parameters(), before)
+    assert trainer.steps == 3
+    if ends == "at the epoch":
+        assert not trainer.finished
+        train(trainer, gan, epochs=range(1, 2))
+        assert trainer.steps == 3 + 9
+    assert trainer.finished
+    end = gan.parameters()
+    trainer.close()
+    restored, trainer = last_state(tmp_path, make_trainer)
+    assert equal(restored.parameters(), end)
+
+
+@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["fixed", "accumulating"])
+def test_a_finish_between_two_optimizer_steps_saves_the_whole_step(
+    make_trainer: MakeTrainer, tmp_path: Path, bounds: dict[str, Any]
+) -> None:
+    gan = Gan(adam=False)
+    trainer = make_trainer(**bounds, epochs=2, checkpoint_dir=tmp_path)
+    gan.enter(trainer)
+
+    def finish() -> None:
+        if trainer.made_step and trainer.steps == 3:
+            trainer.finish("no longer improves")
+
+    for index, x, _ in trainer.dataloader(samples()):
+        gan.learn(x, noise_of(index), between=finish)
+    assert trainer.finished
+    assert trainer.steps == 3
+    trainer.close()
+    restored = Gan(seed=9, adam=False)
+    again = make_trainer(**bounds, epochs=2, checkpoint_dir=tmp_path)
+    restored.enter(again)
+    assert again.finished
+    assert again.steps == 3
+    assert equal(restored.parameters(), gan.parameters())

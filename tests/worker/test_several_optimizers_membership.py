@@ -70,6 +70,21 @@ def test_a_member_killed_between_two_optimizer_steps_costs_no_step_and_no_bit(
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
+def test_a_survivor_that_leaves_its_loop_after_the_discarded_step_is_in_the_next_epoch(
+    make_members: Callable[..., Members],
+) -> None:
+    job = make_members(PROGRAM=PROGRAM, EPOCHS=3, BATCHES=3, STOP_REPLICA=1, STOP_AT=3)
+    *members, spare = job.start(3)
+    job.activate(members)
+    job.wait((job.folder / "journal" / "stopped").exists, "one member is between its optimizer steps")
+    members[1].kill()
+    job.wait_holding(members[:1])
+    job.activate([members[0], spare])
+    assert len(job.finish()) == 1, "the weights are equal"
+    assert members[0].code == 0, "it stays in its process"
+    assert job.last_step() == 2 + 3 + 3
+
+
 @pytest.mark.slow
 def test_survivors_continue_at_changing_sizes(make_members: Callable[..., Members]) -> None:
     job = make_members(PROGRAM=PROGRAM, BOUNDS=ELASTIC, EPOCHS=20, STEP_SECONDS=0.01)

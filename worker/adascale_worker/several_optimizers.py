@@ -50,7 +50,8 @@ class SeveralAccumulations(Accumulation):
         """Whether the program is inside its data loop; other backward passes are left alone."""
         self.handles: Callable[[BaseException], bool] = lambda _: False
         """Whether an error means that the step is discarded."""
-        self._batch = 0
+        self.batch = 0
+        """The number of the present batch."""
         self._passes = 0
         """Backward passes for the present batch."""
         self._is_inside_pass = False
@@ -84,7 +85,7 @@ class SeveralAccumulations(Accumulation):
 
     def begin_batch(self) -> None:
         """Count a batch that the program gets."""
-        self._batch += 1
+        self.batch += 1
         self._passes = 0
 
     # -- backward passes ----------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class SeveralAccumulations(Accumulation):
         number, self._passes = self._passes, self._passes + 1
         try:
             for part in self.parts:
-                part.after_backward(self._batch, number)
+                part.after_backward(self.batch, number)
             if self.at_last_micro_batch and not models.has_missed_exchange:
                 self._average({part: part.awaits_average(number) for part in self.parts})
             else:
@@ -168,6 +169,8 @@ class SeveralOptimizersLoop(TrainingLoop):
         self._undo = StepUndo(self._undo_state, self._load_undo_state)
         self._is_open = False
         """Whether the program works on a batch, or its steps for the last batch are not counted yet."""
+        self._finished_in: int | None = None
+        """The number of the batch for which the program has called `finish`."""
         self._model.on_discard = self._revert_progress
         self._accumulation.is_active = lambda: self._inside_epoch and not self.is_evaluating
         self._accumulation.handles = self.handle_backward_error
@@ -230,6 +233,8 @@ class SeveralOptimizersLoop(TrainingLoop):
         self.made_step = True
         if leads:
             self._count_step(flags)
+        if self._finished_in == self._accumulation.batch:
+            self._save_end_again()
 
     def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step of an optimizer whose gradients are not finite, without making it.
@@ -283,6 +288,45 @@ class SeveralOptimizersLoop(TrainingLoop):
                 accumulation.restart_step()
         for part in parts:
             part.has_stepped = False
+
+    # -- the end of a loop and of training ----------------------------------------------------------------
+
+    def end_epoch(self, epoch: int) -> None:
+        """End the current epoch, as `TrainingLoop.end_epoch`, after the last step is completed or undone.
+
+        Args:
+            epoch: number of the current epoch, from 0.
+
+        Raises:
+            WorkerError: see `TrainingLoop.end_epoch`.
+            ReplicationError: see there.
+            CheckpointError: see there.
+        """
+        self._end_batch()
+        self._leave_loop(early=True)
+        # A step without its last micro-batch has changed no weights.
+        self._undo.forget()
+        super().end_epoch(epoch)
+
+    def _leave_loop(self, *, early: bool) -> None:
+        if self._model.has_missed_exchange:
+            # The loop, which would put the state back before its next batch, has ended.
+            self._discard_step()
+        super()._leave_loop(early=early)
+
+    def finish(self, reason: str) -> None:
+        """End training, as `TrainingLoop.finish`; the step of the present batch may not be complete."""
+        if self._model.has_missed_exchange:
+            self._discard_step()
+        super().finish(reason)
+        self._finished_in = self._accumulation.batch if self._is_open else None
+
+    def _save_end_again(self) -> None:
+        """Replace what `finish` has saved between the steps of two optimizers."""
+        if self._trainer.group.replicas > 1:
+            self._save_request()
+        else:
+            self._save(final=True)
 
     # -- steps that fail ----------------------------------------------------------------------------------
 

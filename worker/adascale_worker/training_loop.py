@@ -1010,8 +1010,12 @@ class TrainingLoop:
         self._finish_request = reason
         self._finish_line = calling_line()
         trainer.group.announce(FINISH)
-        # The program may end before the next step.
-        trainer.progress.finish_reason = reason
+        self._save_request()
+
+    def _save_request(self) -> None:
+        """Save the end of training on rank 0, because the program may end before the next step."""
+        trainer = self._trainer
+        trainer.progress.finish_reason = self._finish_request
         trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
         trainer.progress.finish_reason = None
 

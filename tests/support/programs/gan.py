@@ -3,9 +3,10 @@
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of the trainer as JSON;
 STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its files; LOOP, see `Gan.learn`; NORM, for
 a generator with BatchNorm; PLAIN_NOISE, for noise that depends on the samples alone; STOP_REPLICA, which
-stops between its two optimizer steps at step STOP_AT until it is killed; SHORT_REPLICA, on which more than
-FITS samples do not fit into the generator's loss from step SHORT_AT; FAILS_AT, the step between whose two
-parts the program itself lacks memory for more than 4 samples.
+stops between its two optimizer steps at step STOP_AT until it is killed; BATCHES, after which the program
+leaves the loop of an epoch; SHORT_REPLICA, on which more than FITS samples do not fit into the generator's
+loss from step SHORT_AT; FAILS_AT, the step between whose two parts the program itself lacks memory for more
+than 4 samples.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ state = gan.enter(trainer, register={"average": average})
 with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
     indices: list[int] = []
     for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "6"))):
-        for index, x, _ in trainer.dataloader(samples()):
+        for batch, (index, x, _) in enumerate(trainer.dataloader(samples()), 1):
             steps, position = trainer.steps, trainer.samples
             is_second = False
             # A part of the noise comes from the generators that the trainer seeds.
@@ -86,6 +87,8 @@ with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journ
                 }
                 journal.write(json.dumps(record) + "\n")
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+            if batch == int(os.environ.get("BATCHES", "0")):
+                break
         trainer.step(epoch)
 
 weights = torch.cat([p.flatten() for p in [*gan.parameters(), *average.parameters()]]).detach()
