@@ -19,10 +19,16 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two replicas have written."""
+    made = tmp_path_factory.mktemp("heads")
+    run_python(*TORCHRUN, PROGRAM, OUT=made, PYTHONPATH=PROGRAM.parents[2])
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
     """The results of two replicas."""
-    folder = tmp_path_factory.mktemp("heads")
-    run_python(*TORCHRUN, PROGRAM, OUT=folder, PYTHONPATH=PROGRAM.parents[2])
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -146,3 +152,14 @@ def test_parameters_may_be_frozen_at_program_reentry_and_later(
         return heads.parameters()
 
     assert equal(run(frozen=True), run(frozen=False))
+
+
+def test_a_finish_between_two_optimizer_steps_of_two_replicas_saves_the_whole_step(
+    folder: Path, results: list[dict[str, Any]], make_trainer: MakeTrainer
+) -> None:
+    heads = Heads()
+    trainer = make_trainer(**FIXED, checkpoint_dir=folder / "end")
+    assert heads.enter(trainer).restored
+    assert trainer.finished
+    assert trainer.steps == 2
+    assert equal(heads.parameters(), results[0]["finish"]["parameters"])
