@@ -42,11 +42,12 @@ class StepUndo:
 
     def restore(self) -> None:
         """Put the state back, if it was copied."""
-        state, self.state = self.state, None
-        if state is not None:
+        if self.state is not None:
             # The optimizer uses the tensors of the copy from now on.
             self._memory = []
-            self._load(state)
+            self._load(self.state)
+            # Only now, so that it can be put back again after an error, such as a lack of memory.
+            self.state = None
 
 
 class _Copier:
