@@ -318,6 +318,14 @@ class JobView(Message):
         return self.desired.generation if self.desired else 0
 
     @property
+    def last_generation(self) -> int:
+        """The highest of the generations that are desired or reported; 0 if there is none.
+
+        A later generation must have a higher number: a report of a higher one would hide its reports.
+        """
+        return max(self.generation, self.latest.generation if self.latest is not None else 0)
+
+    @property
     def stall(self) -> str | None:
         """Where the replicas are while no step ends, those that are behind first; None while steps end."""
         stalls = [

@@ -18,11 +18,17 @@ from e2e.local_run import adascale_in_process as adascale
 from support.manifests import make_manifest
 
 
-def write_state(path: Path, job_id: str, exit_code: int | None = None, steps: int | None = 1000) -> StateDir:
+def write_state(
+    path: Path,
+    job_id: str,
+    exit_code: int | None = None,
+    steps: int | None = 1000,
+    checkpoints: str | None = None,
+) -> StateDir:
     """Create the state folder of a job that ran 12.5 minutes ago."""
     folder = StateDir(path)
     folder.create()
-    run_history.record_start(folder, RunRecord(job_id, time.time() - 750, steps))
+    run_history.record_start(folder, RunRecord(job_id, time.time() - 750, steps, checkpoints))
     if exit_code is not None:
         run_history.record_end(folder, exit_code)
     return folder
@@ -64,10 +70,7 @@ def test_list_has_the_columns_of_kubectl(root: Path) -> None:
 
 def test_a_job_whose_checkpoints_cannot_be_read_is_listed_with_the_others(tmp_path: Path) -> None:
     write_state(tmp_path / "a", "default.a", 143)
-    folder = StateDir(tmp_path / "b")
-    folder.create()
-    run_history.record_start(folder, RunRecord("default.b", time.time() - 750, 1000, "nostore://bucket/b"))
-    run_history.record_end(folder, 0)
+    write_state(tmp_path / "b", "default.b", 0, checkpoints="nostore://bucket/b")
     shown = adascale("list", "--state-dir", tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert [row.split()[:2] for row in shown.stdout.splitlines()[1:]] == [["a", "Stopped"], ["b", "Unknown"]]

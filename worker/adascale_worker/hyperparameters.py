@@ -183,10 +183,11 @@ def _plain(value: Any) -> Any:
 
 def _shortest(value: torch.Tensor) -> float:
     """Return the number with the fewest digits that is `value` in its type: 0.1 for float32(0.1)."""
+    value = value.cpu()
     exact = float(value)
     for digits in range(1, 17):
         number = float(f"{exact:.{digits}g}")
-        if torch.tensor(number, dtype=value.dtype) == value.cpu():
+        if torch.tensor(number, dtype=value.dtype) == value:
             return number
     return exact
 

@@ -104,11 +104,8 @@ class ProgramState:
             try:
                 self.scheduler.load_state_dict(scheduler_state)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UnusableCheckpointError(
-                    f"the scheduler {self._scheduler_type} refuses the state of the checkpoint: "
-                    f"{type(error).__name__}: {error}. Make the same scheduler, or start from scratch "
-                    "(adascale run --fresh, or another checkpoint folder)"
-                ) from error
+                name = f"the scheduler {self._scheduler_type}"
+                raise _refused_state(name, error, "Make the same scheduler") from error
             if self.choice == "program" and self.hyperparameters.schedule_differences(saved):
                 for scheduler in self._schedulers():
                     continue_schedule(scheduler)
@@ -133,12 +130,9 @@ class ProgramState:
             try:
                 stateful.load_state_dict(states[name])
             except Exception as error:
-                kind, reason = type(stateful).__name__, f"{type(error).__name__}: {error}"
-                raise UnusableCheckpointError(
-                    f"the registered {name!r} ({kind}) refuses the state of the checkpoint: {reason}. "
-                    "Register the same object, made with the same arguments, or start from scratch "
-                    "(adascale run --fresh, or another checkpoint folder)"
-                ) from error
+                described = f"the registered {name!r} ({type(stateful).__name__})"
+                remedy = "Register the same object, made with the same arguments"
+                raise _refused_state(described, error, remedy) from error
 
     def require_loadable(self) -> None:
         """Check before training that a checkpoint of this program can be loaded again.
@@ -165,6 +159,13 @@ class ProgramState:
         if isinstance(self.scheduler, SchedulerSet):
             return self.scheduler.kind
         return type(self.scheduler).__name__ if self.scheduler is not None else None
+
+
+def _refused_state(name: str, error: Exception, remedy: str) -> UnusableCheckpointError:
+    return UnusableCheckpointError(
+        f"{name} refuses the state of the checkpoint: {type(error).__name__}: {error}. {remedy}, or start "
+        "from scratch (adascale run --fresh, or another checkpoint folder)"
+    )
 
 
 def _scheduler(scheduler_type: str | None) -> str:

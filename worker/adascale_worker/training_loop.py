@@ -892,7 +892,7 @@ class TrainingLoop:
             return
         if self._model.has_missed_exchange:
             return
-        if self._trainer.group.replicas > 1 and not self._accumulation.is_later_and_last:
+        if self._trainer.group.replicas > 1 and not self._accumulation.at_last_micro_batch:
             raise WorkerError(
                 "optimizer.step() was left out after backward() for one of several batches of a step, on one "
                 "of several replicas, so the others would wait for it: decide after the last backward() of "

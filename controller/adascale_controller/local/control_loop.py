@@ -115,9 +115,7 @@ class ControlLoop:
         decision = decide([state], self._replica_limit, time.monotonic())[self._job.id]
         # Trainers of an earlier generation than that of the checkpoint cannot replace it. The metrics service
         # may not know it, if its data were lost, or if the checkpoint is that of another state directory.
-        # A report of a later generation would hide the new ones.
-        reported = view.latest.generation if view.latest is not None else 0
-        first = Allocation(max(view.generation, reported, self._saved_generation) + 1, decision.replicas)
+        first = Allocation(max(view.last_generation, self._saved_generation) + 1, decision.replicas)
         self._client.allocate(self._job.id, first)
         self._measurements.ignore_before(first.generation)
         self._replicas.begin(view)
@@ -173,7 +171,8 @@ class ControlLoop:
             return
         limit = self._replicas.failing_counts.limit
         state = replace(self._measurements.job_state(self._job, view, self._total(view)), limit=limit)
-        exceeds = view.desired.replicas > min(self._replica_limit, limit or self._replica_limit)
+        most = self._replica_limit if limit is None else min(self._replica_limit, limit)
+        exceeds = view.desired.replicas > most
         problem = DecisionProblem.of([state], self._replica_limit)
         decision = problem.decide(now)[self._job.id]
         if decision.replicas != view.desired.replicas:

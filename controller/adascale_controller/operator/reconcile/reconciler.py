@@ -154,9 +154,8 @@ def _allocation(
         return current
     count = decision.replicas if decision is not None and assessment.phase is JobPhase.RUNNABLE else 0
     if current is None:
-        # A report of a later generation, posted by hand for example, would hide those of this job.
-        reported = observed.service.latest if observed.service is not None else None
-        return Allocation(reported.generation + 1 if reported is not None else 1, count) if count else None
+        last = observed.service.last_generation if observed.service is not None else 0
+        return Allocation(last + 1, count) if count else None
     if decision is not None and observed.service is not None and observed.service.complete:
         # The program has finished; its pods are about to end.
         count = current.replicas
