@@ -6,7 +6,9 @@
 A program runs through replica counts with agents and a metrics service, as `adascale run` and the operator
 start them. When the largest count is reached for the first time, the trainer of a rank is killed (SIGKILL).
 Without --program it is a classifier with SGD and momentum: `tiny`, or two Linear(8192, 8192), whose weights
-and momentum are 1 GB. For each change the output has, in seconds:
+and momentum are 1 GB. Its replicas have one batch of 8 samples in each step, at any count, as torchft's do:
+with a declaration that leaves a choice, some steps would have several, and take several times as long. For
+each change the output has, in seconds:
 
 - still: the longest time between two steps, of any replicas, around the first at the new count, until all
   replicas have made steps at it, less the median time of a step at the count of the second of the two;
@@ -54,14 +56,16 @@ from adascale_worker.agent.trainer_process import DEFAULTS
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"
 TORCHFT_PROGRAM = FOLDER / "rescale_torchft.py"
-SPEC = {"batch_size": 8, "max_batch_size": 64, "local_bsz_bounds": [8, 8], "max_replicas": 8}
+LOCAL_BSZ = 8
 STATE_TENSORS = [(8192, 8192)] * 4
 TIMEOUT = 300.0
-LINGER = {"tiny": 50, "1GB": 5}
-"""Steps of each replica at a count before the next change."""
+LINGER = {"tiny": 50, "1GB": 8}
+"""Steps of each replica at a count before the next change. The first steps of a process map its memory."""
 
 T = TypeVar("T")
 
+Spec = Callable[[int], dict[str, Any]]
+"""The number of replicas -> the declaration of the job."""
 Measured = dict[str, list[float]]
 """What was measured -> its values."""
 
@@ -74,7 +78,7 @@ def main() -> None:
     parser.add_argument("--state", choices=list(LINGER), default="tiny")
     parser.add_argument("--program", type=Path, help="a training program, instead of the one of --state")
     parser.add_argument(
-        "--spec", default=json.dumps(SPEC), help="its declaration: the body of PUT /jobs/<id>"
+        "--spec", type=json.loads, help="its declaration: the body of PUT /jobs/<id>; default: see above"
     )
     parser.add_argument("--counts", default="1,2,4,2,1", help="replica counts, in order")
     parser.add_argument("--kill", type=int, metavar="RANK", help="the rank to kill at the largest count")
@@ -96,17 +100,16 @@ def main() -> None:
     linger = arguments.steps or LINGER[arguments.state]
     os.environ["BENCH_STATE"] = arguments.state
     command = [sys.executable, str(arguments.program or PROGRAM)]
+    spec: Spec = (lambda _: arguments.spec) if arguments.spec is not None else one_batch_each
     contenders: dict[str, Callable[[Path], Iterator[tuple[str, float]]]] = {
-        "adascale": lambda folder: by_agents(
-            folder, command, json.loads(arguments.spec), counts, arguments.kill, linger
-        )
+        "adascale": lambda folder: by_agents(folder, command, spec, counts, arguments.kill, linger)
     }
     if arguments.torchft:
         contenders["torchft"] = lambda folder: by_torchft(
             folder, arguments.torchft, counts, arguments.kill, linger, arguments.heartbeat_timeout_ms
         )
     if arguments.torchrun:
-        contenders["torchrun"] = lambda folder: by_torchrun(folder, command, counts, linger)
+        contenders["torchrun"] = lambda folder: by_torchrun(folder, command, spec, counts, linger)
     if arguments.state == "1GB":
         contenders["broadcast"] = lambda folder: broadcast(folder, sorted(set(counts) - {1}))
     results: dict[str, Measured] = {name: {} for name in contenders}
@@ -212,10 +215,11 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
     """Yield what a change took, from the moment of its decision to the steps after it."""
     before = [step for step in steps.read() if step.time <= decided]
     window = [*before[-1:], *steps.read(decided)]
-    usual = {}
+    usual = {settled[-1].replicas: step_time(settled)}
     if before:
-        usual[before[-1].replicas] = step_time([step for step in before if step.era == before[-1].era])
-    usual[settled[-1].replicas] = step_time(settled)
+        # Also later steps: after a kill, the decision is made at the first.
+        at_old_count = [step for step in steps.read() if step.era == before[-1].era]
+        usual[before[-1].replicas] = step_time(at_old_count)
     # The first steps of all replicas, and some more.
     ranks = {step.rank for step in settled}
     firsts = [[step for step in settled if step.rank == rank][:3] for rank in ranks]
@@ -231,7 +235,8 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
     )
     yield f"{name}: still", longest_wait(pairs[max(change - 1, 0) :], usual)
     last = [step for step in before if step.era == before[-1].era][-4 * before[-1].replicas - 1 :]
-    yield f"{name}: undisturbed", longest_wait(list(pairwise(last)), usual)
+    if len(last) > 1:
+        yield f"{name}: undisturbed", longest_wait(list(pairwise(last)), usual)
     yield f"{name}: decision", settled[0].time - decided
 
 
@@ -264,11 +269,26 @@ def usual_after(steps: Steps, kill_at: float, victim: int) -> Iterator[tuple[str
         yield "kill: a usual step then", usual
 
 
+def one_batch_each(replicas: int) -> dict[str, Any]:
+    """Declare a job whose replicas have one batch of the same size in each step, at this number of them."""
+    return {
+        "batch_size": LOCAL_BSZ,
+        "max_batch_size": replicas * LOCAL_BSZ,
+        "local_bsz_bounds": [LOCAL_BSZ, LOCAL_BSZ],
+        "max_replicas": 8,
+    }
+
+
+def settings(spec: dict[str, Any]) -> dict[str, str]:
+    """Return the environment that a declaration gives to a program."""
+    return {name: value for name, value in JobSpec.from_json(spec).environment().items() if value}
+
+
 # -- contenders -------------------------------------------------------------------------------------------
 
 
 def by_agents(
-    folder: Path, command: list[str], spec: dict[str, Any], counts: list[int], kill: int | None, linger: int
+    folder: Path, command: list[str], spec: Spec, counts: list[int], kill: int | None, linger: int
 ) -> Iterator[tuple[str, float]]:
     """Change the replicas of a program with agents."""
     agents: dict[int, subprocess.Popen[bytes]] = {}
@@ -279,7 +299,6 @@ def by_agents(
                 raise EndedError(f"the agent of replica {replica} has ended with exit code {code}")
 
     steps = Steps(folder / "steps", require_agents)
-    settings = {name: value for name, value in JobSpec.from_json(spec).environment().items() if value}
     recorded = [sys.executable, str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]]
     with service(folder, spec) as (environ, allocate):
         try:
@@ -291,7 +310,7 @@ def by_agents(
                     agents[replica] = start(
                         [sys.executable, "-m", "adascale_worker.agent", "--", *recorded],
                         folder,
-                        {**environ, **settings, "ADASCALE_REPLICA": str(replica)},
+                        {**environ, **settings(spec(count)), "ADASCALE_REPLICA": str(replica)},
                     )
                 settled = steps.wait_for(count, linger, decided)
                 if before:
@@ -377,7 +396,7 @@ def by_torchft(
 
 
 def by_torchrun(
-    folder: Path, command: list[str], counts: list[int], linger: int
+    folder: Path, command: list[str], spec: Spec, counts: list[int], linger: int
 ) -> Iterator[tuple[str, float]]:
     """Change the replicas by restarting torchrun, with SIGTERM, so that the program saves."""
     steps = Steps(folder / "steps")
@@ -402,7 +421,7 @@ def by_torchrun(
                     *(str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]),
                 ],
                 folder,
-                {},
+                settings(spec(count)),
             )
             settled = steps.wait_for(count, linger, decided)
             if before:
@@ -462,9 +481,7 @@ def start(command: list[str], folder: Path, environ: dict[str, str]) -> subproce
 
 
 @contextmanager
-def service(
-    folder: Path, spec: dict[str, Any]
-) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
+def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
     """Run a metrics service; yield the environment for agents, and a function that writes allocations."""
     token = secrets.token_hex(16)
     port_file = folder / "port"
@@ -495,7 +512,7 @@ def service(
 
         def allocate(generation: int, replicas: int) -> None:
             # A loss has raised the generation.
-            present = put("", spec)["desired"]
+            present = put("", spec(replicas))["desired"]
             put(
                 "/allocation",
                 {
