@@ -392,7 +392,8 @@ class Registration(Message):
         port: port on which its trainer listens for the other members; 0 before it listens.
         exit_code: exit code of the trainer, -n for signal n; None if it has not ended.
         log: the last lines of the trainer's output; None if it has not failed.
-        assigned: the newest generation that its trainer was assigned to; 0 if none.
+        assigned: the newest generation that its trainer was assigned to, or whose checkpoint it has read if
+            that is later; 0 if none.
         step: while it holds: the step of the state in its trainer's memory; None if it has no state.
         lost: while it holds: the indices of the replicas whose loss its trainer has noticed.
         stepped: the newest generation in which its trainer has finished a step; 0 if none.

@@ -471,7 +471,8 @@ def _breaks_generation(state: Rendezvous, registration: Registration) -> bool:
         is_unknown = registration.holds and registration.generation >= active.generation
         return replaces or is_unknown
     if registration.assigned > active.generation:
-        # The service has lost its data, and this trainer enters newer generations only.
+        # The service has lost its data, and this trainer enters newer generations only. Or it has read the
+        # checkpoint of a newer one, as another service had continued the job.
         return True
     if registration.assigned == active.generation and registration.replicas is not None:
         place = (active.rank_of(registration.replica, registration.instance), active.replicas)

@@ -520,6 +520,31 @@ def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None
     assert len(job.journal.attempts()) == 2
 
 
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_job_that_another_service_has_continued_saves_again(job: Job, replicas: int) -> None:
+    """Its checkpoint is of a later generation than those of this service."""
+    job.service.allocate(7, 1)
+    (elsewhere,) = job.start(0, **LONG)
+    job.wait_for_training(7)
+    elsewhere.process.terminate()
+    assert elsewhere.wait() == 75
+    continued_at = job.journal.last_step()
+    job.service.stop(signal.SIGKILL)
+    for path in job.folder.glob("api.sqlite*"):
+        path.unlink()
+    job.service.start()
+
+    job.service.allocate(1, replicas)
+    agents = job.start(*range(replicas), **LONG)
+    job.wait_for_training(8, replicas=replicas)
+    assert job.journal.attempts()[-1].header["step"] == continued_at
+    assert (job.generation(), job.service.job()["disruptions"]) == (8, 1)
+    for agent in agents:
+        agent.process.terminate()
+    assert [agent.wait() for agent in agents] == [75] * replicas
+    assert saved_step(job.folder) == job.journal.last_step() > continued_at
+
+
 @pytest.mark.slow
 def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas(job: Job) -> None:
     options = {**FINISHES, "ADASCALE_SCALE_INVARIANT_STEPS": 200, "ADASCALE_CHECKPOINT_INTERVAL": 1000}

@@ -221,6 +221,13 @@ class Checkpointing:
             self._repeat(lambda: writer.save(make_state(), info, self._result))
             self._is_final_written = True
 
+    def later_generation(self, info: CheckpointInfo) -> int | None:
+        """Return the generation of the restored checkpoint if it is later than that of `info`, of this job."""
+        last = self._manifest
+        if last is None or last.incarnation != info.incarnation or last.generation <= info.generation:
+            return None
+        return last.generation
+
     @property
     def has_restored_final(self) -> bool:
         """Whether the checkpoint that this replica has restored is that of the end of training."""

@@ -290,6 +290,10 @@ class Membership:
         """Report that a batch did not fit into memory, and the largest local batch size to try next."""
         self._channel.send("limited", local_bsz_limit=local_bsz)
 
+    def report_saved(self, generation: int) -> None:
+        """Report that a later generation than the present one has saved the checkpoint."""
+        self._channel.send("saved", generation=generation)
+
     def report_terminated(self) -> None:
         """Report that this trainer got a shutdown signal, once."""
         if not self._says_terminated:

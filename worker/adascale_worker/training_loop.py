@@ -207,6 +207,7 @@ class TrainingLoop:
 
         Raises:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
+            PeersLostError: members are lost, or this generation could not replace the checkpoint.
         """
         trainer, group = self._trainer, self._trainer.group
         failure: tuple[str, str] | None = None
@@ -216,6 +217,7 @@ class TrainingLoop:
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
                 state = trainer.checkpointing.load(wait=trainer.generation > 1)
+                self._require_later_generation()
                 if state is not None:
                     self._state.load_state_dict(state)
                 elif self._initial_weights is not None:
@@ -234,6 +236,26 @@ class TrainingLoop:
         if not is_restored:
             trainer.planner.begin(trainer.settings.bounds)
         return bool(is_restored)
+
+    def _require_later_generation(self) -> None:
+        """Leave a generation that is earlier than that of the restored checkpoint, which it cannot replace.
+
+        Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster.
+
+        Raises:
+            PeersLostError: the service has to begin a later generation.
+        """
+        trainer, membership = self._trainer, self._membership
+        later = trainer.checkpointing.later_generation(self._state.info())
+        if later is None or membership is None:
+            return
+        print(
+            f"adascale: the last checkpoint is of generation {later}, and this is generation "
+            f"{trainer.generation}: the job was continued elsewhere. It continues here in a later generation",
+            flush=True,
+        )
+        membership.report_saved(later)
+        raise PeersLostError
 
     def prepare_to_receive(self) -> None:
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""

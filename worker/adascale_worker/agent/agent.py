@@ -171,7 +171,8 @@ class Agent:
             port=(status.port if status else None) or 0,
             exit_code=code,
             log=log,
-            assigned=self._assigned,
+            # The next generation is later.
+            assigned=max(self._assigned, status.saved if status else 0),
             step=status.step if status else None,
             lost=status.lost if status else (),
             stepped=status.stepped if status else 0,

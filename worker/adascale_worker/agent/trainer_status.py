@@ -28,6 +28,7 @@ class TrainerStatus:
         accelerator: the type of accelerator that it computes on; empty if unknown.
         local_bsz_limit: the largest local batch size that it can still try, because a larger one did not fit
             into memory; None if none has failed in its generation.
+        saved: the generation of the checkpoint that it cannot replace, because it runs in an earlier one.
     """
 
     port: int | None = None
@@ -42,6 +43,7 @@ class TrainerStatus:
     stall: str = ""
     accelerator: str = ""
     local_bsz_limit: int | None = None
+    saved: int = 0
 
     def after(self, message: Mapping[str, Any]) -> TrainerStatus:
         """Return the status after a message. Messages of unknown types are ignored."""
@@ -71,6 +73,8 @@ class TrainerStatus:
                 return replace(self, stepped=max(self.stepped, generation))
             case {"type": "limited", "local_bsz_limit": int(limit)}:
                 return replace(self, local_bsz_limit=limit)
+            case {"type": "saved", "generation": int(generation)}:
+                return replace(self, saved=max(self.saved, generation))
             case {"type": "stalled", "stall": str(stall)}:
                 return replace(self, stall=stall[:MAX_STALL_LENGTH])
             case {"type": "final"}:
