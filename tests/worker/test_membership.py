@@ -183,6 +183,31 @@ def test_the_replacement_of_a_member_lost_while_the_end_is_saved_saves_it_too(
     assert all(member.has_sent("final") for member in job.active)
 
 
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_rank_0_saves_when_the_next_checkpoint_is_due(
+    make_members: Callable[..., Members], tmp_path: Path, *, is_killed: bool
+) -> None:
+    """It knows whether the former one has saved what it had begun, and when; also if it has joined later."""
+    folder = tmp_path / "checkpoints"
+    saves = {"ADASCALE_CHECKPOINT_DIR": folder, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
+    job = make_members("job", EPOCHS=10**6, STEP_SECONDS=0.01, **saves)
+    first, second, third = job.start(3)
+    job.activate([first])
+    job.wait(lambda: list(folder.glob("*.json")), "the checkpoint of the first steps")
+    job.activate([first, second])
+    job.wait_step(job.last_step() + 20)
+    if is_killed:
+        first.kill()
+        job.wait_holding([second])
+    job.activate([second])
+    job.wait_step(job.last_step() + 20)
+    job.activate([second, third])
+    job.wait_step(job.last_step() + 20)
+    job.activate([third])
+    job.wait_step(job.last_step() + 20)
+    assert len(list(folder.glob("*.json"))) == 1
+
+
 @pytest.mark.parametrize("end", [pytest.param("epochs", marks=pytest.mark.slow), "finished"])
 def test_replicas_of_a_finished_job_that_start_again_have_all_finished(
     make_members: Callable[..., Members], tmp_path: Path, end: str

@@ -23,6 +23,7 @@ class Requests:
             exchanged on the steps that AdaScale measures.
         finish: end training at the next step boundary.
         compare_weights: compare the weights of the replicas after this step.
+        is_unsaved: no request: the last checkpoint that this replica has begun is not saved yet.
     """
 
     exit: bool
@@ -32,6 +33,7 @@ class Requests:
     finish: bool = False
     compare_weights: bool = False
     change: bool = False
+    is_unsaved: bool = False
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -53,6 +55,7 @@ class Agreement:
     finish: bool = False
     compare_weights: bool = False
     change: bool = False
+    is_unsaved: bool = True
 
     def update(self, sums: tuple[float, ...] | None, replicas: int) -> None:
         """Add the summed requests of all replicas.
@@ -62,7 +65,16 @@ class Agreement:
             replicas: number of replicas.
         """
         if sums is not None:
-            exit_sum, save_sum, replan_sum, agree_each_step_sum, finish_sum, compare_sum, change_sum = sums
+            (
+                exit_sum,
+                save_sum,
+                replan_sum,
+                agree_each_step_sum,
+                finish_sum,
+                compare_sum,
+                change_sum,
+                unsaved_sum,
+            ) = sums
             self.exit = self.exit or exit_sum > 0
             self.save = self.save or save_sum > 0
             self.replan = self.replan or replan_sum > 0
@@ -70,3 +82,4 @@ class Agreement:
             self.finish = self.finish or finish_sum > 0
             self.compare_weights = self.compare_weights or compare_sum > 0
             self.change = self.change or change_sum > replicas - 0.5
+            self.is_unsaved = unsaved_sum > 0

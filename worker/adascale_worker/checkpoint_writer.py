@@ -58,6 +58,11 @@ class CheckpointWriter:
             )
         return True
 
+    @property
+    def last_is_unsaved(self) -> bool:
+        """Whether the last checkpoint that was begun is not saved, yet or at all."""
+        return self._reported_failure is not None or self.is_busy
+
     def start(
         self,
         state: State,

@@ -41,6 +41,7 @@ class Checkpointing:
 
     Attributes:
         is_terminated: returns whether this process is to end, so that it does not wait for a storage.
+        is_unsaved: whether rank 0 may not have saved the last checkpoint that it began, as far as is known.
 
     Raises:
         CheckpointError: the location is a URL that cannot be used.
@@ -54,6 +55,7 @@ class Checkpointing:
         self.interval = interval
         """Seconds between two checkpoints."""
         self.is_terminated: Callable[[], bool] = lambda: False
+        self.is_unsaved = False
         self._group = group
         self._was_main: bool | None = None
         self._saved_at = float("-inf")
@@ -75,18 +77,26 @@ class Checkpointing:
         return not self._writer.is_busy
 
     @property
+    def last_is_unsaved(self) -> bool:
+        """Whether the last checkpoint that this replica has begun is not saved, yet or at all."""
+        return self._writer is not None and self._writer.last_is_unsaved
+
+    @property
     def has_final(self) -> bool:
         """Whether the state at the end of training is saved."""
         return self._has_final
 
     def begin_generation(self) -> None:
-        """Have a checkpoint be due if this replica has become rank 0.
+        """Agree on when the next checkpoint is due. A collective call.
 
-        The one that the former rank 0 was writing may be lost.
+        It is due at once if another replica has become rank 0 while the former one was saving, which may be
+        lost.
         """
-        if self._was_main is False and self._group.is_main:
+        if self._was_main is False and self._group.is_main and self.is_unsaved:
             self._saved_at = float("-inf")
         self._was_main = self._group.is_main
+        age, self.is_unsaved = self._group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
+        self._saved_at = time.monotonic() - age
 
     def load(self, *, wait: bool = False) -> State | None:
         """Return the newest intact checkpoint. None if there is none. Called on rank 0 only.
@@ -152,7 +162,7 @@ class Checkpointing:
         weights: Sequence[Tensor],
         changed_by_step: Iterable[Tensor],
     ) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at, self.is_unsaved = time.monotonic(), True
         if self._group.is_main:
             writer.start(make_state(), info, self._result, weights, changed_by_step)
 
@@ -178,6 +188,7 @@ class Checkpointing:
         failure = self._group.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)
+        self.is_unsaved = False
 
     def _repeat(self, action: Callable[[], T]) -> T:
         """Repeat what the storage has refused, until it works, for at most `MAX_WAIT_FOR_STORAGE` seconds.
@@ -222,7 +233,7 @@ class Checkpointing:
             self._is_final_written = True
 
     def later_generation(self, info: CheckpointInfo) -> int | None:
-        """Return the generation of the restored checkpoint if it is later than that of `info`, of this job."""
+        """Return the generation of the restored checkpoint of this job if `info` is of an earlier one."""
         last = self._manifest
         if last is None or last.incarnation != info.incarnation or last.generation <= info.generation:
             return None

@@ -664,6 +664,8 @@ class TrainingLoop:
                 # AdaScale does not measure every step, and the next measured one may be a minute away.
                 sums = group.sum(flags)
             self._agreement.update(sums, group.replicas)
+            if sums is not None:
+                trainer.checkpointing.is_unsaved = self._agreement.is_unsaved
             now = time.monotonic()
             self._steps_are_slow = now - self._stepped_at >= SLOW_STEP
             self._stepped_at = now
@@ -766,6 +768,7 @@ class TrainingLoop:
             agree_each_step=self._steps_are_slow,
             finish=finish,
             compare_weights=self.comparison.is_due,
+            is_unsaved=trainer.checkpointing.last_is_unsaved,
         )
 
     def _at_step_boundary(self) -> None:
