@@ -154,7 +154,7 @@ def start(contender: str, network: str, folder: Path, steps: int, stack: ExitSta
 
     if contender == "elastic":
         (folder / "service").mkdir()
-        service, allocate = stack.enter_context(rescale.service(folder / "service", SPEC))
+        service, allocate = stack.enter_context(rescale.service(folder / "service", lambda _: SPEC))
         allocate(1, REPLICAS)
         for replica in range(REPLICAS):
             command = [sys.executable, "-m", "adascale_worker.agent", "--", *program]
