@@ -121,8 +121,14 @@ def _check_host(url: str, port: int, problems: list[str]) -> None:
 
 
 def show(page: Page, service: ServiceProcess, route: str = "#/") -> None:
+    requests: list[str] = []
+    page.on("response", lambda response: requests.append(f"{response.status} {response.url}"))
+    page.on("requestfailed", lambda request: requests.append(f"{request.failure} {request.url}"))
     page.goto(f"http://127.0.0.1:{service.port}/{route}")
-    expect(page.locator("#status")).to_have_text("Live", timeout=30_000)
+    try:
+        expect(page.locator("#status")).to_have_text("Live", timeout=30_000)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n\nrequests: {requests}") from error
 
 
 def row(page: Page, job: str) -> list[str]:
