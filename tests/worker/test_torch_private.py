@@ -87,6 +87,21 @@ def test_a_store_is_served_on_a_socket_that_already_listens() -> None:
         assert client.get("key") == b"value"
 
 
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs a torch with NCCL")
+@pytest.mark.parametrize("uses_nccl2", ["1", "0"])
+def test_nccl_connects_at_the_first_collective_on_the_gpu_of_the_replica(
+    uses_nccl2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", uses_nccl2)
+    gpu, timeout = torch.device("cuda", 3), timedelta(seconds=20)
+    found = torch_private.nccl_options(gpu, timeout)
+    if uses_nccl2 == "0" or not hasattr(torch.distributed.ProcessGroupNCCL.Options, "lazy_init"):
+        assert found == {}, "it does so by default"
+        return
+    options = found["pg_options"]
+    assert (found["device_id"], options.lazy_init, options._timeout) == (gpu, True, timeout)
+
+
 def test_norms_are_those_of_each_tensor() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[6.0], [8.0]])]
     assert torch_private.l2_norms(tensors) == [5.0, 10.0]

@@ -26,6 +26,7 @@ from adascale_worker.membership_links import PeersLostError, listen
 from adascale_worker.torch_private import (
     abort_process_group,
     default_store,
+    nccl_options,
     reset_group_names,
     set_collective_timeout,
     tcp_store,
@@ -208,9 +209,10 @@ class ReplicaGroup:
 
     def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
         backend = backend_of(self._device, share_a_gpu=self._share_a_gpu)
+        options = nccl_options(self._device, timeout) if "nccl" in backend else {}
         hook = sys.excepthook
         if store is None:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **options)
         else:
             reset_group_names()
             dist.init_process_group(
@@ -219,6 +221,7 @@ class ReplicaGroup:
                 rank=self.rank,
                 world_size=self.replicas,
                 timeout=timeout,
+                **options,
             )
         # torch replaces it by a hook that adds the rank, once more for each group.
         if self.is_elastic:

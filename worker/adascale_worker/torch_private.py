@@ -14,6 +14,7 @@ FSDP2 and DTensor take a third of a second to import, so they are imported only 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -334,6 +335,24 @@ def set_collective_timeout(timeout: timedelta) -> None:
     if public is None:
         public = _private(dist.distributed_c10d, "_set_pg_timeout", purpose)
     public(timeout)
+
+
+def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of `init_process_group` with which NCCL connects at the first collective on a GPU.
+
+    torch 2.15 would connect at once, on the GPU of LOCAL_RANK, or else of the rank. That may be another GPU.
+    And gloo's sockets, which are found among those that appear in `init_process_group`, would be confused
+    with NCCL's. torch 2.9 connects at the first collective anyway, as does 2.15 with TORCH_DIST_USE_NCCL2=0.
+
+    Args:
+        device: of the tensors, with an index.
+        timeout: of the group.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options, "lazy_init") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return {}
+    options.lazy_init, options._timeout = True, timeout
+    return {"device_id": device, "pg_options": options}
 
 
 def abort_process_group() -> None:
