@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import (
     CheckpointError,
     ReplicationError,
@@ -18,7 +19,8 @@ from adascale_worker.errors import (
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.process_group import backend_of, has_equal_values
+from adascale_worker.membership_links import PeersLostError
+from adascale_worker.process_group import ReplicaGroup, backend_of, has_equal_values
 from support.launch import free_port
 
 PROGRAM = """
@@ -106,6 +108,24 @@ def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed
 )
 def test_the_backend_suits_the_devices(device: str, share_a_gpu: bool, backend: str) -> None:
     assert backend_of(torch.device(device), share_a_gpu=share_a_gpu) == backend
+
+
+@pytest.mark.parametrize(("device", "has_result"), [("cpu", True), ("cuda", False)])
+def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(
+    device: str, has_result: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo raises an error itself, and what it has exchanged before counts."""
+    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device(device), is_elastic=True)
+
+    def all_reduce(_: torch.Tensor) -> None:
+        group._failed = True
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    if has_result:
+        assert group.sum([1.0]) == (1.0,)
+    else:
+        with pytest.raises(PeersLostError):
+            group.sum([1.0])
 
 
 @pytest.mark.parametrize(

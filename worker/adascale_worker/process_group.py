@@ -293,6 +293,9 @@ class ReplicaGroup:
             if self.is_failure(error):
                 raise PeersLostError from error
             raise
+        if self._failed and self._device.type == "cuda":
+            # A collective on a GPU that is aborted ends without an error, and has any result.
+            raise PeersLostError
 
     def wait_for_device(self) -> None:
         """Wait until the collectives that were started on a GPU have ended, under an agent.
@@ -306,8 +309,6 @@ class ReplicaGroup:
         if self.is_elastic and self.replicas > 1 and self._device.type == "cuda":
             with self._guarded():
                 torch.cuda.current_stream(self._device).synchronize()
-            if self._failed:
-                raise PeersLostError
 
     # -- communication ------------------------------------------------------------------------------------
 
@@ -471,12 +472,13 @@ class ReplicaGroup:
         return []
 
     def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the elementwise least and greatest of all ranks' `values`, on all ranks."""
+        """Return the elementwise least and greatest of all ranks' `values`, on all ranks, on the host."""
         if self.replicas == 1:
-            return values, values
+            return values.cpu(), values.cpu()
         both = torch.cat([-values, values]).to(self._device)
         with self._guarded():
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            both = both.cpu()
         return -both[: len(values)], both[len(values) :]
 
 

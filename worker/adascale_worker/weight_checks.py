@@ -76,9 +76,10 @@ class WeightComparison:
         probes = [_probe(parameter) for _, parameter in named]
         others = _digest(self.others)
         lrs = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups])
-        extremes = self._group.extremes(torch.cat([*probes, torch.cat([lrs, others]).to(probes[0].device)]))
         # From a GPU at once, and not for each parameter.
-        least, greatest = (each.cpu() for each in extremes)
+        least, greatest = self._group.extremes(
+            torch.cat([*probes, torch.cat([lrs, others]).to(probes[0].device)])
+        )
         sizes = [len(probe) for probe in probes]
         parts = [sum(sizes), len(lrs), len(others)]
         least, least_lrs, least_others = least.split(parts)
