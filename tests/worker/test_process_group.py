@@ -20,7 +20,7 @@ from adascale_worker.errors import (
     kind_of_error,
 )
 from adascale_worker.membership_links import PeersLostError
-from adascale_worker.process_group import ReplicaGroup, backend_of, has_equal_values
+from adascale_worker.process_group import ReplicaGroup, backend_of, has_equal_values, is_lost_peer
 from support.launch import free_port
 
 PROGRAM = """
@@ -126,6 +126,20 @@ def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(
     else:
         with pytest.raises(PeersLostError):
             group.sum([1.0])
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:12345", True),
+        ("NCCL Async Error: remote process exited or there was a network error \nNCCL Last Error: ", True),
+        ("NCCL communicator was aborted after a previous error", True),
+        ("NCCL Init failed: invalid usage \nNCCL Last Error: Duplicate GPU detected", False),
+        ("Connection closed by peer", False),
+    ],
+)
+def test_a_lost_peer_is_recognized_by_the_message(message: str, expected: bool) -> None:
+    assert is_lost_peer(RuntimeError(message)) == expected
 
 
 @pytest.mark.parametrize(

@@ -523,6 +523,9 @@ _CONNECTION_ERRORS = (
     "network is unreachable",
     "network is down",
     "host is down",
+    # Of NCCL, and of torch after the communicator is aborted.
+    "remote process exited or there was a network error",
+    "communicator was aborted",
 )
 
 
