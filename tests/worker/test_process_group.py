@@ -4,11 +4,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adascale_worker.device import gpu_names
 from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import (
     CheckpointError,
@@ -108,6 +110,17 @@ def test_a_member_forms_a_group_with_a_new_one_after_formations_that_have_failed
 )
 def test_the_backend_suits_the_devices(device: str, share_a_gpu: bool, backend: str) -> None:
     assert backend_of(torch.device(device), share_a_gpu=share_a_gpu) == backend
+
+
+def test_mig_instances_of_a_gpu_have_ids_of_their_own_and_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(uuid: str, bus: int) -> tuple[str, str]:
+        found = SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        return gpu_names(torch.device("cuda", 0))
+
+    (one, its_place), (other, same_place), (_, another_place) = names("a", 1), names("b", 1), names("c", 2)
+    assert (one, other) == ("a", "b")
+    assert its_place == same_place != another_place
 
 
 @pytest.mark.parametrize(("device", "has_result"), [("cpu", True), ("cuda", False)])

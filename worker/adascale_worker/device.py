@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+from typing import Any, Final
+
 import torch
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+"""Has the same content in all containers of a host."""
 
 
 def select_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
@@ -22,6 +29,12 @@ def select_device(requested: torch.device | str | None, local_rank: int) -> torc
     return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
 
 
-def gpu_id(device: torch.device) -> str:
-    """Return what identifies a GPU among all of a cluster, in every process that uses it."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def gpu_names(device: torch.device) -> tuple[str, str]:
+    """Return what identifies a GPU in every process of a cluster: its id, and its host and address there.
+
+    The MIG instances of a GPU have ids of their own, and the same address. NCCL takes them for one GPU.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    address = f"{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
+    return str(properties.uuid), f"{socket.gethostname()} {boot} {address}"

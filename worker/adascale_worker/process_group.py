@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from adascale_worker import gloo_sockets, gloo_threads, stuck_collective
 from adascale_worker.agent_channel import Assignment
-from adascale_worker.device import gpu_id
+from adascale_worker.device import gpu_names
 from adascale_worker.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError, listen
 from adascale_worker.torch_private import (
@@ -158,8 +158,10 @@ class ReplicaGroup:
                     )
                 if self._device.type == "cuda":
                     key = f"generation-{self.generation}/gpu"
-                    gpu = gpu_id(self._device)
-                    self._share_a_gpu = has_equal_values(store, key, self.rank, self.replicas, gpu)
+                    self._share_a_gpu = any(
+                        has_equal_values(store, f"{key}-{number}", self.rank, self.replicas, name)
+                        for number, name in enumerate(gpu_names(self._device))
+                    )
                 self._initialize(store, FORMATION_TIMEOUT)
                 created = gloo_sockets.open_sockets() - before
                 own_port = [*gloo_sockets.listening_ports(created), 0][0]
