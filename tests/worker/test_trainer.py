@@ -16,7 +16,9 @@ from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.device import select_device
 from adascale_worker.errors import DatasetError, WorkerError
+from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.rng_state import seed_generators
+from adascale_worker.statistics.all_reduce import StatisticsAllReduce
 from adascale_worker.stream import SampleStream
 from adascale_worker.supported_optimizers import UnsupportedOptimizerError
 from support.training import (
@@ -603,6 +605,37 @@ def test_cuda_without_an_index_selects_the_gpu_of_the_local_rank(
     requested: Any, local_rank: int, device: str
 ) -> None:
     assert str(select_device(requested, local_rank)) == device
+
+
+def test_statistics_are_exchanged_before_the_gpu_is_waited_for_and_weights_change(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, only that wait shows whether an exchange has failed."""
+    calls: list[str] = []
+
+    def record(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(StatisticsAllReduce, "wait")
+    record(ReplicaGroup, "wait_for_device")
+    record(torch.optim.SGD, "step")
+    model = network()
+    trainer, optimizer = make_trainer(**FIXED), sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for _, x, y in trainer.dataloader(samples()):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        calls.clear()
+        optimizer.step()
+        break
+    assert calls[:2] == ["wait", "wait_for_device"]
+    assert calls[-1] == "step"
 
 
 # -- values that cannot be saved or reported ------------------------------------------------------------

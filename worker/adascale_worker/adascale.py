@@ -347,6 +347,14 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     # -- a step -----------------------------------------------------------------------------------------
 
+    def exchange_statistics(self) -> None:
+        """Exchange what this step has measured, and wait for it; `step` does so itself.
+
+        A collective call. On a GPU, only what is launched later waits. A loop that has to know whether the
+        exchange has succeeded before anything is changed calls this, and then waits for the GPU.
+        """
+        self._estimator.statistics.exchange()
+
     @overload
     def step(self, closure: None = None) -> None: ...
 

@@ -221,11 +221,12 @@ class SeveralOptimizersLoop(TrainingLoop):
         try:
             self._accumulation.complete(part)
             part.check_gradients(is_restored=self.was_restored)
+            # The exchange must have succeeded before anything is changed.
+            part.adascale.exchange_statistics()
             group.wait_for_device()
             self._trainer.checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
-            # AdaScale waits for its all-reduce before it changes anything.
             if not self.handle_communication_error(error):
                 raise
             return

@@ -614,11 +614,13 @@ class TrainingLoop:
         self.adascale.flags = flags
         self._checks.count_passes(trainer.planner.plan.accumulation)
         try:
+            # The exchange must have succeeded before anything is changed.
+            adascale = self._require_one_optimizer()
+            adascale.exchange_statistics()
             trainer.group.wait_for_device()
             trainer.checkpointing.before_step()
-            self._require_one_optimizer().step()
+            adascale.step()
         except (RuntimeError, PeersLostError) as error:
-            # AdaScale waits for its all-reduce before it changes anything.
             if not self.handle_communication_error(error):
                 raise
             self._discard_step()

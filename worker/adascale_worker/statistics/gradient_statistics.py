@@ -176,6 +176,18 @@ class GradientStatistics:
             return self._estimate(statistics, self._loss_scale.inferred.to(statistics.averaged))
         return self._estimate(statistics, torch.full_like(statistics.averaged[0], self._scale_of_scaler))
 
+    def exchange(self) -> None:
+        """Start the all-reduce of a measured step if it has not started, and wait for it.
+
+        On a GPU, what is launched from now on waits. `finish_step` does so too.
+        """
+        if not self._is_measuring or self.is_excluded_from_join():
+            return
+        if self._all_reduce is None:
+            self._measure()
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+
     def finish_step(self, *, divided: bool) -> StepMeasurement:
         """Return the result of this step. Called when the optimizer is about to use the gradients.
 
@@ -184,8 +196,7 @@ class GradientStatistics:
         """
         if not self._is_measuring or self.is_excluded_from_join():
             return StepMeasurement()
-        if self._all_reduce is None:
-            self._measure()
+        self.exchange()
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is None:
             return StepMeasurement()
