@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import spawn
 from adascale_worker import state_transfer
 from adascale_worker.agent_channel import Assignment, Member
 from adascale_worker.environment import RankAssignment
+from adascale_worker.membership_links import PeersLostError
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.receive_memory import SMALL, ReceiveMemory
 from adascale_worker.state_transfer import CHUNK, Route, routes
@@ -76,6 +77,24 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
+
+
+class Aborted:
+    """A group whose messages on a GPU are aborted, which only the GPU knows at first."""
+
+    def send(self, *_: object) -> None:
+        """Start a message."""
+
+    def wait(self, _: None) -> None:
+        """Let the GPU wait."""
+
+    def wait_for_device(self) -> None:
+        raise PeersLostError
+
+
+def test_a_transfer_ends_when_a_gpu_has_made_it() -> None:
+    with pytest.raises(PeersLostError):
+        state_transfer.send(Aborted(), 1, large_state(), device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 REPLICAS = 5

@@ -182,10 +182,15 @@ class _Link:
             self._pass_on()
 
     def finish(self) -> None:
-        """Wait until everything is received and sent."""
+        """Wait until everything is received and sent.
+
+        Raises:
+            PeersLostError: a member was lost, also while a GPU has received.
+        """
         self.wait_until_received()
         while self._sending:
             self._wait_for_sent()
+        self._group.wait_for_device()
 
     def _pass_on(self) -> None:
         work, chunk = self._receiving.popleft()
