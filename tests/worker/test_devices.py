@@ -19,7 +19,7 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.checkpoint import CheckpointStore
 from adascale_worker.snapshot import Snapshot
-from adascale_worker.state_tree import flatten
+from adascale_worker.state_tree import flatten, on_host
 from e2e.local_run import adascale, write_job
 from support.gan import Gan, noise_of
 from support.launch import wait_until
@@ -249,6 +249,15 @@ def test_a_snapshot_keeps_what_the_program_deletes(device: torch.device) -> None
     torch.zeros(1 << 24, device=device)
     content = torch.frombuffer(bytearray(b"".join(snapshot.parts(1 << 26))), dtype=torch.float32)
     assert torch.equal(content, expected)
+
+
+@on_each_device
+def test_a_tree_is_copied_to_the_host(device: torch.device) -> None:
+    rows = torch.arange(6.0, device=device).view(2, 3).T
+    found = on_host({"rows": rows, "best": (torch.ones((), device=device), 3)})
+    assert {tensor.device.type for tensor in flatten(found)[1]} == {"cpu"}
+    assert torch.equal(found["rows"], rows.cpu())
+    assert found["best"] == (1.0, 3)
 
 
 @pytest.mark.gpu

@@ -151,6 +151,16 @@ def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
         raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
 
 
+def on_host(tree: Any) -> Any:
+    """Return an equal tree whose tensors are on the host.
+
+    Args:
+        tree: consists of `ALLOWED` types.
+    """
+    spec, tensors = flatten(tree)
+    return unflatten(spec, [tensor.cpu() for tensor in tensors])
+
+
 # -- encoding -------------------------------------------------------------------------------------------
 
 

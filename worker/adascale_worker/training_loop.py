@@ -56,7 +56,7 @@ from adascale_worker.program_state import ProgramState
 from adascale_worker.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
 from adascale_worker.rng_state import seed_generators
 from adascale_worker.shutdown import FastExit, ShutdownSignal
-from adascale_worker.state_tree import layouts
+from adascale_worker.state_tree import layouts, on_host
 from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState, model_tensor_numbers
 from adascale_worker.user_code import calling_line
@@ -354,6 +354,9 @@ class TrainingLoop:
         state = state_transfer.receive(
             group, route, device=device, memory=self._receive_memory, places=self._places_for
         )
+        if device.type != "cpu":
+            # As from a checkpoint: the program's objects may keep the tensors that they get.
+            state["program"]["registered"] = on_host(state["program"]["registered"])
         self._state.load_state_dict(state)
         self._initial_weights = None
         self._delivered = trainer.progress.consumed
