@@ -4,9 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from adascale_core.batch import BatchPlan
 from adascale_worker.step_timer import StepTimer
@@ -64,7 +69,7 @@ def test_a_step_timeout_ends_the_process_as_a_kill_from_outside_does() -> None:
 class Observed:
     """A watchdog over the thread of the test, with its own clock."""
 
-    def __init__(self, *, inside_epoch: bool = True) -> None:
+    def __init__(self, *, inside_epoch: bool = True, replicas: int = 1) -> None:
         self.timer = StepTimer()
         self.reports: list[Stall | None] = []
         self.inside_epoch = inside_epoch
@@ -72,7 +77,7 @@ class Observed:
             self.timer,
             lambda: self.inside_epoch,
             lambda: "rank 0",
-            lambda: 1,
+            lambda: replicas,
             None,
             report=self.reports.append,
         )
@@ -96,6 +101,38 @@ def test_a_stall_is_reported_once_and_its_end_once(capfd: pytest.CaptureFixture[
     assert not stall.waiting
     assert __file__ in stall.line
     assert "adascale: no step for 31 s: rank 0 is at" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        (torch.cuda.Stream.synchronize.__module__, True),
+        ("torch.distributed.distributed_c10d", True),
+        ("train", False),
+    ],
+)
+def test_a_replica_whose_gpu_waits_for_others_waits_itself(module: str, waits: bool) -> None:
+    observed = Observed(replicas=2)
+    function: dict[str, Any] = {"__name__": module, "look": lambda: observed.look(0, 31)}
+    exec("def synchronize(): look()", function)
+
+    def frames() -> dict[int, FrameType]:
+        return {threading.get_ident(): frame_of(function["synchronize"])}
+
+    with mock.patch.object(sys, "_current_frames", frames):
+        function["synchronize"]()
+    (stall,) = observed.reports
+    assert stall is not None
+    assert stall.waiting == waits
+
+
+def frame_of(function: Any) -> FrameType:
+    """The innermost frame that executes this function."""
+    frame = sys._getframe()
+    while frame.f_code is not function.__code__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
 
 
 def test_nothing_is_reported_outside_of_the_data_loop() -> None:

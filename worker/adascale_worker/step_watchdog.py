@@ -35,8 +35,15 @@ POLL_INTERVAL = 1.0
 WAITING_FACTOR = 1.5
 """A replica that only waits for the others ends its process after this multiple of the step timeout."""
 
-_COLLECTIVE_MODULES = ("torch.autograd", "torch.distributed", "torch.nn.parallel", "adascale_worker")
-"""Modules whose functions wait for other replicas. Others that they call, such as a data set, do not."""
+_COLLECTIVE_MODULES = (
+    "torch.autograd",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.cuda.streams",
+    "adascale_worker",
+)
+"""Modules whose functions wait for other replicas, on a GPU for kernels that do. Others that they call, such
+as a data set, do not."""
 
 
 @dataclass(frozen=True)
