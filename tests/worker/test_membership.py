@@ -71,13 +71,28 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
 
 
 @pytest.mark.parametrize(
-    ("victim", "width"), [pytest.param(0, 16, marks=pytest.mark.slow), (1, 16), (0, 50_000)]
+    ("victim", "width", "gpus"),
+    [
+        pytest.param(0, 16, 0, marks=pytest.mark.slow),
+        (1, 16, 0),
+        (0, 50_000, 0),
+        pytest.param(0, 50_000, 1, marks=pytest.mark.gpu, id="replicas share a GPU, with gloo"),
+        pytest.param(0, 50_000, 2, marks=pytest.mark.gpu, id="a GPU for each replica, with NCCL"),
+    ],
 )
 def test_a_killed_member_costs_no_step_and_no_bit(
-    make_members: Callable[..., Members], victim: int, width: int
+    make_members: Callable[..., Members], victim: int, width: int, gpus: int
 ) -> None:
     """Large weights are received into those of the replacement's model."""
-    options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, "WIDTH": width, **({"KEEP_GRADIENTS": 1} if victim else {})}
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    options = {
+        "EPOCHS": 6,
+        "STEP_SECONDS": 0.01,
+        "WIDTH": width,
+        "GPUS": gpus,
+        **({"KEEP_GRADIENTS": 1} if victim else {}),
+    }
     calm = make_members("calm", **options)
     calm.activate(calm.start(2))
     expected = calm.finish()

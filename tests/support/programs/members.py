@@ -6,7 +6,8 @@ KEEP_GRADIENTS, to set gradients to zero instead of None; FITS, the samples of a
 SHORT, where others fail (forward, backward, allocate, loss), after SHORT_AFTER steps, and SHORT_REPLICA, on
 which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, how the model is compiled
 ("in place" or "wrapped"), after which a second compilation is an error; EVALUATES, to evaluate
-after training, which ends when the trainer is "finished", or after the "epochs".
+after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many GPUs the
+replicas are.
 """
 
 import hashlib
@@ -25,7 +26,11 @@ from torch import nn
 from adascale_worker import ElasticTrainer
 
 folder = Path(os.environ["JOURNAL"])
-trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')))
+gpus = int(os.environ.get("GPUS", "0"))
+trainer = ElasticTrainer(
+    **json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')),
+    device=f"cuda:{int(os.environ['REPLICA']) % gpus}" if gpus else None,
+)
 
 torch.manual_seed(1)
 features = torch.randn(48, 6)
@@ -72,7 +77,7 @@ width = int(os.environ.get("WIDTH", "16"))
 torch.manual_seed(int(os.environ["REPLICA"]))
 model: nn.Module = nn.Sequential(
     nn.Linear(6, width), nn.BatchNorm1d(width), Memory(), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
-)
+).to(trainer.device)
 if compilation := os.environ.get("COMPILE"):
     torch._dynamo.config.error_on_recompile = True
     if compilation == "in place":
@@ -108,7 +113,8 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
             steps, samples = trainer.steps, trainer.samples
             optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
             noise = random.random() + float(numpy.random.rand())
-            loss = nn.functional.cross_entropy(model(x + 0.01 * noise), y)
+            x, y = (x + 0.01 * noise).to(trainer.device), y.to(trainer.device)
+            loss = nn.functional.cross_entropy(model(x), y)
             require_memory(len(x), "loss")
             loss.backward()
             optimizer.step()
@@ -148,8 +154,8 @@ if evaluates:
     evaluation = trainer.evaluation(dataset, batch_size=5)
     with torch.no_grad():
         for _, x, y in evaluation:
-            evaluation.add(correct=(model(x).argmax(1) == y).sum())
+            evaluation.add(correct=(model(x.to(trainer.device)).argmax(1).cpu() == y).sum())
     trainer.report_result(correct=float(evaluation.means["correct"]))
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
 (folder / f"weights-{os.environ['REPLICA']}-{os.getpid()}").write_text(digest)
