@@ -1,8 +1,11 @@
 """The option `--device` of the benchmarks that run on the CPU and on a GPU."""
 
 import argparse
+import os
 
 import torch
+
+from adascale_controller.local.machine import visible_gpus
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -20,3 +23,12 @@ def check(parser: argparse.ArgumentParser, device: str) -> None:
             f"{parser.prog}: --device cuda needs a GPU with CUDA, and torch {torch.__version__} finds none; "
             "use --device cpu, or a machine with a GPU\n",
         )
+
+
+def environment(device: str, replica: int) -> dict[str, str]:
+    """Return the variables with which a process sees this device alone, and of several GPUs one.
+
+    As with `adascale run`, each replica has a GPU of its own, but they share GPUs if there are fewer of them.
+    """
+    gpus = visible_gpus(os.environ) if device == "cuda" else [""]
+    return {"CUDA_VISIBLE_DEVICES": gpus[replica % len(gpus)]}

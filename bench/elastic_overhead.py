@@ -1,6 +1,7 @@
 """The cost per step of what makes a job elastic: processor time relative to the same trainer without agents.
 
     OMP_NUM_THREADS=1 python bench/elastic_overhead.py [--blocks 30] [--steps 32] [networks ...]
+    python bench/elastic_overhead.py --device cuda [--blocks 30] [--steps 32] [networks ...]
 
 Two replicas on this machine with gloo and one thread each, in processes of their own for each contender. All
 take turns in short runs of steps, in an order that changes from block to block, and wait between their turns.
@@ -10,6 +11,10 @@ quartiles, and the processor time itself.
 Contenders: `plain` (DistributedDataParallel and SGD with momentum), `plain again`, which shows the difference
 between two equal contenders, `trainer` (ElasticTrainer without agents), and `elastic` (ElasticTrainer with
 agents and a metrics service). All load the same samples with DataLoader.
+
+With `--device cuda`, networks are on GPUs, and the time of a step is measured instead of processor time,
+until the GPU has made it. The replicas use NCCL if each has a GPU of its own; otherwise they share one, with
+gloo. It has not been run on GPUs.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import device_option
 import overhead
 import rescale
 import rescale_model
@@ -38,6 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from adascale_worker import ElasticTrainer
+from adascale_worker.device import select_device
+from adascale_worker.process_group import backend_of
 from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
 
 CONTENDERS = ("plain", "plain again", "trainer", "elastic")
@@ -73,9 +81,10 @@ def network_of(name: str) -> tuple[nn.Module, TensorDataset]:
 
 
 class Turns:
-    """Waits for the turns of a process, and records its processor time per step."""
+    """Waits for the turns of a process, and records its processor time per step, or on a GPU the time."""
 
-    def __init__(self, folder: Path, contender: str, steps: int) -> None:
+    def __init__(self, folder: Path, contender: str, steps: int, device: torch.device) -> None:
+        self._device = device
         self._folder = folder
         self._contender = contender
         self._steps = steps
@@ -88,13 +97,19 @@ class Turns:
         self._made += 1
         if self._made >= 0 and self._made % self._steps == 0:
             if self._made:
-                seconds = (time.process_time() - self._begin) / self._steps
+                seconds = (self._now() - self._begin) / self._steps
                 self._write(f"{self._turn} {seconds}")
             else:
                 self._write("ready")
             self._turn += 1
             self._wait()
-            self._begin = time.process_time()
+            self._begin = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _write(self, line: str) -> None:
         with (self._folder / f"{self._contender}-{os.getpid()}").open("a") as file:
@@ -106,28 +121,35 @@ class Turns:
             time.sleep(POLL)
 
 
-def run(contender: str, network: str, folder: Path, steps: int) -> None:
+def run(contender: str, network: str, folder: Path, steps: int, device_type: str) -> None:
     """Train as a contender, until the process is killed."""
     torch.set_num_threads(1)
+    device = select_device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
     model, dataset = network_of(network)
-    turns = Turns(folder, contender, steps)
+    model.to(device)
+    turns = Turns(folder, contender, steps, device)
     loss_of = nn.CrossEntropyLoss()
 
     def train(batches: Iterator[list[Tensor]], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for x, y in batches:
             optimizer.zero_grad()
-            loss_of(model(x), y).backward()
+            loss_of(model(x.to(device)), y.to(device)).backward()
             optimizer.step()
             turns.step()
 
     if contender.startswith("plain"):
-        dist.init_process_group("gloo")
-        parallel = DistributedDataParallel(model)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend_of(device, share_a_gpu=torch.cuda.device_count() < REPLICAS))
+        parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         optimizer = overhead.sgd(model.parameters())
         while True:
             train(iter(DataLoader(dataset, batch_size=LOCAL_BSZ, shuffle=True)), parallel, optimizer)
     trainer = ElasticTrainer(
-        batch_size=LOCAL_BSZ, max_batch_size=REPLICAS * LOCAL_BSZ, local_bsz_bounds=(LOCAL_BSZ, LOCAL_BSZ)
+        batch_size=LOCAL_BSZ,
+        max_batch_size=REPLICAS * LOCAL_BSZ,
+        local_bsz_bounds=(LOCAL_BSZ, LOCAL_BSZ),
+        device=device,
     )
     optimizer = overhead.sgd(model.parameters())
     state = trainer.program_reentry(model, optimizer)
@@ -139,10 +161,10 @@ def run(contender: str, network: str, folder: Path, steps: int) -> None:
 # -- the measurement --------------------------------------------------------------------------------------
 
 
-def start(contender: str, network: str, folder: Path, steps: int, stack: ExitStack) -> None:
+def start(contender: str, network: str, folder: Path, steps: int, device: str, stack: ExitStack) -> None:
     """Start the processes of a contender."""
     program = [sys.executable, __file__, "--run", contender, "--folder", str(folder), "--steps", str(steps)]
-    program.append(network)
+    program += ["--device", device, network]
     environ = {"OMP_NUM_THREADS": "1"}
 
     def begin(command: list[str], own: dict[str, str]) -> None:
@@ -158,14 +180,18 @@ def start(contender: str, network: str, folder: Path, steps: int, stack: ExitSta
         allocate(1, REPLICAS)
         for replica in range(REPLICAS):
             command = [sys.executable, "-m", "adascale_worker.agent", "--", *program]
-            begin(command, {**service, "ADASCALE_REPLICA": str(replica)})
+            begin(
+                command,
+                {**service, **device_option.environment(device, replica), "ADASCALE_REPLICA": str(replica)},
+            )
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     for rank in range(REPLICAS):
-        ranks = {"RANK": str(rank), "WORLD_SIZE": str(REPLICAS), "LOCAL_RANK": "0"}
-        begin(program, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(REPLICAS)}
+        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(REPLICAS)}
+        begin(program, {**ranks, **local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
 
 
 def lines_of(folder: Path, contender: str, number: int) -> list[str]:
@@ -184,14 +210,14 @@ def lines_of(folder: Path, contender: str, number: int) -> list[str]:
     return rescale.wait_until(written, f"{contender}, turn {number}")
 
 
-def measure(network: str, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Return the processor seconds per step of both replicas of each contender, by block."""
+def measure(network: str, blocks: int, steps: int, device: str) -> dict[str, list[float]]:
+    """Return the seconds per step of both replicas of each contender, by block: of processors, or on GPUs."""
     found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     order = random.Random(0)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         for contender in CONTENDERS:
-            start(contender, network, folder, steps, stack)
+            start(contender, network, folder, steps, device, stack)
             lines_of(folder, contender, 0)
         for block in range(1, blocks + 1):
             for contender in order.sample(CONTENDERS, len(CONTENDERS)):
@@ -201,9 +227,10 @@ def measure(network: str, blocks: int, steps: int) -> dict[str, list[float]]:
     return found
 
 
-def show(network: str, found: dict[str, list[float]]) -> None:
+def show(network: str, found: dict[str, list[float]], device: str) -> None:
     """Print the ratios of a network."""
-    print(f"{network}: milliseconds of processor time of a step of both replicas, median")
+    measured = "processor time" if device == "cpu" else "time"
+    print(f"{network}: milliseconds of {measured} of a step of both replicas, median")
     for name, seconds in found.items():
         print(f"  {name:24} {1e3 * statistics.median(seconds):8.3f}")
     print("  ratio")
@@ -227,12 +254,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all times")
     parser.add_argument("--run", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    device_option.add_to(parser)
     options = parser.parse_args()
+    device_option.check(parser, options.device)
     if options.run:
-        run(options.run, options.networks[0], options.folder, options.steps)
-    results = {network: measure(network, options.blocks, options.steps) for network in options.networks}
+        run(options.run, options.networks[0], options.folder, options.steps, options.device)
+    results = {
+        network: measure(network, options.blocks, options.steps, options.device)
+        for network in options.networks
+    }
     for network, found in results.items():
-        show(network, found)
+        show(network, found, options.device)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

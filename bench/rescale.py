@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/rescale.py [--state tiny|1GB] [--rounds 3] [--torchft PYTHON] [--torchrun]
     .venv/bin/python bench/rescale.py --program FILE [--spec JSON] [--counts 1,2,1] [--kill RANK] [--json]
+    .venv/bin/python bench/rescale.py --device cuda [options as above]
 
 A program runs through replica counts with agents and a metrics service, as `adascale run` and the operator
 start them. When the largest count is reached for the first time, the trainer of a rank is killed (SIGKILL).
@@ -23,6 +24,10 @@ Beside it run: with --torchft, the same model with torchft (`rescale_torchft.py`
 replica group of size 1 for each replica, on gloo, with a heartbeat timeout of --heartbeat-timeout-ms; with
 --torchrun, the same program, terminated and started again by torchrun; and with 1GB, a broadcast of tensors
 of the size of the state among as many processes, with gloo. All use the huge pages that an agent chooses.
+
+With `--device cuda`, each replica has a GPU of its own, and all use NCCL. With fewer GPUs than replicas,
+AdaScale's share them and use gloo; torchft and the broadcast need enough. A step then ends when the GPU has
+made it. With the default, no process sees a GPU. It has not been run on GPUs.
 """
 
 from __future__ import annotations
@@ -45,6 +50,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import device_option
+import overhead
 import torch
 import torch.distributed as dist
 import urllib3
@@ -52,6 +59,8 @@ from torch.multiprocessing.spawn import spawn
 
 from adascale_core.messages import JobSpec
 from adascale_worker.agent.trainer_process import DEFAULTS
+from adascale_worker.device import select_device
+from adascale_worker.process_group import backend_of
 
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"
@@ -90,28 +99,30 @@ def main() -> None:
     )
     parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--json", action="store_true", help="print all values as JSON")
+    device_option.add_to(parser)
     arguments = parser.parse_args()
+    device_option.check(parser, arguments.device)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the processes, too.
     counts = [int(count) for count in arguments.counts.split(",")]
     if arguments.kill is not None and not 0 <= arguments.kill < max(counts):
         parser.error(
             f"--kill must be a rank of the largest count, 0 to {max(counts) - 1}, got {arguments.kill}"
         )
-    linger = arguments.steps or LINGER[arguments.state]
+    linger, device = arguments.steps or LINGER[arguments.state], arguments.device
     os.environ["BENCH_STATE"] = arguments.state
     command = [sys.executable, str(arguments.program or PROGRAM)]
     spec: Spec = (lambda _: arguments.spec) if arguments.spec is not None else one_batch_each
     contenders: dict[str, Callable[[Path], Iterator[tuple[str, float]]]] = {
-        "adascale": lambda folder: by_agents(folder, command, spec, counts, arguments.kill, linger)
+        "adascale": lambda folder: by_agents(folder, command, spec, counts, arguments.kill, linger, device)
     }
     if arguments.torchft:
         contenders["torchft"] = lambda folder: by_torchft(
-            folder, arguments.torchft, counts, arguments.kill, linger, arguments.heartbeat_timeout_ms
+            folder, arguments.torchft, counts, arguments.kill, linger, arguments.heartbeat_timeout_ms, device
         )
     if arguments.torchrun:
-        contenders["torchrun"] = lambda folder: by_torchrun(folder, command, spec, counts, linger)
+        contenders["torchrun"] = lambda folder: by_torchrun(folder, command, spec, counts, linger, device)
     if arguments.state == "1GB":
-        contenders["broadcast"] = lambda folder: broadcast(folder, sorted(set(counts) - {1}))
+        contenders["broadcast"] = lambda folder: broadcast(folder, sorted(set(counts) - {1}), device)
     results: dict[str, Measured] = {name: {} for name in contenders}
     for _ in range(arguments.rounds):
         for name, measure in contenders.items():
@@ -288,7 +299,13 @@ def settings(spec: dict[str, Any]) -> dict[str, str]:
 
 
 def by_agents(
-    folder: Path, command: list[str], spec: Spec, counts: list[int], kill: int | None, linger: int
+    folder: Path,
+    command: list[str],
+    spec: Spec,
+    counts: list[int],
+    kill: int | None,
+    linger: int,
+    device: str,
 ) -> Iterator[tuple[str, float]]:
     """Change the replicas of a program with agents."""
     agents: dict[int, subprocess.Popen[bytes]] = {}
@@ -310,7 +327,12 @@ def by_agents(
                     agents[replica] = start(
                         [sys.executable, "-m", "adascale_worker.agent", "--", *recorded],
                         folder,
-                        {**environ, **settings(spec(count)), "ADASCALE_REPLICA": str(replica)},
+                        {
+                            **environ,
+                            **settings(spec(count)),
+                            **device_option.environment(device, replica),
+                            "ADASCALE_REPLICA": str(replica),
+                        },
                     )
                 settled = steps.wait_for(count, linger, decided)
                 if before:
@@ -337,7 +359,13 @@ def by_agents(
 
 
 def by_torchft(
-    folder: Path, python: Path, counts: list[int], kill: int | None, linger: int, heartbeat_ms: int
+    folder: Path,
+    python: Path,
+    counts: list[int],
+    kill: int | None,
+    linger: int,
+    heartbeat_ms: int,
+    device: str,
 ) -> Iterator[tuple[str, float]]:
     """Change the replica groups of torchft; a group that leaves is terminated."""
     steps = Steps(folder / "steps")
@@ -361,7 +389,9 @@ def by_torchft(
 
     def start_group(replica: int) -> None:
         groups[replica] = start(
-            [str(python), str(TORCHFT_PROGRAM)], folder, {**environ, "REPLICA": str(replica)}
+            [str(python), str(TORCHFT_PROGRAM)],
+            folder,
+            {**environ, **device_option.environment(device, replica), "REPLICA": str(replica)},
         )
 
     try:
@@ -396,7 +426,7 @@ def by_torchft(
 
 
 def by_torchrun(
-    folder: Path, command: list[str], spec: Spec, counts: list[int], linger: int
+    folder: Path, command: list[str], spec: Spec, counts: list[int], linger: int, device: str
 ) -> Iterator[tuple[str, float]]:
     """Change the replicas by restarting torchrun, with SIGTERM, so that the program saves."""
     steps = Steps(folder / "steps")
@@ -421,7 +451,7 @@ def by_torchrun(
                     *(str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]),
                 ],
                 folder,
-                settings(spec(count)),
+                {**settings(spec(count)), **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})},
             )
             settled = steps.wait_for(count, linger, decided)
             if before:
@@ -433,26 +463,30 @@ def by_torchrun(
             run.wait(TIMEOUT)
 
 
-def broadcast(folder: Path, counts: Sequence[int]) -> Iterator[tuple[str, float]]:
+def broadcast(folder: Path, counts: Sequence[int], device: str) -> Iterator[tuple[str, float]]:
     """Broadcast tensors of the size of the state among processes."""
     for count in counts:
         store = folder / f"store-{count}"
-        spawn(_broadcast_rank, (str(store), count), nprocs=count)
+        spawn(_broadcast_rank, (str(store), count, device), nprocs=count)
         yield f"broadcast of the state among {count}", float(store.with_suffix(".seconds").read_text())
 
 
-def _broadcast_rank(rank: int, store: str, count: int) -> None:
+def _broadcast_rank(rank: int, store: str, count: int, device_type: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
-    tensors = [torch.ones(shape) for shape in STATE_TENSORS]
+    device = select_device(device_type, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = backend_of(device, share_a_gpu=False)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
+    tensors = [torch.ones(shape, device=device) for shape in STATE_TENSORS]
     rounds = []
     for _ in range(3):
-        dist.barrier()
+        overhead.meet(device)
         begun = time.perf_counter()
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
-        dist.barrier()
+        overhead.meet(device)
         rounds.append(time.perf_counter() - begun)
     if rank == 0:
         Path(store).with_suffix(".seconds").write_text(str(median(rounds)))

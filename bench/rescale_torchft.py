@@ -5,8 +5,9 @@ It runs in an environment of its own, which has torchft and not AdaScale:
     .venv/bin/uv venv --python .venv/bin/python .venv-torchft
     VIRTUAL_ENV=.venv-torchft .venv/bin/uv pip install torchft-nightly numpy torch==<version of .venv>
 
-Environment: BENCH_STATE, BENCH_FOLDER, REPLICA, TORCHFT_LIGHTHOUSE. Records its steps as `step_times.py`
-does, with torchft's own count of committed steps and of participants.
+Environment: BENCH_STATE, BENCH_FOLDER, REPLICA, TORCHFT_LIGHTHOUSE. It uses the GPU that it sees, with NCCL,
+or else the CPU, with gloo. Records its steps as `step_times.py` does, with torchft's own count of committed
+steps and of participants.
 """
 
 import os
@@ -19,11 +20,20 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
+from torchft import (  # type: ignore[import-not-found]
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+)
 
 STATE = os.environ["BENCH_STATE"]
 features, targets = rescale_model.samples(STATE)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 model, sgd = rescale_model.make(STATE)
+model.to(device)
+group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -33,7 +43,7 @@ def load_state_dict(state):  # type: ignore[no-untyped-def]
 
 
 manager = Manager(
-    pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+    pg=group(timeout=timedelta(seconds=60)),
     min_replica_size=1,
     load_state_dict=load_state_dict,
     state_dict=lambda: {"model": model.state_dict(), "optimizer": sgd.state_dict()},
@@ -50,6 +60,8 @@ lines = (Path(os.environ["BENCH_FOLDER"]) / f"steps-{os.getpid()}").open("a", bu
 
 
 def stepped(*_):  # type: ignore[no-untyped-def]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     participants = manager.num_participants()
     lines.write(f"{time.time()} {manager.current_step()} 0 {participants} {os.environ['REPLICA']}\n")
 
@@ -59,5 +71,6 @@ generator = torch.Generator().manual_seed(int(os.environ["REPLICA"]))
 while True:
     chosen = torch.randint(len(features), (rescale_model.LOCAL_BSZ,), generator=generator)
     optimizer.zero_grad()
-    nn.functional.cross_entropy(ddp(features[chosen]), targets[chosen]).backward()
+    loss = nn.functional.cross_entropy(ddp(features[chosen].to(device)), targets[chosen].to(device))
+    loss.backward()
     optimizer.step()

@@ -3,7 +3,8 @@
     python step_times.py FOLDER PROGRAM [ARGUMENT...]
 
 Each process appends a line to a file of its own in FOLDER for each step of an optimizer of torch: the seconds
-since 1970, the number of the step, the generation, the replicas and the rank.
+since 1970, the number of the step, the generation, the replicas and the rank. On a GPU a step ends when the
+GPU has made it, which the program waits for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from adascale_worker import ElasticTrainer
@@ -45,6 +47,8 @@ def record(folder: Path) -> None:
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         if trainers and not isinstance(optimizer, AdaScale):
             trainer = trainers[-1]
+            if trainer.device.type == "cuda":
+                torch.cuda.synchronize(trainer.device)
             step = trainer._trainer.progress.step + 1
             lines.write(f"{time.time()} {step} {trainer.generation} {trainer.replicas} {trainer.rank}\n")
 

@@ -13,7 +13,9 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import accuracy
+import elastic_overhead
 import overhead
+import rescale
 
 from support.launch import run_python
 
@@ -32,7 +34,7 @@ def run(program: str, *arguments: object) -> str:
     return run_python(BENCH / program, *arguments, timeout=280)
 
 
-@pytest.mark.parametrize("program", [overhead, accuracy])
+@pytest.mark.parametrize("program", [overhead, accuracy, elastic_overhead, rescale])
 def test_without_a_gpu_the_device_cuda_is_refused_in_one_line(
     program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +88,20 @@ def test_what_a_step_does_is_counted_on_each_device(device: str, tmp_path: Path)
     assert ("kernels" in counts["plain"]) == (device == "cuda")
     for what in {"operators", "kernels"} & set(counts["plain"]):
         assert 0 < counts["plain"][what] < counts["every step"][what]
+
+
+@on_each_device
+def test_the_cost_of_being_elastic_is_measured_on_each_device(device: str) -> None:
+    printed = run("elastic_overhead.py", "tiny", "--device", device, "--blocks", 2, "--steps", 1)
+    assert "elastic / trainer" in printed
+
+
+@on_each_device
+def test_a_change_of_the_replica_count_is_measured_on_each_device(device: str) -> None:
+    options = ["--device", device, "--counts", "1,2,1", "--kill", 0, "--rounds", 1, "--steps", 5]
+    printed = run("rescale.py", *options)
+    assert "1 to 2: still" in printed
+    assert "kill: next" in printed
 
 
 @pytest.mark.gpu
