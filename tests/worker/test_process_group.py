@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adascale_worker import process_group, stuck_collective
 from adascale_worker.device import gpu_names
 from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import (
@@ -28,7 +30,7 @@ from support.launch import free_port
 PROGRAM = """
 import datetime, socket, sys
 import torch
-from adascale_worker import process_group
+from adascale_worker import process_group, stuck_collective
 from adascale_worker.agent_channel import Assignment, Member
 from adascale_worker.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError
@@ -139,6 +141,30 @@ def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(
     else:
         with pytest.raises(PeersLostError):
             group.sum([1.0])
+
+
+def test_a_communicator_is_not_destroyed_while_it_is_aborted_nor_aborted_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cuda"), is_elastic=True)
+    group._formed, group._share_a_gpu = True, False
+    events: list[str] = []
+
+    def abort() -> None:
+        destroys.start()
+        destroys.join(0.1)
+        events.append("aborted")
+
+    destroys = threading.Thread(target=group.destroy)
+    monkeypatch.setattr(process_group, "abort_process_group", abort)
+    monkeypatch.setattr(stuck_collective, "watch", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: events.append("destroyed"))
+    group.fail()
+    destroys.join()
+    group._failed = False
+    group.fail()
+    assert events == ["aborted", "destroyed"]
 
 
 @pytest.mark.parametrize(

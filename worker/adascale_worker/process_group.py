@@ -82,6 +82,8 @@ class ReplicaGroup:
         self._formed = False
         self._failed = False
         self._lock = threading.Lock()
+        self._aborting = threading.Lock()
+        """Held while NCCL's communicator is aborted, which must not be destroyed meanwhile."""
         self._sockets: frozenset[tuple[int, str]] = frozenset()
         self._sockets_before: frozenset[tuple[int, str]] | None = None
 
@@ -232,9 +234,10 @@ class ReplicaGroup:
 
     def destroy(self) -> None:
         """Destroy the process group if this object initialized it. May be called again."""
-        if self._formed and dist.is_initialized():
+        with self._aborting:
+            was_formed, self._formed = self._formed, False
+        if was_formed and dist.is_initialized():
             dist.destroy_process_group()
-        self._formed = False
         self._sockets = frozenset()
 
     def destroy_before_finalization(self) -> None:
@@ -267,8 +270,9 @@ class ReplicaGroup:
             )
         # The others have to know of it, also if the next call takes long.
         self.on_failure()
-        if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
-            abort_process_group()
+        with self._aborting:
+            if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
+                abort_process_group()
 
     def be_alone(self) -> None:
         """Let this replica save its state by itself, because its generation has ended. It leaves next."""
