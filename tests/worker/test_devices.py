@@ -18,8 +18,11 @@ from torch.utils.data import TensorDataset
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.checkpoint import CheckpointStore
+from adascale_worker.environment import RankAssignment
+from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.state_tree import flatten, on_host
+from adascale_worker.weight_checks import all_finite
 from e2e.local_run import adascale, write_job
 from support.gan import Gan, noise_of
 from support.launch import wait_until
@@ -326,6 +329,25 @@ def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(
 def flattened(tree: Any) -> list[Tensor]:
     """Copies of the tensors of a tree, on the host."""
     return [tensor.cpu().clone() for tensor in flatten(tree)[1]]
+
+
+@pytest.mark.gpu
+def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
+    device = torch.device("cuda", 0)
+    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), device, is_elastic=True)
+    weight = torch.randn(1 << 20, device=device)
+    expected, snapshot, done = weight.cpu(), Snapshot(), torch.cuda.Event()
+    torch.cuda._sleep(1 << 33)  # some seconds
+    done.record()
+
+    def save() -> bool:
+        snapshot.copy({"weight": weight}, weights=[weight])
+        return all_finite([weight]) and torch.equal(snapshot.weights[0], expected)
+
+    group.save_alone = save
+    assert group._save_beside()
+    assert not done.query()
+    torch.cuda.synchronize(device)
 
 
 @pytest.mark.gpu

@@ -266,13 +266,20 @@ class ReplicaGroup:
         if before is None:
             # What waits while a group is formed has a timeout.
             stuck_collective.watch(
-                lambda: not self._failed or self.generation != generation, lambda: self.save_alone()
+                lambda: not self._failed or self.generation != generation, self._save_beside
             )
         # The others have to know of it, also if the next call takes long.
         self.on_failure()
         with self._aborting:
             if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
                 abort_process_group()
+
+    def _save_beside(self) -> bool:
+        """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
+        if self._device.type != "cuda":
+            return self.save_alone()
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return self.save_alone()
 
     def be_alone(self) -> None:
         """Let this replica save its state by itself, because its generation has ended. It leaves next."""
