@@ -143,6 +143,18 @@ def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(
             group.sum([1.0])
 
 
+def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cuda"), is_elastic=True)
+    group._formed, group._share_a_gpu = True, False
+    monkeypatch.setattr(process_group, "abort_process_group", lambda: torch.ones(2) + torch.ones(3))
+    monkeypatch.setattr(stuck_collective, "watch", lambda *_: None)
+    group.fail()
+    assert group.has_failed
+    assert "NCCL was not aborted: The size of tensor a (2)" in capsys.readouterr().err
+
+
 def test_a_communicator_is_not_destroyed_while_it_is_aborted_nor_aborted_after_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -272,7 +272,11 @@ class ReplicaGroup:
         self.on_failure()
         with self._aborting:
             if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
-                abort_process_group()
+                try:
+                    abort_process_group()
+                except RuntimeError as error:
+                    # What waits for the lost peer on the GPU ends with this process then (see above).
+                    print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
 
     def _save_beside(self) -> bool:
         """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
