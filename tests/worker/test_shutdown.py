@@ -249,6 +249,22 @@ def test_an_error_of_the_program_goes_to_the_excepthook_that_was_set_before(
     assert received == [error]
 
 
+def test_a_shutdown_signal_that_comes_twice_at_once_counts_once() -> None:
+    """A terminal and a launcher may both send it. Python then calls the handler again within the handler."""
+    original = signal.getsignal(signal.SIGTERM)
+    try:
+        shutdown_signal = ShutdownSignal()
+        shutdown_signal.install(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
+        assert callable(handler)
+        handler(signal.SIGTERM, None)
+        handler(signal.SIGTERM, None)
+        assert shutdown_signal.received == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == original
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
 def test_the_second_shutdown_signal_goes_to_the_handler_that_was_set_before() -> None:
     received: list[int] = []
     original = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))

@@ -62,7 +62,11 @@ class ShutdownSignal:
         self._restore(number)
 
     def _restore(self, number: int) -> None:
-        previous = self._previous.pop(number)
+        try:
+            previous = self._previous.pop(number)
+        except KeyError:
+            # The signal has come twice at once, as if both a terminal and a launcher send it: that is one.
+            return
         if signal.getsignal(number) != self._receive:
             # The program has installed its own handler since.
             return
