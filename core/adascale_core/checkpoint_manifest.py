@@ -175,6 +175,12 @@ def manifest_number(name: str) -> int | None:
     return int(match["number"])
 
 
+def is_draft(name: str) -> bool:
+    """Whether a file is one that a process writes, or has left when it was killed."""
+    match = _FILE_NAME.fullmatch(name)
+    return match is not None and match["draft"] is not None
+
+
 def checkpoint_number(name: str) -> int | None:
     """Return the checkpoint's number if `name` is a state, a manifest or a draft, else None."""
     match = _FILE_NAME.fullmatch(name)

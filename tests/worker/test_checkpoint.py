@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.errors import CheckpointError
 from adascale_worker.snapshot import Snapshot
+from adascale_worker.state_file import StateFileLayout
+from adascale_worker.storage import open_storage
 from adascale_worker.storage.folder import Folder
-from adascale_worker.storage.interface import NameTakenError, WriteCancelledError
+from adascale_worker.storage.interface import NameTakenError, StorageError, WriteCancelledError
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
 CHUNK = 1000
@@ -43,8 +47,8 @@ def load(directory: Path) -> tuple[dict[str, Any], Manifest]:
     return loaded
 
 
-def state_of(number: int) -> dict[str, Any]:
-    return {"weights": torch.full((1000,), float(number)), "number": number}
+def state_of(number: int, elements: int = 1000) -> dict[str, Any]:
+    return {"weights": torch.full((elements,), float(number)), "number": number}
 
 
 def test_load_returns_what_was_saved(tmp_path: Path) -> None:
@@ -238,6 +242,49 @@ def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == files
 
 
+def test_a_state_whose_manifest_cannot_be_written_is_deleted_by_the_next_save(tmp_path: Path) -> None:
+    class WithoutManifests(Folder):
+        is_refusing = True
+
+        def create(self, name: str, content: bytes) -> None:
+            if self.is_refusing:
+                raise StorageError("refused by the test")
+            super().create(name, content)
+
+    save(tmp_path, 1)
+    folder = WithoutManifests(tmp_path)
+    store, snapshot = CheckpointStore(folder, CHUNK), Snapshot()
+    snapshot.copy(state_of(2))
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="refused by the test"):
+            store.save(snapshot, INFO)
+        assert len(list(tmp_path.glob("*.safetensors"))) == 2, "one more would fill the disk"
+    folder.is_refusing = False
+    store.save(snapshot, INFO)
+    assert load(tmp_path)[0]["number"] == 2
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_state_is_kept_if_its_manifest_was_written_and_the_answer_was_lost(tmp_path: Path) -> None:
+    class Forgetful(Folder):
+        def create(self, name: str, content: bytes) -> None:
+            super().create(name, content)
+            if name.endswith("2.json"):
+                raise StorageError("the answer is lost")
+
+    save(tmp_path, 1)
+    store, snapshot = CheckpointStore(Forgetful(tmp_path), CHUNK), Snapshot()
+    snapshot.copy(state_of(2))
+    with pytest.raises(CheckpointError, match="the answer is lost"):
+        store.save(snapshot, INFO)
+    assert load(tmp_path)[0]["number"] == 2
+    snapshot.copy(state_of(3))
+    store.save(snapshot, INFO)
+    assert load(tmp_path)[0]["number"] == 3
+    damage_file(tmp_path / "checkpoint-00000003.json", "flip")
+    assert load(tmp_path)[0]["number"] == 2
+
+
 def test_a_folder_without_hard_links_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -248,6 +295,14 @@ def test_a_folder_without_hard_links_is_supported(tmp_path: Path, monkeypatch: p
     assert load(tmp_path)[0]["number"] == 2
     with pytest.raises(NameTakenError):
         Folder(tmp_path).create("checkpoint-00000002.json", b"{}")
+
+    def delete_drafts() -> Iterator[bytes]:
+        yield b"{}"
+        for draft in tmp_path.glob("*.draft"):
+            draft.unlink()
+
+    with pytest.raises(NameTakenError, match="has deleted its draft"):
+        Folder(tmp_path).write("checkpoint-00000003.json", delete_drafts(), size=2)
 
 
 def test_a_recreated_job_resumes_from_its_predecessor_although_its_generations_restart_at_one(
@@ -392,6 +447,32 @@ def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint_unchanged(small_
     assert sorted(path.suffix for path in directory.iterdir()) == [".json", ".safetensors"]
     save(directory, 2)
     assert store_in(directory).numbers() == [1, 2]
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+def test_what_killed_processes_have_left_does_not_keep_a_disk_full(small_disk: Path, saved: int) -> None:
+    """There is room for three states of 300 KB, of which two are kept."""
+    directory = small_disk / "checkpoints"
+    snapshot = Snapshot()
+    store = store_in(directory)
+    for number in range(1, saved + 1):
+        snapshot.copy(state_of(number, 75_000))
+        store.save(snapshot, INFO)
+    directory.mkdir(exist_ok=True)
+    for writer in range(3 - saved):
+        name = f"checkpoint-{saved + 1:08d}-0123456{writer}.safetensors.0123456{writer}.draft"
+        (directory / name).write_bytes(b"x" * 300_000)
+    snapshot.copy(state_of(3, 75_000))
+    store_in(directory).save(snapshot, INFO)
+    assert load(directory)[0]["number"] == 3
+    assert not list(directory.glob("*.draft"))
+
+
+def test_the_message_about_a_full_disk_says_how_much_to_free(small_disk: Path) -> None:
+    snapshot = Snapshot()
+    snapshot.copy(state_of(1, 8_000_000))
+    with pytest.raises(CheckpointError, match=r"No space left .* Free 31 MiB: there must be space for three"):
+        store_in(small_disk).save(snapshot, INFO)
 
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ is overtaken by more writes its state again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -30,6 +31,7 @@ from adascale_core.checkpoint_manifest import (
     Manifest,
     UnsupportedFormatError,
     checkpoint_number,
+    is_draft,
     manifest_file_name,
     manifest_number,
     state_file_name,
@@ -45,6 +47,7 @@ from adascale_worker.storage.interface import (
     Part,
     Storage,
     StorageError,
+    StorageFullError,
     WriteCancelledError,
 )
 
@@ -84,6 +87,8 @@ class CheckpointStore:
     def __init__(self, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.storage = storage
         self._chunk_bytes = chunk_bytes
+        self._uncommitted: set[str] = set()
+        """States of this process whose manifests are not written, or the answer was lost."""
 
     def save(
         self,
@@ -120,8 +125,17 @@ class CheckpointStore:
                     break
                 except NameTakenError:
                     continue
+                except StorageFullError:
+                    if not self._delete_remains():
+                        raise
             else:
                 raise StorageError(f"other processes have saved here during each of {_MAX_ATTEMPTS} attempts")
+        except StorageFullError as error:
+            mebibytes = -(-(len(snapshot.layout.header) + snapshot.layout.data_bytes) // 2**20)
+            raise StorageUnavailableError(
+                f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
+                f"Free {mebibytes:,} MiB: there must be space for three checkpoints, of which two are kept"
+            ) from error
         except StorageError as error:
             raise StorageUnavailableError(
                 f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
@@ -147,6 +161,7 @@ class CheckpointStore:
         last = self._require_not_superseded(newest, info)
         if only_if_latest and last is not None and _is_later(last, info):
             return last
+        self._delete_uncommitted()
         number = newest + 1
         state_name = state_file_name(number, secrets.token_hex(4))
         layout = snapshot.layout
@@ -160,6 +175,7 @@ class CheckpointStore:
                 yield from _digested(part, digests)
 
         size = len(layout.header) + layout.data_bytes
+        self._uncommitted.add(state_name)
         self.storage.write(state_name, parts(), size=size)
         manifest = Manifest(
             number=number,
@@ -178,6 +194,7 @@ class CheckpointStore:
             raise
         if committed.state != state_name:
             self.storage.delete(state_name)
+        self._uncommitted.discard(state_name)
         return committed
 
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
@@ -445,6 +462,34 @@ class CheckpointStore:
                     self.storage.delete(name)
         except (StorageError, CheckpointError):
             return
+
+    def _delete_uncommitted(self) -> None:
+        """Delete the states of saves that have failed, unless their manifests were written after all."""
+        if not self._uncommitted:
+            return
+        for number in self.numbers():
+            with contextlib.suppress(_DamagedError, UnusableCheckpointError):
+                self._uncommitted.discard(self._read_manifest(number).state)
+        with contextlib.suppress(StorageError):
+            for name in sorted(self._uncommitted):
+                self.storage.delete(name)
+                self._uncommitted.discard(name)
+
+    def _delete_remains(self) -> bool:
+        """Delete what killed processes have left of their saves, and return whether that was anything.
+
+        `_prune` does so only after later saves, for which a full storage has no space. A draft of a writer at
+        work is deleted too: it notices, and writes its state again.
+        """
+        try:
+            self._delete_uncommitted()
+            names = set(self.storage.names())
+            for name in filter(is_draft, names):
+                self.storage.delete(name)
+            self._prune()
+            return not names <= set(self.storage.names())
+        except StorageError:
+            return False
 
     def _describe_newest(self) -> str:
         """Describe the newest checkpoint, for an error message."""

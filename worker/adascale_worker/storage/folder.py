@@ -10,8 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from adascale_core.checkpoint_manifest import draft_file_name
-from adascale_worker.storage.interface import MissingFileError, NameTakenError, Part, StorageError
+from adascale_worker.storage.interface import (
+    MissingFileError,
+    NameTakenError,
+    Part,
+    StorageError,
+    StorageFullError,
+)
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL}
 """Errors of a file system without hard links, such as those of object stores that are mounted as folders."""
 
@@ -82,12 +89,12 @@ class Folder:
                 # Closing can fail too, if the disk has no space for the data.
                 with contextlib.suppress(OSError):
                     file.close()
-                draft.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    draft.unlink(missing_ok=True)
                 raise
-        except FileExistsError as error:
-            raise NameTakenError(reason(error)) from error
         except OSError as error:
-            raise StorageError(reason(error)) from error
+            kind = StorageFullError if error.errno in _FULL else StorageError
+            raise kind(reason(error)) from error
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
@@ -101,21 +108,24 @@ def _rename_to_free_name(draft: Path, path: Path) -> None:
     """Rename a file if no file has the new name, in one operation where the file system can do that.
 
     Raises:
-        NameTakenError: others have saved so many files meanwhile that they have deleted this draft.
-        FileExistsError: a file has the name.
+        NameTakenError: a file has the name; or others have deleted this draft, because they have saved so
+            many files meanwhile, or to make room.
     """
     try:
-        path.hardlink_to(draft)
+        try:
+            path.hardlink_to(draft)
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+            draft.replace(path)
+        else:
+            draft.unlink(missing_ok=True)
     except FileNotFoundError as error:
-        raise NameTakenError("others have deleted its draft, because they have saved later ones") from error
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
-        draft.replace(path)
-    else:
-        draft.unlink()
+        raise NameTakenError("another process has deleted its draft") from error
+    except FileExistsError as error:
+        raise NameTakenError(reason(error)) from error
 
 
 def _flush_folder(directory: Path) -> None:

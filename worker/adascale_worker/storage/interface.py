@@ -13,6 +13,10 @@ class StorageError(Exception):
     """The storage cannot be read or written. The message is the reason, for the end of a sentence."""
 
 
+class StorageFullError(StorageError):
+    """The storage has no space left, or a quota is used up."""
+
+
 class MissingFileError(StorageError):
     """There is no file of this name."""
 
