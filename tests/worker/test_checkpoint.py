@@ -285,6 +285,24 @@ def test_a_state_is_kept_if_its_manifest_was_written_and_the_answer_was_lost(tmp
     assert load(tmp_path)[0]["number"] == 2
 
 
+def test_a_folder_that_cannot_be_flushed_is_supported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems, such as those of SMB shares, flush files only."""
+    flush = os.fsync
+
+    def flush_files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush_files_only)
+    for number in range(1, 5):
+        save(tmp_path, number)
+    assert load(tmp_path)[0]["number"] == 4
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_folder_without_hard_links_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -473,6 +491,35 @@ def test_the_message_about_a_full_disk_says_how_much_to_free(small_disk: Path) -
     snapshot.copy(state_of(1, 8_000_000))
     with pytest.raises(CheckpointError, match=r"No space left .* Free 31 MiB: there must be space for three"):
         store_in(small_disk).save(snapshot, INFO)
+
+
+def test_a_relative_folder_stays_the_same_if_the_program_changes_its_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    storages = [open_storage("mine"), open_storage(Path("mine")), open_storage("~/mine")]
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert [str(each) for each in storages] == [
+        str(tmp_path / "mine"),
+        str(tmp_path / "mine"),
+        str(tmp_path / "home" / "mine"),
+    ]
+
+
+@pytest.mark.parametrize("below", ["", "digits"])
+def test_a_link_to_a_folder_that_is_not_mounted_is_an_error_and_no_fresh_start(
+    tmp_path: Path, below: str
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "volume")
+    with pytest.raises(CheckpointError, match=r"link is a link to \S+volume, which does not exist"):
+        store_in(link / below).load()
+    (tmp_path / "volume").mkdir()
+    assert store_in(link / below).load() is None
+    save(link / below, 1)
+    assert load(link / below)[0]["number"] == 1
 
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def open_storage(location: str | Path) -> Storage:
     """Return the storage at a location, which is not read or written yet.
 
     Args:
-        location: a folder, or a URL such as s3://bucket/prefix.
+        location: a folder, or a URL such as s3://bucket/prefix. A relative path stays the same folder if the
+            program changes its working directory later.
 
     Raises:
         CheckpointError: no package for this kind of URL is installed, or the URL is invalid.
@@ -34,4 +35,4 @@ def open_storage(location: str | Path) -> Storage:
         return ObjectStore(str(location))
     from adascale_worker.storage.folder import Folder
 
-    return Folder(Path(location))
+    return Folder(Path(location).expanduser().absolute())

@@ -21,6 +21,8 @@ from adascale_worker.storage.interface import (
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL}
 """Errors of a file system without hard links, such as those of object stores that are mounted as folders."""
+_CANNOT_FLUSH_FOLDERS = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""Errors of a file system that flushes only files, such as some SMB shares."""
 
 
 class Folder:
@@ -44,7 +46,8 @@ class Folder:
         """Return the names of all files, drafts included."""
         try:
             return [path.name for path in self.directory.iterdir()]
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _require_no_broken_link(self.directory, error)
             return []
         except OSError as error:
             raise StorageError(reason(error)) from error
@@ -132,8 +135,22 @@ def _flush_folder(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH_FOLDERS:
+            raise
     finally:
         os.close(descriptor)
+
+
+def _require_no_broken_link(directory: Path, missing: FileNotFoundError) -> None:
+    """Check that a folder is not missing because what a link leads to is not mounted.
+
+    Raises:
+        StorageError: it is.
+    """
+    for path in (directory, *directory.parents):
+        if path.is_symlink() and not path.exists():
+            raise StorageError(f"{path} is a link to {path.readlink()}, which does not exist") from missing
 
 
 def reason(error: OSError) -> str:
