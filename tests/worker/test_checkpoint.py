@@ -170,6 +170,15 @@ def test_the_message_about_damage_names_the_place_and_the_tensors(tmp_path: Path
         store_in(tmp_path).load()
 
 
+def test_the_names_of_tensors_are_found_only_for_a_message_about_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each part, that would take most of the time of reading a state with many tensors."""
+    save(tmp_path, 1)
+    monkeypatch.setattr(StateFileLayout, "names_between", lambda *_: pytest.fail("names are found"))
+    assert load(tmp_path)[0]["number"] == 1
+
+
 def test_load_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for number in (1, 2):
         damage_file(tmp_path / save(tmp_path, number).state, "flip")

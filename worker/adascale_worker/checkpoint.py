@@ -269,7 +269,7 @@ class CheckpointStore:
     def _read(self, number: int) -> tuple[dict[str, Any], Manifest]:
         manifest = self._read_manifest(number)
         path = self.storage.path(manifest.state)
-        header = self._read_verified(manifest, 0, f"{path} is damaged in its header")
+        header = self._read_verified(manifest, 0, lambda: f"{path} is damaged in its header")
         try:
             layout = read_layout(header)
             tensors = self._read_tensors(manifest, layout)
@@ -310,9 +310,12 @@ class CheckpointStore:
         def read(index: int) -> tuple[int, bytes]:
             start = index * manifest.chunk_bytes
             end = min(start + manifest.chunk_bytes, layout.data_bytes)
-            names = layout.names_between(start, end)
-            tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            place = f"{path} is damaged in bytes {start:,} to {end:,} of {tensors}"
+
+            def place() -> str:
+                names = layout.names_between(start, end)
+                tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                return f"{path} is damaged in bytes {start:,} to {end:,} of {tensors}"
+
             return start, self._read_verified(manifest, index + 1, place)
 
         count = -(-layout.data_bytes // manifest.chunk_bytes)
@@ -331,8 +334,8 @@ class CheckpointStore:
                 for future in pending:
                     future.cancel()
 
-    def _read_verified(self, manifest: Manifest, index: int, damage: str) -> bytes:
-        """Return the header (index 0) or a part of a state.
+    def _read_verified(self, manifest: Manifest, index: int, place: Callable[[], str]) -> bytes:
+        """Return the header (index 0) or a part of a state; `place` describes it, for a message.
 
         Raises:
             _DamagedError: its SHA-256 is not that of the manifest.
@@ -348,12 +351,12 @@ class CheckpointStore:
             raise _DamagedError(f"{self.storage.path(manifest.state)} is missing: {error}") from error
         if len(content) != end - start:
             raise _DamagedError(
-                f"{damage}: it ends after {start + len(content):,} of {manifest.bytes:,} bytes"
+                f"{place()}: it ends after {start + len(content):,} of {manifest.bytes:,} bytes"
             )
         found = hashlib.sha256(content).hexdigest()
         if found != manifest.sha256[index]:
             raise _DamagedError(
-                f"{damage}: their SHA-256 is {found[:12]}..., expected {manifest.sha256[index][:12]}..."
+                f"{place()}: their SHA-256 is {found[:12]}..., expected {manifest.sha256[index][:12]}..."
             )
         return content
 
