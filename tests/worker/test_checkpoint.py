@@ -179,6 +179,27 @@ def test_the_names_of_tensors_are_found_only_for_a_message_about_damage(
     assert load(tmp_path)[0]["number"] == 1
 
 
+def test_what_others_delete_while_it_is_read_is_not_taken_for_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A replica that was replaced, and does not know it yet, saves while its successor reads."""
+
+    class Slow(Folder):
+        def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+            content = super().read(name, start, end)
+            if name == manifest.state and start == 0:
+                for number in range(3, 6):
+                    save(tmp_path, number)
+            return content
+
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2)
+    loaded = CheckpointStore(Slow(tmp_path), CHUNK).load()
+    assert loaded is not None
+    assert loaded[0]["number"] == 5
+    assert capsys.readouterr().out == ""
+
+
 def test_load_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for number in (1, 2):
         damage_file(tmp_path / save(tmp_path, number).state, "flip")

@@ -19,7 +19,7 @@ import hashlib
 import json
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -228,29 +228,28 @@ class CheckpointStore:
         Raises:
             CheckpointError: all checkpoints are damaged, or the storage cannot be read.
         """
-        numbers = self.numbers() if number is None else [number]
-        damages = []
-        for candidate in reversed(numbers):
-            try:
-                state, manifest = self._read(candidate)
-            except _DamagedError as error:
-                damages.append(str(error))
-                continue
-            except StorageError as error:
-                raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
+        for attempt in range(_MAX_ATTEMPTS):
+            numbers = self.numbers() if number is None else [number]
+            loaded, damages = self._read_newest(numbers)
+            is_last = attempt == _MAX_ATTEMPTS - 1 or number is not None
+            if not damages or is_last or self.numbers() == numbers:
+                break
+            # Another process has saved meanwhile, and may have deleted what was to be read.
+            loaded = None
+        if loaded is not None:
+            _, manifest = loaded
             for damage in damages:
                 print(
                     f"adascale: {damage}; resuming from checkpoint {manifest.number}, step {manifest.step}",
                     flush=True,
                 )
-            return state, manifest
-        if damages:
+        elif damages:
             described = "; ".join(damages).replace(f"{self.storage}/", "")
             raise UnusableCheckpointError(
                 f"no intact checkpoint is left in {self.storage}: {described}. "
                 "Restore a copy of it, or start from scratch (adascale run --fresh, or another location)"
             )
-        return None
+        return loaded
 
     def numbers(self) -> list[int]:
         """Return the numbers of the saved checkpoints, in ascending order.
@@ -265,6 +264,20 @@ class CheckpointStore:
         return sorted(number for number in map(manifest_number, names) if number is not None)
 
     # -- reading ----------------------------------------------------------------------------------------
+
+    def _read_newest(
+        self, numbers: Sequence[int]
+    ) -> tuple[tuple[dict[str, Any], Manifest] | None, list[str]]:
+        """Return the newest intact checkpoint, and descriptions of the damaged ones that are newer."""
+        damages: list[str] = []
+        for number in reversed(numbers):
+            try:
+                return self._read(number), damages
+            except _DamagedError as error:
+                damages.append(str(error))
+            except StorageError as error:
+                raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
+        return None, damages
 
     def _read(self, number: int) -> tuple[dict[str, Any], Manifest]:
         manifest = self._read_manifest(number)
