@@ -147,6 +147,7 @@ def test_a_store_that_ignores_conditions_is_refused(
     monkeypatch.setattr(store.storage._fs, "pipe_file", ignore)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match="ignores the condition If-None-Match"):
         save(store, 1)
+    assert store.storage.names() == [object_store.CONDITION_PROBE], "no state is uploaded"
 
 
 # -- faults ---------------------------------------------------------------------------------------------
@@ -191,6 +192,23 @@ def test_a_multipart_upload_that_is_cut_off_leaves_the_last_checkpoint(
     assert loaded_number(store) == 1
     save(store, 3, LARGE)
     assert loaded_number(store) == 3
+
+
+def test_an_upload_that_cannot_be_completed_leaves_no_parts(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: Any = store.storage._fs  # type: ignore[attr-defined]
+    call = client.call_s3
+
+    def refuse_completion(method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "complete_multipart_upload":
+            raise OSError("refused by the test")
+        return call(method, *arguments, **options)
+
+    monkeypatch.setattr(client, "call_s3", refuse_completion)
+    with pytest.raises(CheckpointError, match="refused by the test"):
+        save(store, 1, LARGE)
+    assert client.list_multipart_uploads(s3.BUCKET) == []
 
 
 def test_a_checkpoint_that_is_cancelled_leaves_no_object(store: CheckpointStore) -> None:

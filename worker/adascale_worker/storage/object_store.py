@@ -37,7 +37,7 @@ class ObjectStore:
     """The objects below a URL. An object exists only after its upload is complete.
 
     Fencing needs a store that can create an object on the condition that none has its name (in S3:
-    If-None-Match). The first `create` checks that.
+    If-None-Match). The first `write` or `create` checks that.
 
     Args:
         url: such as s3://bucket/prefix.
@@ -90,6 +90,8 @@ class ObjectStore:
     def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:
         """Upload an object, a large one in several parts."""
         with _errors():
+            # Before an upload that could not be committed.
+            self._require_conditional_writes()
             if size <= MULTIPART_BYTES:
                 self._fs.pipe_file(self._key(name), b"".join(parts))
             else:
@@ -111,13 +113,14 @@ class ObjectStore:
         try:
             for part in parts:
                 file.write(part)
+            file.close()
         except BaseException:
-            # Closing the file, also by the garbage collector, would complete the object.
+            # Otherwise the parts would stay in the bucket. And closing the file, also by the garbage
+            # collector, would complete the object.
             with contextlib.suppress(Exception):
                 file.discard()
             file.buffer, file.closed = io.BytesIO(), True
             raise
-        file.close()
 
     def _require_conditional_writes(self) -> None:
         """Check once that the store refuses a second object of the same name.
