@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from adascale_controller.local import checkpoints
 from adascale_controller.local.checkpoints import (
     ObjectStoreError,
     delete_checkpoints,
@@ -17,6 +18,7 @@ from adascale_controller.local.checkpoints import (
 )
 from adascale_controller.local.processes import tail
 from adascale_controller.local.service_process import PortTakenError, listen
+from support import s3
 from support.manifests import make_manifest
 
 
@@ -68,6 +70,35 @@ def test_checkpoints_at_a_url_are_read_and_deleted(tmp_path: Path) -> None:
     assert newest_manifest(url) == newest
     delete_checkpoints(url)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes.txt"]
+
+
+def test_an_object_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person waits for each attempt to end."""
+    pytest.importorskip("s3fs")
+    limits = checkpoints._OPTIONS["s3"]["config_kwargs"]
+    monkeypatch.setitem(limits, "read_timeout", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name, value in s3.environment(silent.getsockname()[1]).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ObjectStoreError, match=r"s3://bucket/job cannot be read: .*[Tt]imeout"):
+            newest_manifest("s3://bucket/job")
+        silent.settimeout(0)
+        attempts = [silent.accept()[0]]
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        attempts[0].close()
+
+
+def test_an_object_that_a_trainer_deletes_meanwhile_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    client = fsspec.filesystem("file")
+    manifest = make_manifest(1)
+    (tmp_path / "checkpoint-00000001.json").write_text(json.dumps(manifest.to_json()))
+    names = [str(tmp_path / f"checkpoint-0000000{number}.json") for number in (1, 2)]
+    monkeypatch.setattr(client, "ls", lambda *_, **__: names)
+    assert newest_manifest(f"file://{tmp_path}") == manifest
 
 
 def test_a_url_without_a_client_is_an_error() -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,7 +25,7 @@ from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.errors import CheckpointError
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage import is_url, object_store, open_storage
-from adascale_worker.storage.interface import NameTakenError
+from adascale_worker.storage.interface import NameTakenError, StorageError
 from support import s3
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
 
@@ -177,6 +179,24 @@ def test_a_server_that_does_not_answer_is_an_error_until_it_answers(
     proxy.fault = None
     save(store, 3)
     assert loaded_number(store) == 3
+
+
+def test_a_request_is_repeated_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt may take 30 s, and both s3fs and its client repeat it."""
+    monkeypatch.setitem(object_store._OPTIONS["s3"]["config_kwargs"], "read_timeout", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+        for name, value in s3.environment(silent.getsockname()[1]).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(StorageError, match=r"[Tt]imeout"):
+            open_storage("s3://bucket/jobs").names()
+        silent.settimeout(0)
+        attempts = []
+        with suppress(BlockingIOError):
+            while True:
+                attempts.append(silent.accept()[0])
+        for attempt in attempts:
+            attempt.close()
+    assert 2 <= len(attempts) <= 4
 
 
 def test_a_multipart_upload_that_is_cut_off_leaves_the_last_checkpoint(

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from adascale_core.checkpoint_manifest import Manifest, checkpoint_number, manifest_number
 from adascale_core.errors import AdaScaleError
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    # A person waits: without limits, a server that does not answer delays each command for 7 minutes.
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"max_attempts": 0}}},
+}
+"""Arguments for the clients of URL schemes."""
 
 
 class ObjectStoreError(AdaScaleError):
@@ -77,7 +84,7 @@ class _Folder:
         return (self._folder / name).read_bytes()
 
     def delete(self, name: str) -> None:
-        (self._folder / name).unlink()
+        (self._folder / name).unlink(missing_ok=True)
 
 
 class _Objects:
@@ -85,14 +92,17 @@ class _Objects:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        scheme = url.partition("://")[0]
         try:
             import fsspec
 
-            self._fs, self._prefix = fsspec.core.url_to_fs(url)
+            self._fs, self._prefix = fsspec.core.url_to_fs(url, **_OPTIONS.get(scheme, {}))
         except (ImportError, ValueError) as error:
             raise ObjectStoreError(
                 f"{url} cannot be read: {error}. For s3://, install adascale-operator[s3]"
             ) from error
+        if scheme == "s3":
+            self._fs.retries = 1
 
     def names(self) -> list[str]:
         try:
@@ -106,12 +116,15 @@ class _Objects:
     def read(self, name: str) -> bytes:
         try:
             return bytes(self._fs.cat_file(f"{self._prefix}/{name}"))
+        except FileNotFoundError:
+            raise  # A trainer has saved, and deleted it.
         except Exception as error:
             raise self._error(error) from error
 
     def delete(self, name: str) -> None:
         try:
-            self._fs.rm_file(f"{self._prefix}/{name}")
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._prefix}/{name}")
         except Exception as error:
             raise self._error(error) from error
 

@@ -27,10 +27,13 @@ CONDITION_PROBE = "conditional-writes"
 """Name of an empty object, by which it is checked that the store rejects a second object of a name."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    # Without limits, a server that does not answer would delay the end of a job for minutes.
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}},
+    # Without limits, a server that does not answer would delay the end of a job for many minutes.
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 1}}},
 }
 """Arguments for the clients of URL schemes."""
+
+_S3FS_ATTEMPTS = 2
+"""How many times s3fs sends a request, each of which botocore repeats by itself; 5 if it is not set."""
 
 
 class ObjectStore:
@@ -61,6 +64,8 @@ class ObjectStore:
             raise _not_installed(url, scheme) from error
         except ValueError as error:
             raise CheckpointError(f"checkpoints cannot be saved at {url}: {error}") from error
+        if scheme == "s3":
+            self._fs.retries = _S3FS_ATTEMPTS
         self._is_checked = False
 
     def __str__(self) -> str:
