@@ -395,9 +395,36 @@ def with_another_kind_of_optimizer(trainer: ElasticTrainer) -> object:
     return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
 
 
+def with_parameters_in_another_order(trainer: ElasticTrainer) -> object:
+    model = network()
+    optimizer = torch.optim.SGD(list(model.parameters())[::-1], lr=0.1, momentum=0.9)
+    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+
+
+class Refusing(nn.Sequential):
+    """A model that checks its state itself."""
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("refused by the model")
+
+
+def with_a_model_that_refuses_its_state(trainer: ElasticTrainer) -> object:
+    model = Refusing(*network())
+    optimizer = sgd(model)
+    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+
+
 @pytest.mark.parametrize(
     ("enter", "message"),
     [
+        (
+            with_parameters_in_another_order,
+            "from another optimizer: parameter 0 of group 0 was 0.weight, and is 3.bias now. Give the opt",
+        ),
+        (
+            with_a_model_that_refuses_its_state,
+            "the model refuses the state of the checkpoint: ValueError: refused by the model. Use the model",
+        ),
         (
             with_another_kind_of_optimizer,
             "from another optimizer: the parameter groups of the state have momentum, those of AdamW do not",
@@ -418,6 +445,37 @@ def test_a_checkpoint_of_another_program_is_an_error(
     save_checkpoint(make_trainer, tmp_path)
     with pytest.raises(CheckpointError, match=message):
         enter(make_trainer(**FIXED, checkpoint_dir=tmp_path))
+
+
+class Growing(nn.Linear):
+    """Its extra state grows with each forward pass, as the serialized state of some quantized layers does."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 2)
+        self.history: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.history.append(1.0)
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.history)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state.tolist()
+
+
+def test_the_shape_of_a_modules_extra_state_may_change(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def enter() -> tuple[ElasticTrainer, Growing, torch.optim.Optimizer]:
+        trainer, model = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0), Growing()
+        optimizer = sgd(model)
+        trainer.program_reentry(model, optimizer)
+        return trainer, model, optimizer
+
+    train(*enter(), epochs=range(1))
+    _, restored, _ = enter()
+    assert len(restored.history) > 1
 
 
 def test_a_scheduler_with_fewer_parts_than_that_of_the_checkpoint_is_an_error(
@@ -505,6 +563,21 @@ class Opaque(Draws):
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": Path("somewhere")}
+
+
+class Stateless(Draws):
+    """Its method forgets to return the state."""
+
+    def state_dict(self) -> Any:
+        self.drawn.clear()
+
+
+def test_a_registered_object_that_returns_no_state_is_an_error(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED, checkpoint_dir="unused"), network()
+    with pytest.raises(
+        WorkerError, match=r"register\['x'\].state_dict\(\) returned NoneType: it must return"
+    ):
+        trainer.program_reentry(model, sgd(model), register={"x": Stateless()})
 
 
 def test_state_that_could_not_be_loaded_again_is_an_error_at_program_reentry(

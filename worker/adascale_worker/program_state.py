@@ -20,6 +20,9 @@ from adascale_worker.hyperparameters import (
 from adascale_worker.optimizer_set import Optimizers, SchedulerSet
 from adascale_worker.state_tree import UnsupportedStateError, flatten
 
+_EXTRA_STATE = "_extra_state"
+"""How the name of the state ends that `torch.nn.Module.get_extra_state` returns."""
+
 
 class Stateful(Protocol):
     """An object whose state is saved in the job's checkpoints."""
@@ -58,6 +61,7 @@ class ProgramState:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "parameters": self._parameter_names(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scheduler_type": self._scheduler_type,
             "registered": self.registered_states(),
@@ -90,6 +94,8 @@ class ProgramState:
                 f"the checkpoint was saved from another optimizer: {error}. Use the same optimizer and "
                 "parameter groups, or start from scratch (adascale run --fresh, or another checkpoint folder)"
             ) from error
+        # Earlier versions have not saved them.
+        self._require_parameters(state.get("parameters", []))
         saved = Hyperparameters(**state["hyperparameters"])
         self.differences[:] = self.hyperparameters.differences(saved)
         scheduler_state = state["scheduler"]
@@ -111,14 +117,48 @@ class ProgramState:
                     continue_schedule(scheduler)
         self.load_registered(state["registered"])
 
+    def _parameter_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group, which the optimizer's state has by number."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [
+            [names.get(parameter, "no parameter of the model") for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def _require_parameters(self, saved: list[list[str]]) -> None:
+        """Check that the optimizer has the parameters of a saved state in the same order.
+
+        Raises:
+            UnusableCheckpointError: it has others. What it keeps for each would be used for another.
+        """
+        for group, (before, now) in enumerate(zip(saved, self._parameter_names(), strict=False)):
+            for number, (old, new) in enumerate(zip(before, now, strict=False)):
+                if old != new:
+                    raise UnusableCheckpointError(
+                        f"the checkpoint was saved from another optimizer: parameter {number} of group "
+                        f"{group} was {old}, and is {new} now. Give the optimizer the same parameters in the "
+                        "same order, or start from scratch (adascale run --fresh, or another checkpoint "
+                        "folder)"
+                    )
+
     def _schedulers(self) -> list[LRScheduler]:
         if isinstance(self.scheduler, SchedulerSet):
             return self.scheduler.schedulers
         return [self.scheduler] if self.scheduler is not None else []
 
     def registered_states(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the registered objects, by name."""
-        return {name: dict(stateful.state_dict()) for name, stateful in self.registered.items()}
+        """Return the states of the registered objects, by name.
+
+        Raises:
+            WorkerError: a state is not a mapping.
+        """
+        states = {name: stateful.state_dict() for name, stateful in self.registered.items()}
+        for name, state in states.items():
+            if not isinstance(state, Mapping):
+                raise WorkerError(
+                    f"register[{name!r}].state_dict() returned {type(state).__name__}: it must return a dict"
+                )
+        return {name: dict(state) for name, state in states.items()}
 
     def load_registered(self, states: Mapping[str, Any]) -> None:
         """Restore the states of the registered objects.
@@ -184,7 +224,9 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     differences += [
         f"{name} has shape {tuple(saved[name].shape)}, the model's has {tuple(value.shape)}"
         for name, value in current.items()
-        if name in saved and isinstance(value, torch.Tensor) and value.shape != saved[name].shape
+        # The shape of what a module returns from `get_extra_state` may change in training.
+        if name in saved and isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
+        if value.shape != saved[name].shape
     ]
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
@@ -193,7 +235,10 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
             "Use the model that it was saved from, or start from scratch (adascale run --fresh, or another "
             "checkpoint folder)"
         )
-    model.load_state_dict(saved)
+    try:
+        model.load_state_dict(saved)
+    except Exception as error:
+        raise _refused_state("the model", error, "Use the model that it was saved from") from error
 
 
 def require_choice(choice: str) -> None:
