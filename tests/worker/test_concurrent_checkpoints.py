@@ -18,7 +18,13 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage.folder import Folder
-from adascale_worker.storage.interface import MissingFileError, NameTakenError, Part, Storage
+from adascale_worker.storage.interface import (
+    MissingFileError,
+    NameTakenError,
+    Part,
+    Storage,
+    StorageFullError,
+)
 
 INFO = CheckpointInfo(
     step=0, progress=0.0, epoch=0, replicas=4, generation=3, finished=False, saved_at=1.76e9
@@ -171,6 +177,25 @@ def test_replicas_that_save_at_the_same_time_leave_intact_checkpoints(tmp_path: 
             loaded = store.load(number)
             assert loaded is not None
             assert loaded[0]["step"] == 100
+
+
+def test_members_that_save_at_the_same_time_share_what_space_is_left(tmp_path: Path) -> None:
+    """Each of them writes its state beside those of the others, which may not fit together."""
+
+    class Crowded(Folder):
+        attempts = 0
+
+        def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:
+            if name.endswith(".safetensors"):
+                self.attempts += 1
+                if self.attempts <= 2:
+                    raise StorageFullError("No space left on device")
+            super().write(name, parts, size=size)
+
+    others = tmp_path / "checkpoint-00000001-01234567.safetensors.01234567.draft"
+    others.touch()
+    assert save(Crowded(tmp_path), 100, only_if_latest=True).step == 100
+    assert others.exists(), "it is not deleted while it may be written"
 
 
 def test_a_writer_that_is_overtaken_again_and_again_writes_its_state_again(tmp_path: Path) -> None:

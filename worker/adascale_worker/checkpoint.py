@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,8 @@ _NUMBERS_OF_A_STATE = 2
 """How many numbers the manifest of a new state can have: that of the state, and the next one."""
 _MAX_ATTEMPTS = 20
 """How many times a state is written if others have saved meanwhile."""
+_ATTEMPTS_BESIDE_OTHERS = 4
+"""How many times a state is written beside those of other members before the storage is taken for full."""
 
 
 @dataclass(frozen=True)
@@ -119,27 +122,31 @@ class CheckpointStore:
             WriteCancelledError: `is_cancelled` returned True.
         """
         try:
-            for _ in range(_MAX_ATTEMPTS):
+            for attempt in range(_MAX_ATTEMPTS):
+                begun = time.monotonic()
                 try:
                     manifest = self._save_once(snapshot, info, result, is_cancelled, only_if_latest)
                     break
                 except NameTakenError:
                     continue
                 except StorageFullError:
-                    if not self._delete_remains():
+                    if only_if_latest and attempt < _ATTEMPTS_BESIDE_OTHERS:
+                        # Other members write at the same time. One that is alone for a while has space.
+                        time.sleep(secrets.SystemRandom().uniform(0.0, 3.0 * (time.monotonic() - begun)))
+                    elif not self._delete_remains():
                         raise
             else:
                 raise StorageError(f"other processes have saved here during each of {_MAX_ATTEMPTS} attempts")
-        except StorageFullError as error:
-            mebibytes = -(-(len(snapshot.layout.header) + snapshot.layout.data_bytes) // 2**20)
-            raise StorageUnavailableError(
-                f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
-                f"Free {mebibytes:,} MiB: there must be space for three checkpoints, of which two are kept"
-            ) from error
         except StorageError as error:
+            remedy = "Check that the storage can be reached and written, or use another one"
+            if isinstance(error, StorageFullError):
+                mebibytes = -(-(len(snapshot.layout.header) + snapshot.layout.data_bytes) // 2**20)
+                remedy = (
+                    f"Free {mebibytes:,} MiB: there must be space for three checkpoints, two of which stay"
+                )
             raise StorageUnavailableError(
                 f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
-                "Check that the storage can be reached and written, or use another one"
+                f"{remedy}"
             ) from error
         self._prune()
         return manifest
