@@ -52,6 +52,9 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert tail(log) == ""
     log.write_text("".join(f"line {i}\n" for i in range(1000)))
     assert tail(log, 2) == "line 998\nline 999"
+    message = f"adascale: {'x' * 1000}"
+    log.write_text(f"line 1\n{message}\n")
+    assert tail(log, 1) == message
 
 
 def test_checkpoints_at_a_url_are_read_and_deleted(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def tail(log: Path, lines: int = 20) -> str:
     """Return the last lines of a log; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - 200 * lines, 0))
+            # A message of one line can be long, and its beginning says what it is about.
+            file.seek(max(file.seek(0, os.SEEK_END) - 2000 - 200 * lines, 0))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
