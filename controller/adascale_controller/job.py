@@ -13,6 +13,7 @@ from adascale_controller.schema import (
     Container,
 )
 from adascale_core import names
+from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import job_id
 from adascale_core.messages import JobSpec
 
@@ -81,7 +82,7 @@ class Job:
     @property
     def checkpoint_url(self) -> str | None:
         """The URL below which its checkpoints are saved; None if they are saved in a folder."""
-        return None if self.checkpoint.url is None else f"{self.checkpoint.url.rstrip('/')}/{self.id}"
+        return None if self.checkpoint.url is None else normalized_url(f"{self.checkpoint.url}/{self.id}")
 
     @property
     def short_id(self) -> str:

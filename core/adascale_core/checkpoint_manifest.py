@@ -147,6 +147,14 @@ def _checksum(members: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
 
 
+def normalized_url(url: str) -> str:
+    """Return the URL of checkpoints without empty parts: s3://bucket/prefix for s3://bucket//prefix/.
+
+    Stores differ in whether an empty part of a key is one of its own.
+    """
+    return re.sub("(?<![:/])/+", "/", url).rstrip("/")
+
+
 def state_file_name(number: int, writer: str) -> str:
     """Return the name of the file with the state of checkpoint `number`.
 

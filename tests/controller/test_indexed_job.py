@@ -277,6 +277,7 @@ def test_the_token_is_read_only_and_its_audience_names_the_job() -> None:
         (CheckpointSettings(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
         (CheckpointSettings(path="/data/run"), None, "/data/run", False),
         (CheckpointSettings(url="s3://bucket/runs/"), None, "s3://bucket/runs/team.digits", False),
+        (CheckpointSettings(url="s3://bucket//runs//"), None, "s3://bucket/runs/team.digits", False),
     ],
 )
 def test_checkpoints_are_saved_in_the_claim_or_path_of_the_spec(

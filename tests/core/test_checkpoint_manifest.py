@@ -15,6 +15,7 @@ from adascale_core.checkpoint_manifest import (
     draft_file_name,
     manifest_file_name,
     manifest_number,
+    normalized_url,
     state_file_name,
 )
 
@@ -97,3 +98,16 @@ def test_file_names_carry_the_number(number: int) -> None:
 def test_files_of_the_user_are_no_checkpoints(name: str) -> None:
     assert checkpoint_number(name) is None
     assert manifest_number(name) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "normalized"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("s3://bucket//jobs///default.digits/", "s3://bucket/jobs/default.digits"),
+        ("file:///folder//jobs", "file:///folder/jobs"),
+    ],
+)
+def test_a_url_is_normalized(url: str, normalized: str) -> None:
+    assert normalized_url(url) == normalized

@@ -459,9 +459,23 @@ def test_urls_are_distinguished_from_folders() -> None:
     ("url", "complaint"),
     [
         ("s3://", "has no bucket: use a URL such as s3://bucket/prefix"),
+        (
+            "s3://key:secret@bucket/prefix",
+            "URL of the checkpoints contains credentials, .*: use s3://bucket/prefix, and",
+        ),
         ("nothing://bucket/prefix", "nothing://bucket/prefix: .*[Pp]rotocol"),
     ],
 )
 def test_an_unusable_url_is_an_error(url: str, complaint: str) -> None:
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=complaint) as raised:
         open_storage(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_url_with_empty_parts_is_that_without(store: CheckpointStore) -> None:
+    """Servers that keep objects in folders would not list them."""
+    other = CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs//digits//"))
+    for number in (1, 2, 3):
+        save(other, number)
+    assert str(other.storage) == str(store.storage)
+    assert loaded_number(store) == 3

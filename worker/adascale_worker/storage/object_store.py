@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from adascale_core.checkpoint_manifest import normalized_url
 from adascale_worker.errors import CheckpointError
 from adascale_worker.storage.interface import (
     MissingFileError,
@@ -25,6 +27,8 @@ at most 10,000, so an object has at most 640 GB."""
 
 CONDITION_PROBE = "conditional-writes"
 """Name of an empty object, by which it is checked that the store rejects a second object of a name."""
+
+_CREDENTIALS = re.compile("[^/@]*:[^/@]*@")
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # Without limits, a server that does not answer would delay the end of a job for many minutes.
@@ -46,12 +50,17 @@ class ObjectStore:
         url: such as s3://bucket/prefix.
 
     Raises:
-        CheckpointError: no client for this URL is installed, or the URL has no bucket.
+        CheckpointError: no client for this URL is installed, or the URL has no bucket, or has credentials.
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        self._url = normalized_url(url)
         scheme, _, path = url.partition("://")
+        if _CREDENTIALS.match(path):
+            raise CheckpointError(
+                f"the URL of the checkpoints contains credentials, which would appear in logs: use {scheme}://"
+                f"{_CREDENTIALS.sub('', path)}, and for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
         if not path.strip("/"):
             raise CheckpointError(f"{url} has no bucket: use a URL such as {scheme}://bucket/prefix")
         try:
