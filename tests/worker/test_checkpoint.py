@@ -200,6 +200,15 @@ def test_what_others_delete_while_it_is_read_is_not_taken_for_damage(
     assert capsys.readouterr().out == ""
 
 
+def test_the_message_about_a_file_that_cannot_be_read_names_it(tmp_path: Path) -> None:
+    """Such as one with a bad sector of the disk."""
+    manifest = save(tmp_path, 1)
+    (tmp_path / manifest.state).unlink()
+    (tmp_path / manifest.state).mkdir()
+    with pytest.raises(CheckpointError, match=rf"cannot be read: {manifest.state}: Is a directory"):
+        load(tmp_path)
+
+
 def test_load_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for number in (1, 2):
         damage_file(tmp_path / save(tmp_path, number).state, "flip")

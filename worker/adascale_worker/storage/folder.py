@@ -66,7 +66,7 @@ class Folder:
         except FileNotFoundError as error:
             raise MissingFileError(reason(error)) from error
         except OSError as error:
-            raise StorageError(reason(error)) from error
+            raise StorageError(f"{name}: {reason(error)}") from error
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file if no file has its name."""
