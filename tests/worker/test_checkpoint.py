@@ -324,6 +324,21 @@ def test_a_state_is_kept_if_its_manifest_was_written_and_the_answer_was_lost(tmp
     assert load(tmp_path)[0]["number"] == 2
 
 
+def test_a_manifest_that_a_repeated_request_finds_is_the_writers_own(tmp_path: Path) -> None:
+    class Repeating(Folder):
+        def create(self, name: str, content: bytes) -> None:
+            super().create(name, content)
+            super().create(name, content)
+
+    save(tmp_path, 1)
+    store, snapshot = CheckpointStore(Repeating(tmp_path), CHUNK), Snapshot()
+    snapshot.copy(state_of(2))
+    manifest = store.save(snapshot, INFO, {"loss": 0.5})
+    assert manifest.number == 2
+    assert store.annotate(manifest, {"accuracy": 0.75}).number == 3
+    assert load(tmp_path)[1].result == {"loss": 0.5, "accuracy": 0.75}
+
+
 def test_a_folder_that_cannot_be_flushed_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -416,6 +416,9 @@ class CheckpointStore:
             except NameTakenError:
                 newest = max(self.numbers(), default=number)
                 last = self._require_not_superseded(newest, info)
+                if last is not None and last == replace(manifest, number=last.number):
+                    # A client has repeated the request, because the answer to the first one was lost.
+                    return last
                 if only_if_latest and last is not None and _is_later(last, info):
                     return last
                 number = max(newest, number) + 1
