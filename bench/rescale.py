@@ -52,6 +52,7 @@ from typing import Any, TypeVar
 
 import device_option
 import overhead
+import rescale_model
 import torch
 import torch.distributed as dist
 import urllib3
@@ -65,7 +66,6 @@ from adascale_worker.process_group import backend_of
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"
 TORCHFT_PROGRAM = FOLDER / "rescale_torchft.py"
-LOCAL_BSZ = 8
 STATE_TENSORS = [(8192, 8192)] * 4
 TIMEOUT = 300.0
 LINGER = {"tiny": 50, "1GB": 8}
@@ -282,10 +282,11 @@ def usual_after(steps: Steps, kill_at: float, victim: int) -> Iterator[tuple[str
 
 def one_batch_each(replicas: int) -> dict[str, Any]:
     """Declare a job whose replicas have one batch of the same size in each step, at this number of them."""
+    size = rescale_model.LOCAL_BSZ
     return {
-        "batch_size": LOCAL_BSZ,
-        "max_batch_size": replicas * LOCAL_BSZ,
-        "local_bsz_bounds": [LOCAL_BSZ, LOCAL_BSZ],
+        "batch_size": size,
+        "max_batch_size": replicas * size,
+        "local_bsz_bounds": [size, size],
         "max_replicas": 8,
     }
 

@@ -61,7 +61,6 @@ class ProgramState:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "parameters": self._parameter_names(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scheduler_type": self._scheduler_type,
             "registered": self.registered_states(),
@@ -94,8 +93,6 @@ class ProgramState:
                 f"the checkpoint was saved from another optimizer: {error}. Use the same optimizer and "
                 "parameter groups, or start from scratch (adascale run --fresh, or another checkpoint folder)"
             ) from error
-        # Earlier versions have not saved them.
-        self._require_parameters(state.get("parameters", []))
         saved = Hyperparameters(**state["hyperparameters"])
         self.differences[:] = self.hyperparameters.differences(saved)
         scheduler_state = state["scheduler"]
@@ -117,7 +114,7 @@ class ProgramState:
                     continue_schedule(scheduler)
         self.load_registered(state["registered"])
 
-    def _parameter_names(self) -> list[list[str]]:
+    def parameter_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, which the optimizer's state has by number."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [
@@ -125,13 +122,13 @@ class ProgramState:
             for group in self.optimizer.param_groups
         ]
 
-    def _require_parameters(self, saved: list[list[str]]) -> None:
+    def require_parameters(self, saved: list[list[str]]) -> None:
         """Check that the optimizer has the parameters of a saved state in the same order.
 
         Raises:
             UnusableCheckpointError: it has others. What it keeps for each would be used for another.
         """
-        for group, (before, now) in enumerate(zip(saved, self._parameter_names(), strict=False)):
+        for group, (before, now) in enumerate(zip(saved, self.parameter_names(), strict=False)):
             for number, (old, new) in enumerate(zip(before, now, strict=False)):
                 if old != new:
                     raise UnusableCheckpointError(

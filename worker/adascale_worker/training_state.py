@@ -48,6 +48,8 @@ class TrainingState:
         trainer, plan = self._trainer, self._trainer.planner.plan
         return {
             "program": self._program.state_dict(),
+            # Not with the program, whose state is copied in each step of several optimizers.
+            "parameters": self._program.parameter_names(),
             "progress": trainer.progress.state_dict(),
             "plan": [plan.replicas, plan.local_bsz, plan.accumulation],
             "fitting_local_bsz": trainer.planner.fitting,
@@ -76,6 +78,8 @@ class TrainingState:
             )
         load_model(self._program.model, state["program"]["model"])
         self._program.load_state_dict(state["program"])
+        # Earlier versions have not saved them.
+        self._program.require_parameters(state.get("parameters", []))
         trainer.progress.load_state_dict(state["progress"])
         trainer.feed.load_state_dict(state["data"])
         trainer.telemetry.step_timer.load_state_dict(state["step_times"])
