@@ -262,7 +262,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         Call `update_scale` with the new number of replicas afterwards.
         """
-        self._estimator.statistics.reader.ddp = model
+        self._estimator.statistics.change_ddp(model)
 
     def set_num_gradients_to_accumulate(
         self,

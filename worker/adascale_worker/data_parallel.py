@@ -88,12 +88,15 @@ class DataParallelModel:
         override_call(model, _DataParallelForward(model, self))
 
     def connect(self) -> None:
-        """Use the process group of the generation that was formed."""
+        """Use the process group of the generation that was formed. The gradients are not used again."""
         self.has_missed_exchange = self.lacks_memory = False
         if self._group.replicas == 1:
             self._remove()
             return
         if self.ddp is None:
+            # Buckets can then have the memory of the gradients, which is still mapped.
+            for parameter in self._wrapped.model.parameters():
+                parameter.grad = None
             self._local_group = self._local_group or local_process_group()
             self.ddp = self._wrap(self._local_group)
         world = dist.group.WORLD

@@ -305,6 +305,8 @@ class TrainingLoop:
         if group.replicas > 1:
             check_optimizer_parameters(self._program.model, self.adascale.optimizer, group.replicas)
             check_synchronized_norms(self._program.model, self._model.device, group.replicas)
+            # Before more memory is mapped for the exchange of gradients.
+            self.adascale.discard_comparison()
         self._model.connect()
         self.adascale.change_model(self._model.ddp)
         if formation.sources:

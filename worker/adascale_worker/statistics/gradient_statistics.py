@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.scaling_rules import ScalingRule
 from adascale_worker.statistics.all_reduce import LocalStatistics, ReducedStatistics, StatisticsAllReduce
@@ -122,6 +123,8 @@ class GradientStatistics:
         self._metric.begin_step()
         if settings.micro_gradients > 1 or not measuring:
             self._previous_gradient.clear()
+        if settings.world_size == 1 and not begins_pair:
+            self._previous_gradient.release_memory()
         if measuring:
             self.reader.observe(settings)
         else:
@@ -156,6 +159,16 @@ class GradientStatistics:
             all_reduce.wait()
         if self.reader.given is not None:
             self.reader.given.set_last(None)
+
+    def change_ddp(self, ddp: DistributedDataParallel | None) -> None:
+        """Read gradients of another `DistributedDataParallel`; None without one, on a single replica.
+
+        The present gradients are not used again. Then their memory, that of DDP's buckets, is kept for the
+        copy of a gradient.
+        """
+        if ddp is None and self.reader.ddp is not None:
+            self._previous_gradient.keep_memory(self.parameters.groups())
+        self.reader.ddp = ddp
 
     def discard_comparison(self) -> None:
         """Discard the gradient of the last step, because the next is not made by one replica alone."""

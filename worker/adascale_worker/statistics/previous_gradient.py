@@ -43,6 +43,7 @@ class PreviousGradient:
     def __init__(self, metric: EuclideanMetric) -> None:
         self._metric = metric
         self._gradients: list[list[Tensor | None]] | None = None
+        self._free_memory: list[list[Tensor | None]] = []
         self._step_number = -1
         self._defined_groups: list[int] | None = None
         self.step: PreviousStep | None = None
@@ -61,9 +62,23 @@ class PreviousGradient:
             return None
         return self.step
 
+    def keep_memory(self, parameters: Parameters) -> None:
+        """Copy the next gradients into the memory of the present ones, which are not used again.
+
+        To map new memory takes several times as long as to copy into it.
+        """
+        self._free_memory = [
+            [None if parameter.grad is None else local_shard(parameter.grad) for parameter in group]
+            for group in parameters
+        ]
+
+    def release_memory(self) -> None:
+        """Delete what `keep_memory` has kept."""
+        self._free_memory = []
+
     def copy_from(self, parameters: Parameters, *, step_number: int) -> None:
         """Copy the gradients of `parameters`, into the memory of the previous copy where it fits."""
-        old = self._gradients or []
+        old = self._gradients or self._free_memory
         gradients: list[list[Tensor | None]] = []
         for number, group in enumerate(parameters):
             copies: list[Tensor | None] = []
@@ -71,12 +86,14 @@ class PreviousGradient:
                 if parameter.grad is None:
                     copies.append(None)
                     continue
-                gradient = self._metric.divided(parameter, local_shard(parameter.grad))
+                source = local_shard(parameter.grad)
+                gradient = self._metric.divided(parameter, source)
                 memory = old[number][index] if number < len(old) and index < len(old[number]) else None
-                if memory is None or memory.shape != gradient.shape or memory.stride() != gradient.stride():
+                if memory is None or not _can_hold(memory, gradient, source):
                     memory = torch.empty_like(gradient)
                 copies.append(memory.copy_(gradient))
             gradients.append(copies)
+        self.release_memory()
         self._gradients, self._step_number, self.step = gradients, step_number, None
         self._defined_groups = self._metric.defined_groups()
 
@@ -144,3 +161,14 @@ class PreviousGradient:
             step["scale"],
             torch.tensor(step["loss_scale"], dtype=torch.float64),
         )
+
+
+def _can_hold(memory: Tensor, gradient: Tensor, source: Tensor) -> bool:
+    """Whether `gradient`, which was made from `source`, can be copied into `memory` without a loss."""
+    same_layout = memory.shape == gradient.shape and memory.stride() == gradient.stride()
+    return (
+        same_layout
+        and memory.dtype == gradient.dtype
+        and memory.device == gradient.device
+        and memory.data_ptr() != source.data_ptr()
+    )
