@@ -172,7 +172,7 @@ class SeveralOptimizersLoop(TrainingLoop):
         self._finished_in: int | None = None
         """The number of the batch for which the program has called `finish`."""
         self._model.on_discard = self._revert_progress
-        self._accumulation.is_active = lambda: self._inside_epoch and not self.is_evaluating
+        self._accumulation.is_active = lambda: self._inside_epoch and not self.evaluations.is_evaluating
         self._accumulation.handles = self.handle_backward_error
 
     # -- steps ------------------------------------------------------------------------------------------
@@ -325,9 +325,9 @@ class SeveralOptimizersLoop(TrainingLoop):
     def _save_end_again(self) -> None:
         """Replace what `finish` has saved between the steps of two optimizers."""
         if self._trainer.group.replicas > 1:
-            self._save_request()
+            self._finish_request.save()
         else:
-            self._save(final=True)
+            self._saving.save(final=True)
 
     # -- steps that fail ----------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class SeveralOptimizersLoop(TrainingLoop):
             return False
         self._trainer.progress.load_state_dict(undone["progress"])
         self._state.replaced = undone
-        return self._save_alone()
+        return self._saving.save_alone()
 
 
 class _ZeroGrad(MethodOverride):

@@ -420,7 +420,7 @@ class ElasticTrainer:
         self._loop, self._accumulation, self._parts = loop, accumulation, parts
         self._watchdog = StepWatchdog(
             trainer.telemetry.step_timer,
-            lambda: loop.inside_epoch and not loop.is_evaluating,
+            lambda: loop.inside_epoch and not loop.evaluations.is_evaluating,
             lambda: f"rank {self.rank}",
             lambda: self.replicas,
             environment.read_step_timeout(os.environ),
@@ -593,9 +593,9 @@ class ElasticTrainer:
                     f"program_reentry got {len(self._parts.models)} models"
                 )
             model = self._parts.models[0]
-        exchange = loop.next_evaluation()
+        exchange = loop.evaluations.next(inside_epoch=loop.inside_epoch)
         return Evaluation(
-            dataset, batch_size, model, exchange, options, loop.begin_evaluation, loop.end_evaluation
+            dataset, batch_size, model, exchange, options, loop.evaluations.begin, loop.evaluations.end
         )
 
     def step(self, epoch: int) -> None:

@@ -9,7 +9,6 @@ if a batch does not fit into the memory of one, with a lower limit of the local 
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -24,7 +23,6 @@ import torch
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
-from adascale_worker import state_transfer
 from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.agent_channel import Assignment
@@ -32,13 +30,13 @@ from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import (
-    CheckpointError,
     ReplicationError,
     WorkerError,
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.evaluation import Exchange
+from adascale_worker.evaluation_sequence import EvaluationSequence
+from adascale_worker.finish_request import FinishRequest
 from adascale_worker.loop_checks import (
     BatchChecks,
     LoopChecks,
@@ -49,40 +47,29 @@ from adascale_worker.loop_departures import LoopDepartures
 from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.membership import LeaveError, Membership
 from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
+from adascale_worker.memory_shortage import MemoryShortage
 from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet
-from adascale_worker.out_of_memory import is_out_of_memory, kind_of, release_memory
+from adascale_worker.out_of_memory import release_memory
 from adascale_worker.program_state import ProgramState
-from adascale_worker.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
 from adascale_worker.rng_state import seed_generators
 from adascale_worker.shutdown import FastExit, ShutdownSignal
-from adascale_worker.state_tree import layouts, on_host
+from adascale_worker.state_exchange import StateExchange
+from adascale_worker.state_saving import StateSaving
 from adascale_worker.stream import SampleStream
-from adascale_worker.training_state import TrainingState, model_tensor_numbers
+from adascale_worker.training_state import TrainingState
 from adascale_worker.user_code import calling_line
 from adascale_worker.weight_checks import (
     FiniteWeights,
     NonFiniteWeightsError,
     WeightComparison,
-    nonfinite_message,
 )
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
 
-MAX_REASON = 200
-"""Characters of torch's own message about a lack of memory that are printed."""
-
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
-
-TRAINS = "trains"
-"""The event that a replica announces with the place that it has reached, for those that evaluate."""
-
-FINISH = "finish"
-"""The event that a replica announces when it has called `finish`."""
-FINISH_TIMEOUT = 30.0
-"""Seconds that a replica which has called `finish` and ends waits for the others to call it."""
 
 
 class TrainingLoop:
@@ -128,6 +115,11 @@ class TrainingLoop:
         self._departures = LoopDepartures(trainer.group)
         trainer.telemetry.measure_sync = model.sync_time
         self._state = TrainingState(trainer, program)
+        self._exchange = StateExchange(trainer, program, self._state)
+        self._saving = StateSaving(trainer, program, self._state, self._weights)
+        self._finish_request = FinishRequest(trainer, self._saving)
+        self._shortage = MemoryShortage(trainer, model, membership)
+        self.evaluations = EvaluationSequence(trainer)
         self._shutdown_signal = shutdown_signal
         self._fast_exit = fast_exit
         self._agreement = Agreement()
@@ -137,11 +129,6 @@ class TrainingLoop:
         self.step_calls = 0
         """Calls of `optimizer.step()` so far."""
         self._skipped_steps = 0
-        self.is_evaluating = False
-        """Whether the program is inside a loop over `ElasticTrainer.evaluation`."""
-        self._evaluations = 0
-        """Evaluations at `_evaluated_at` so far."""
-        self._evaluated_at: tuple[int, int, int] | None = None
         self._stepped_at = float("-inf")
         self._steps_are_slow = True
         self._delivered = 0
@@ -153,8 +140,6 @@ class TrainingLoop:
         """Whether a loop over `epoch` has begun and not ended."""
         self._left_loop = False
         """Whether the program has left that loop before its end, and not called `end_epoch`."""
-        self._finish_request: str | None = None
-        self._finish_line = ""
         self._ended_epoch: int | None = None
         self._step_at_end = 0
         """The last step at the end of the last epoch."""
@@ -170,11 +155,6 @@ class TrainingLoop:
         """The last step before the current epoch of such a program."""
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
-        self._local_limit: int | None = None
-        """Without an agent: the limit of the local batch size for the samples of a discarded step."""
-        self._receive_memory = ReceiveMemory()
-        self._initial_weights: InitialWeights | None = None
-        """Of a replica that joins others, until it has a state."""
         trainer.group.save_alone = self._save_in_thread
         trainer.checkpointing.is_terminated = lambda: shutdown_signal.received is not None
         self._assignment: Assignment | None = None
@@ -213,15 +193,15 @@ class TrainingLoop:
         failure: tuple[str, str] | None = None
         state = None
         if group.is_main:
-            self._receive_memory.clear()
+            self._exchange.release_memory()
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
                 state = trainer.checkpointing.load(wait=trainer.generation > 1)
                 self._require_later_generation()
                 if state is not None:
                     self._state.load_state_dict(state)
-                elif self._initial_weights is not None:
-                    self._initial_weights.put_back()
+                else:
+                    self._exchange.keep_initial_weights()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
         # More steps may be required now than when the end of training was saved.
@@ -260,10 +240,7 @@ class TrainingLoop:
     def prepare_to_receive(self) -> None:
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""
         if self._model.device.type == "cpu":
-            model = self._program.model
-            self._initial_weights = InitialWeights(model)
-            sizes = expected_sizes(model, self.adascale.optimizer, self._initial_weights.names)
-            self._receive_memory = ReceiveMemory(sizes)
+            self._exchange.prepare()
             self._model.prepare()
 
     def begin(self) -> None:
@@ -316,8 +293,7 @@ class TrainingLoop:
         else:
             self.was_restored = self.load()
         self._state_generation = assignment.generation
-        self._receive_memory.clear()
-        self._initial_weights = None
+        self._exchange.end()
         # What a member decides between two steps does not change the number of its state.
         reasons = group.gather(trainer.progress.finish_reason)
         trainer.progress.finish_reason = next((reason for reason in reasons if reason is not None), None)
@@ -334,40 +310,13 @@ class TrainingLoop:
 
     def _transfer(self, sources: Sequence[int]) -> None:
         """Copy the state of the ranks `sources`, which is the same, to all others."""
-        trainer, group = self._trainer, self._trainer.group
-        receivers = [rank for rank in range(group.replicas) if rank not in sources]
         nodes = (
             [member.node or member.address for member in self._assignment.members]
             if self._assignment is not None
-            else [""] * group.replicas
+            else [""] * self._trainer.group.replicas
         )
-        route = state_transfer.routes(sources, receivers, nodes).get(group.rank)
-        if route is None:
-            return
-        device = group.transfer_device
-        if route.source is None:
-            assert route.target is not None
-            self.adascale.discard_comparison()
-            state_transfer.send(group, route.target, self._state.state_dict(), device=device)
-            return
-        if device.type == "cpu":
-            # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
-            trainer.checkpointing.release_memory()
-        state = state_transfer.receive(
-            group, route, device=device, memory=self._receive_memory, places=self._places_for
-        )
-        if device.type != "cpu":
-            # As from a checkpoint: the program's objects may keep the tensors that they get.
-            state["program"]["registered"] = on_host(state["program"]["registered"])
-        self._state.load_state_dict(state)
-        self._initial_weights = None
-        self._delivered = trainer.progress.consumed
-
-    def _places_for(self, spec: bytes) -> dict[int, torch.Tensor]:
-        """Return the tensors to receive those of a state into, by their numbers in its structure."""
-        if self._initial_weights is None:
-            return {}
-        return self._initial_weights.places(model_tensor_numbers(spec), layouts(spec))
+        if self._exchange.copy(sources, nodes):
+            self._delivered = self._trainer.progress.consumed
 
     def _overtake(self) -> None:
         """Find out whether the copied state is in a later epoch than the program's loop."""
@@ -377,7 +326,7 @@ class TrainingLoop:
 
     def _announce_place(self) -> None:
         if self._is_looping and self._overtaken_epoch is None:
-            self._announce_training()
+            self.evaluations.announce_training()
         epoch, has_looped = self._trainer.progress.epoch, self._current_epoch is not None
         if self._is_looping or (has_looped and epoch <= self._epoch_of_program):
             self._departures.begin_generation(self._epoch_of_program, inside=self._is_looping)
@@ -393,14 +342,14 @@ class TrainingLoop:
                 self._trainer.progress.step,
                 calling_line(),
                 early=early,
-                expected=self._finish_request is not None or self._trainer.finished,
+                expected=self._finish_request.reason is not None or self._trainer.finished,
             )
 
     def explain_stall(self) -> str | None:
         """Return an error message if the present step cannot end because others have left their loop."""
-        if not self._inside_epoch or self.is_evaluating or self._trainer.group.has_failed:
+        if not self._inside_epoch or self.evaluations.is_evaluating or self._trainer.group.has_failed:
             return None
-        self._announce_training(is_waiting=True)
+        self.evaluations.announce_training(is_waiting=True)
         return self._departures.find_failure(self._trainer.progress.step)
 
     def _recover(self) -> None:
@@ -447,44 +396,12 @@ class TrainingLoop:
 
     def _handle_shortage(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
-        is_alone = self._membership is None and self._trainer.group.replicas == 1
-        if not self._inside_epoch or not (is_alone or self._membership is not None):
-            return False
-        limit = self._limit_after(error)
-        if limit is None:
-            return False
-        self._model.has_missed_exchange = self._model.lacks_memory = True
-        if self._membership is None:
-            self._local_limit = limit
-        else:
-            self._trainer.group.fail()
-        return True
-
-    def _limit_after(self, error: BaseException) -> int | None:
-        """Report and return the limit after an error; None if it has another cause, or none is left."""
-        if not is_out_of_memory(error):
-            return None
-        planner, device = self._trainer.planner, kind_of(self._model.device)
-        size, limit = planner.plan.local_bsz, planner.smaller_local_bsz()
-        found = f"a local batch of {size} samples does not fit into the memory of {device}"
-        if limit is None:
-            print(
-                f"adascale: {found}, and the bounds allow no smaller one: lower the lower bound of "
-                "local_bsz_bounds, or use devices with more memory",
-                file=sys.stderr,
-            )
-            return None
-        reason = str(error).partition("\n")[0][:MAX_REASON]
-        print(f"adascale: {found}: training continues with at most {limit}. {reason}", file=sys.stderr)
-        if self._membership is not None:
-            self._membership.report_limit(limit)
-        return limit
+        return self._inside_epoch and self._shortage.handle(error)
 
     def _retry_in_smaller_batches(self) -> None:
         """Deliver the samples of the discarded step again, in batches that may fit."""
         trainer = self._trainer
-        bounds = trainer.settings.bounds.with_limit(self._local_limit)
-        self._local_limit = None
+        bounds = trainer.settings.bounds.with_limit(self._shortage.take_limit())
         self._discard_step()
         self._model.has_missed_exchange = self._model.lacks_memory = False
         trainer.settings = replace(trainer.settings, bounds=bounds)
@@ -503,7 +420,7 @@ class TrainingLoop:
         """
         if self._membership is None or not isinstance(error, Exception) or not self._is_training():
             return False
-        if not self._model.lacks_memory and self._limit_after(error) is None:
+        if not self._model.lacks_memory and self._shortage.limit_after(error) is None:
             return False
         group = self._trainer.group
         group.fail()  # The others need not wait until this process has ended.
@@ -512,7 +429,7 @@ class TrainingLoop:
             release_memory()
             try:
                 self._discard_step()
-                self._save_alone()
+                self._saving.save_alone()
             except (RuntimeError, MemoryError) as failure:
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
         return True
@@ -533,14 +450,14 @@ class TrainingLoop:
             self._report()
             if len(leaving) == group.replicas:
                 # Else the others keep the state.
-                self._save_if_possible()
+                self._saving.save_if_possible()
             if is_terminated:
                 self._leave()
             membership.leave_without({assignment.members[rank].replica for rank in leaving})
         else:
             membership.wait_for_generation(max(row[1] for row in rows))
             if all(row[0] for row in group.gather_integers([membership.is_released])):
-                self._save_if_possible()
+                self._saving.save_if_possible()
             if membership.is_released:
                 self._report()
                 self._leave()
@@ -549,7 +466,7 @@ class TrainingLoop:
     def _save_before_leaving(self) -> None:
         """Save the state of a trainer that waits for a generation, and was terminated."""
         if self._state_generation is not None:
-            self._save_alone()
+            self._saving.save_alone()
 
     def _save_in_thread(self) -> bool:
         """Save the state in a thread while the main thread cannot leave a collective call.
@@ -562,21 +479,7 @@ class TrainingLoop:
         if not has_state or self._position_after_step > trainer.progress.consumed:
             return False
         self._restore_step()
-        return self._save_alone()
-
-    def _save_alone(self) -> bool:
-        """Save the state without the other replicas, and return whether it is saved."""
-        self._trainer.group.be_alone()
-        return self._save_if_possible(alone=True)
-
-    def _save_if_possible(self, *, alone: bool = False) -> bool:
-        try:
-            self._save(durable=True, alone=alone)
-        except (NonFiniteWeightsError, CheckpointError) as error:
-            if self._trainer.group.is_main:
-                print(f"adascale: {error}", flush=True)
-            return False
-        return True
+        return self._saving.save_alone()
 
     def _leave(self) -> NoReturn:
         assert self._membership is not None
@@ -648,7 +551,7 @@ class TrainingLoop:
             )
         self.step_calls += 1
         self.made_step = False
-        self.is_evaluating = False
+        self.evaluations.is_evaluating = False
         self._unregistered_scaler.check()
         self._trainer.planner.require_acknowledged()
 
@@ -680,42 +583,6 @@ class TrainingLoop:
         except PeersLostError:
             # The step is made. What follows it waits for the next generation.
             return
-
-    # -- evaluation -------------------------------------------------------------------------------------
-
-    def next_evaluation(self) -> Exchange:
-        """Return how the replicas exchange the results of the next evaluation."""
-        progress = self._trainer.progress
-        # A replica passes an evaluation outside of a loop when it begins a loop of the same epoch.
-        place = (progress.epoch, progress.step, int(self._inside_epoch))
-        self._evaluations = self._evaluations + 1 if place == self._evaluated_at else 1
-        self._evaluated_at = place
-
-        def has_passed() -> set[int]:
-            values = self._trainer.group.announced(TRAINS) or ()
-            return {rank for rank, value in enumerate(values) if value and tuple(json.loads(value)) > place}
-
-        name = "/".join(map(str, ("evaluation", *place, self._evaluations)))
-        return Exchange(self._trainer.group, name, has_passed)
-
-    def begin_evaluation(self) -> None:
-        """Do not take what follows for training, until `end_evaluation`."""
-        self._trainer.telemetry.step_timer.pause()
-        self.is_evaluating = True
-
-    def end_evaluation(self) -> None:
-        """Continue with training."""
-        self._trainer.telemetry.step_timer.pause()
-        self.is_evaluating = False
-
-    def _announce_training(self, *, is_waiting: bool = False) -> None:
-        """Let replicas that evaluate know that this one trains, or waits in a step."""
-        progress = self._trainer.progress
-        self._announce_passed([progress.epoch, progress.step, 2 if is_waiting else 1])
-
-    def _announce_passed(self, place: list[float]) -> None:
-        """Let replicas that evaluate know that this one takes no part in evaluations before a place."""
-        self._trainer.group.announce(TRAINS, json.dumps(place))
 
     @property
     def steps(self) -> int:
@@ -763,7 +630,7 @@ class TrainingLoop:
         signaled = self._shutdown_signal.received is not None
         if signaled and self._membership is not None:
             self._membership.report_terminated()
-        finish = self._finish_request is not None
+        finish = self._finish_request.reason is not None
         change = self._membership is not None and self._membership.change_is_pending
         if not trainer.group.is_main:
             return Requests(exit=signaled, finish=finish, change=change)
@@ -785,7 +652,8 @@ class TrainingLoop:
             PeersLostError: members are lost.
         """
         if self._agreement.finish and not self._trainer.finished:
-            self._finish_together()
+            self._finish_request.agree()
+            self._save_final()
             return
         if self._membership is None and self._agreement.exit:
             self._save_and_exit()
@@ -794,7 +662,7 @@ class TrainingLoop:
             return
         if self._agreement.save and not self.adascale.awaits_comparison:
             self._agreement.save = False
-            self._save()
+            self._saving.save()
             self._withdraw_requests()
             self._trainer.telemetry.step_timer.pause()
 
@@ -835,7 +703,7 @@ class TrainingLoop:
         self._end_batch()
         self._leave_loop(early=True)
         self._departures.wait()
-        self._announce_training()
+        self.evaluations.announce_training()
         self._epoch_of_program = progress.epoch
         self._is_looping, self._left_loop = True, False
         if self._overtaken_states is not None:
@@ -858,7 +726,7 @@ class TrainingLoop:
                 if at_boundary and not self._model.has_missed_exchange:
                     # Includes batches for which the program made no step.
                     progress.consumed = self._delivered
-                if self._local_limit is not None:
+                if self._shortage.awaits_retry:
                     self._retry_in_smaller_batches()
                 elif trainer.group.has_failed:
                     self._recover()
@@ -1003,7 +871,7 @@ class TrainingLoop:
             PeersLostError: members are lost.
         """
         trainer = self._trainer
-        self._announce_passed([trainer.progress.epoch - 1, math.inf])
+        self.evaluations.announce_passed([trainer.progress.epoch - 1, math.inf])
         self._accumulation.restart_step()
         if trainer.finished:
             self._save_final()
@@ -1038,23 +906,7 @@ class TrainingLoop:
             trainer.progress.finish_reason = reason
             self._save_final()
             return
-        self._require_finite_weights()
-        self._finish_request = reason
-        self._finish_line = calling_line()
-        trainer.group.announce(FINISH)
-        self._save_request()
-
-    def _save_request(self) -> None:
-        """Save the end of training on rank 0, because the program may end before the next step."""
-        trainer = self._trainer
-        trainer.progress.finish_reason = self._finish_request
-        trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
-        trainer.progress.finish_reason = None
-
-    def _finish_together(self) -> None:
-        reasons = self._trainer.group.gather(self._finish_request)
-        self._trainer.progress.finish_reason = next(reason for reason in reasons if reason is not None)
-        self._save_final()
+        self._finish_request.make(reason)
 
     def end_of_program(self) -> WorkerError | None:
         """Report the last step, and return an error if training is not finished, else None."""
@@ -1062,13 +914,13 @@ class TrainingLoop:
         trainer.telemetry.report_last(trainer.planner.plan, trainer.progress, self.adascale)
         if self.has_stepped and not trainer.checkpointing.has_final:
             try:
-                self._require_finite_weights()
+                self._saving.require_finite_weights()
             except NonFiniteWeightsError as error:
                 return error
         unfinished = trainer.unfinished
-        self._announce_passed([math.inf])
-        if self._finish_request is not None and not trainer.finished:
-            return self._finished_alone()
+        self.evaluations.announce_passed([math.inf])
+        if self._finish_request.reason is not None and not trainer.finished:
+            return self._finish_request.end_alone()
         try:
             self._leave_loop(early=True)
             self._departures.wait(lambda: self._shutdown_signal.received is not None)
@@ -1079,21 +931,6 @@ class TrainingLoop:
         return WorkerError(
             f"the program ended at {unfinished}. Train until trainer.finished is true, or call "
             "trainer.finish(reason) to end training earlier"
-        )
-
-    def _finished_alone(self) -> WorkerError | None:
-        """Return an error if another replica has not called `finish`, and still trains."""
-        trainer, group = self._trainer, self._trainer.group
-        missing = group.missing(FINISH, FINISH_TIMEOUT)
-        if not missing:
-            return None
-        # In place of the checkpoint of `finish`, which says that training is finished.
-        trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
-        return WorkerError(
-            f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
-            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
-            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
-            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
         )
 
     def end_restored_training(self) -> None:
@@ -1114,7 +951,7 @@ class TrainingLoop:
         while True:
             try:
                 self.comparison.compare(self._trainer.progress.step, self._checks.passes_per_batch)
-                self._save(final=True)
+                self._saving.save(final=True)
                 break
             except PeersLostError:
                 self._recover()
@@ -1127,34 +964,6 @@ class TrainingLoop:
 
     # -- saving and exiting -----------------------------------------------------------------------------
 
-    def _save(self, *, final: bool = False, durable: bool = False, alone: bool = False) -> None:
-        """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
-
-        If `alone`, the other members may save too, and a checkpoint of a later step is as good.
-
-        Raises:
-            NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
-            CheckpointError: see `Checkpointing.save`.
-        """
-        trainer = self._trainer
-        if final or (durable and trainer.checkpointing.enabled):
-            self._require_finite_weights()
-        trainer.checkpointing.save(
-            self._state.info(),
-            self._state.state_dict,
-            final=final,
-            durable=durable,
-            only_if_latest=alone,
-            weights=self._weights.weights(),
-            changed_by_step=_tensors_of(self.adascale.state),
-        )
-
-    def _require_finite_weights(self) -> None:
-        trainer = self._trainer
-        if not self._weights.are_finite():
-            trainer.checkpointing.postpone()
-            raise NonFiniteWeightsError(nonfinite_message(trainer.progress.step))
-
     def _report(self) -> None:
         self._trainer.telemetry.report(self._trainer.planner.plan, self._trainer.progress, self.adascale)
 
@@ -1164,7 +973,7 @@ class TrainingLoop:
         self._report()
         saved = True
         try:
-            self._save(durable=True)
+            self._saving.save(durable=True)
         except NonFiniteWeightsError as error:
             saved = False
             if trainer.group.is_main:
@@ -1176,14 +985,3 @@ class TrainingLoop:
             step = trainer.progress.step
             print(f"adascale: saved a checkpoint at step {step}; run the same command to resume", flush=True)
         self._exit(128 + received)
-
-
-def _tensors_of(state: Mapping[Any, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an optimizer keeps for its parameters."""
-    return [
-        value
-        for kept in state.values()
-        if isinstance(kept, Mapping)
-        for value in kept.values()
-        if isinstance(value, torch.Tensor)
-    ]

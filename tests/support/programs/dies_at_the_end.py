@@ -6,17 +6,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from adascale_worker.training_loop import TrainingLoop
+from adascale_worker.state_saving import StateSaving
 
-save = TrainingLoop._save
+save = StateSaving.save
 
 
-def die(loop: TrainingLoop, **options: Any) -> None:
+def die(saving: StateSaving, **options: Any) -> None:
     if options.get("final"):
         os.kill(os.getpid(), signal.SIGKILL)
-    save(loop, **options)
+    save(saving, **options)
 
 
 if os.environ["REPLICA"] == os.environ["DIES"]:
-    TrainingLoop._save = die  # type: ignore[method-assign, assignment]
+    StateSaving.save = die  # type: ignore[method-assign, assignment]
 runpy.run_path(str(Path(__file__).with_name("members.py")), run_name="__main__")

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer, step_watchdog, training_loop
+from adascale_worker import ElasticTrainer, finish_request, step_watchdog
 from support.training import samples
 
 step_watchdog.EXPLAIN_AFTER = 1.0
-training_loop.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", training_loop.FINISH_TIMEOUT))
+finish_request.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", finish_request.FINISH_TIMEOUT))
 end, at = os.environ.get("END", ""), int(os.environ.get("AT", "3"))
 epochs = int(os.environ.get("EPOCHS", "3"))
 arguments: dict[str, Any] = {}
