@@ -215,6 +215,20 @@ def test_a_state_of_the_inner_optimizer_that_is_saved_and_restored_changes_nothi
     assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
 
 
+@pytest.mark.filterwarnings("ignore:the loaded state has no AdaScale part")
+def test_a_state_of_the_inner_optimizer_that_adascale_loads_keeps_the_unit_of_its_steps() -> None:
+    model = network()
+    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.02), num_gradients_to_accumulate=2)
+    data = learnable_batches(12)
+    for number in range(6):
+        train_step(optimizer, model, data[2 * number : 2 * number + 2])
+    units = optimizer.state_dict()["adascale"]["rule"]
+    assert units != [1.0]
+    resumed = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.02), num_gradients_to_accumulate=2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
+    assert resumed.state_dict()["adascale"]["rule"] == units
+
+
 def test_estimates_are_unbiased_in_the_metric_of_the_steps_before() -> None:
     """The mean over all pairs of micro-batches is exact, because v does not depend on them."""
     model = network()

@@ -455,7 +455,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 UserWarning,
                 stacklevel=2,
             )
-        self._rule.load_state_dict([] if own is None else own["rule"])
+        else:  # without it, the rule has read its state from the groups that the inner optimizer has loaded
+            self._rule.load_state_dict(own["rule"])
         self._estimator.load_state_dict(own)
 
     def __getstate__(self) -> dict[str, Any]:
