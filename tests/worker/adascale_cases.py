@@ -34,6 +34,7 @@ from worker.adascale_problem import (
     one_group,
     squared_error,
     two_groups,
+    with_empty_groups,
 )
 from worker.reference import Batch, Reference
 
@@ -146,6 +147,12 @@ def public_values() -> None:
 def ddp_with_model_argument() -> None:
     assert_matches_reference()
     assert_matches_reference(groups=two_groups)
+
+
+@case
+def groups_without_parameters() -> None:
+    for model_given in (True, False):
+        assert_matches_reference(model_given=model_given, groups=with_empty_groups)
 
 
 @case

@@ -66,3 +66,8 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": list(model.first.parameters())},
         {"params": list(model.second.parameters()), "lr": 0.02},
     ]
+
+
+def with_empty_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups without parameters, as for a network that has no parameters of a kind."""
+    return [{"params": []}, *one_group(model), {"params": []}]

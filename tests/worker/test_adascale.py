@@ -28,6 +28,7 @@ from worker.adascale_problem import (
     one_group,
     squared_error,
     two_groups,
+    with_empty_groups,
 )
 from worker.reference import Batch, Reference
 
@@ -119,7 +120,7 @@ def test_predict_gain_uses_the_estimate_of_all_groups() -> None:
 
 
 @pytest.mark.parametrize("micro", [2, 5])
-@pytest.mark.parametrize("groups", [one_group, two_groups])
+@pytest.mark.parametrize("groups", [one_group, two_groups, with_empty_groups])
 def test_accumulation_with_a_scaled_loss(
     micro: int, groups: Callable[[nn.Module], list[dict[str, Any]]]
 ) -> None:
@@ -221,6 +222,10 @@ def test_one_replica_measures_the_difference_of_consecutive_gradients() -> None:
     optimizer = assert_matches_reference(scaled_loss, micro=1, scale=8.0, groups=two_groups)
     assert optimizer.estimate is not None
     assert optimizer.estimate.biased
+
+
+def test_one_replica_measures_a_group_beside_groups_without_parameters() -> None:
+    assert_matches_reference(scaled_loss, micro=1, scale=8.0, groups=with_empty_groups)
 
 
 def test_unbiased_estimates_replace_biased_estimates() -> None:

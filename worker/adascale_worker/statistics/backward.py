@@ -70,6 +70,7 @@ class BackwardObserver:
         self._reading_time = ReadingTime.NEVER
         self._parameters: list[Tensor] = []
         self._group_of: list[int] = []
+        self._group_count = 0
         self._handles: dict[int, RemovableHandle] = {}
         # Of the current pass: the ids of it and of the passes inside it, and of calls of torch.autograd.grad.
         self._pass_ids: set[int] = set()
@@ -98,6 +99,7 @@ class BackwardObserver:
             groups: parameters by parameter group.
             reading_time: when their gradients are read.
         """
+        self._group_count = len(groups)  # some may be without parameters
         flat = [(parameter, number) for number, group in enumerate(groups) for parameter in group]
         same = len(flat) == len(self._parameters) and all(
             new is old for (new, _), old in zip(flat, self._parameters, strict=True)
@@ -181,7 +183,7 @@ class BackwardObserver:
         Divided as the metric requires. For all parameters that are not frozen; zeros for a parameter without
         a gradient.
         """
-        groups: list[list[Tensor]] = [[] for _ in range(max(self._group_of) + 1)]
+        groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         for index, (parameter, group) in enumerate(zip(self._parameters, self._group_of, strict=True)):
             if parameter.requires_grad:
                 gradient = self._copies.get(index)
@@ -251,9 +253,8 @@ class BackwardObserver:
             for index in fired:
                 self._norms[index] = self._norm(index, self._gradient(index))
             return
-        count = max(self._group_of) + 1
-        parameters: list[list[Tensor]] = [[] for _ in range(count)]
-        groups: list[list[Tensor]] = [[] for _ in range(count)]
+        parameters: list[list[Tensor]] = [[] for _ in range(self._group_count)]
+        groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         for index in fired:
             parameters[self._group_of[index]].append(self._parameters[index])
             groups[self._group_of[index]].append(_dense(self._gradient(index)))

@@ -72,8 +72,8 @@ class OptimizerParameters:
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self.groups()[0][0].device
+        """Where the gradients are; the host if there are no parameters."""
+        return next((p.device for group in self.groups() for p in group), HOST)
 
     @property
     def lr_is_on_device(self) -> bool:
