@@ -305,6 +305,27 @@ def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int
         assert torch.equal(ours, theirs)
 
 
+def test_a_state_without_a_gradient_of_16_bits_continues_to_the_bit() -> None:
+    """Before the first step, gradients are compared in 16 bits, and divided by the second moment in 32."""
+
+    def make() -> tuple[Net, AdaScale]:
+        model = network().bfloat16()
+        return model, AdaScale(torch.optim.AdamW(model.parameters()), scale=8.0, disjoint_pairs=True)
+
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in learnable_batches(12)]
+    model, optimizer = make()
+    for number in range(4):
+        train_step(optimizer, model, data[number : number + 1])
+    assert not optimizer.awaits_comparison
+    resumed, again = make()
+    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(4, 12):
+        train_step(optimizer, model, data[number : number + 1])
+        train_step(again, resumed, data[number : number + 1])
+        assert again.gain() == optimizer.gain()
+
+
 @pytest.mark.parametrize(("micro", "scale"), [(1, 2.0), (4, 16.0), (2, 128.0)])
 def test_a_state_that_is_loaded_at_another_size_continues_as_the_state_in_memory(
     micro: int, scale: float
