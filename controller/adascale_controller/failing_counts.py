@@ -14,7 +14,7 @@ from adascale_core.views import JobView
 MIN_STEPS = 10
 """Steps after which a program is taken to work on a replica count."""
 MAX_GENERATIONS = 100
-"""Generations whose replica count is kept."""
+"""Generations whose replica count and steps are kept."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class FailingCounts:
             self._steps[report.generation] = report.step - first + 1
         for old in sorted(self._counts)[:-MAX_GENERATIONS]:
             del self._counts[old]
+            self._first_steps.pop(old, None)
+            self._steps.pop(old, None)
 
     def fail(
         self, generation: int, view: JobView, failure: str, *, at_once: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.failing_counts import MIN_STEPS, FailingCounts
+from adascale_controller.failing_counts import MAX_GENERATIONS, MIN_STEPS, FailingCounts
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
@@ -62,6 +62,16 @@ def test_a_smaller_count_that_fails_too_is_given_up_with_it() -> None:
     assert counts.limit == 1
     trains(counts, 3, 1, MIN_STEPS, first=50)
     assert counts.fail(4, trains(counts, 4, 3, 0), "exit code 1") is None, "it is above the limit already"
+
+
+def test_only_the_latest_generations_are_kept() -> None:
+    counts = FailingCounts()
+    for generation in range(1, MAX_GENERATIONS + 10):
+        trains(counts, generation, 1, MIN_STEPS, first=MIN_STEPS * generation)
+    newest = MAX_GENERATIONS + 10
+    assert counts.fail(1, trains(counts, newest, 2, 0), "exit code 1") is None, "it is not kept"
+    assert counts.fail(newest, view(), "exit code 1") is not None
+    assert counts.limit == 1
 
 
 def test_a_count_is_kept_if_the_program_has_trained_on_it_in_this_generation() -> None:
