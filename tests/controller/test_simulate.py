@@ -151,6 +151,13 @@ def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
     assert steps[1] > steps[0]
 
 
+def test_a_job_starts_although_the_multiple_of_the_interval_is_rounded(files: Path) -> None:
+    """0.9 / 0.3 is 3, and 3 * 0.3 is less than 0.9."""
+    submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.9)
+    job = simulate([submission], EqualShares(), Settings([4], interval=0.3))[0]
+    assert job.started_at == pytest.approx(0.9)
+
+
 def test_a_policy_that_uses_more_than_a_node_holds_is_refused(files: Path) -> None:
     class Greedy(EqualShares):
         def allocate(

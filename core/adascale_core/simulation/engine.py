@@ -195,8 +195,9 @@ def simulate(
     now = 0.0
     while arrived < len(jobs) or active:
         if not active:
-            # Nothing changes before the next job arrives.
-            now = ceil(jobs[arrived].submission.time / settings.interval) * settings.interval
+            # Nothing changes before the next job arrives. The multiple may be rounded to less than its time.
+            arrival = jobs[arrived].submission.time
+            now = max(ceil(arrival / settings.interval) * settings.interval, arrival)
         while arrived < len(jobs) and jobs[arrived].submission.time <= now:
             active.append(jobs[arrived])
             arrived += 1
