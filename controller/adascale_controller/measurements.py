@@ -168,6 +168,8 @@ class JobMeasurements:
         self._desired: tuple[int, float] | None = None
         self._stable: tuple[int, float] | None = None
         self._losses = 0
+        self._paused_in = 0
+        """The newest generation without replicas."""
         self.last_downtime: float | None = None
         """Seconds from the last step before the newest generation to its first step; None if not measured."""
 
@@ -192,6 +194,8 @@ class JobMeasurements:
         """
         if view.desired is not None and (self._desired is None or self._desired[0] != view.generation):
             self._desired = (view.generation, now)
+        if view.desired is not None and view.desired.replicas == 0:
+            self._paused_in = view.generation
         report = self.latest(view)
         if report is None:
             return None
@@ -202,6 +206,9 @@ class JobMeasurements:
             return None
         self._stable = (report.generation, now)
         losses, self._losses = self._losses, view.failures + view.disruptions
+        # The time without replicas, as of a suspended job, is not that of a change.
+        if previous is not None and previous.generation < self._paused_in:
+            previous = None
         self.last_downtime = None if previous is None else _downtime(previous, report)
         # The downtime of a loss includes its detection, which a planned change does not need.
         if self.last_downtime is not None and losses == self._losses:

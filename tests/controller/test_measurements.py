@@ -104,6 +104,22 @@ def test_the_downtime_of_a_loss_does_not_count_for_restart_seconds() -> None:
     assert measurements.job_state(JOB, view(2, REPORT), None).restart_seconds == DEFAULT_DOWNTIME
 
 
+def test_the_time_without_replicas_does_not_count_for_restart_seconds() -> None:
+    measurements = JobMeasurements()
+    measurements.update(view(1, REPORT), 6.0)
+    suspended = replace(view(1, REPORT), desired=Allocation(2, 0), active=None)
+    measurements.update(suspended, 7.0)
+    measurements.update(suspended, 7000.0)
+    measurements.update(view(1, REPORT, desired=3), 7001.0)
+    resumed = view(3, replace(REPORT, generation=3, step=11, time=7105.0))
+    assert measurements.update(resumed, 7010.0) is not None
+    assert measurements.last_downtime is None
+    state = measurements.job_state(JOB, resumed, None)
+    assert (state.restart_seconds, state.prepare_seconds) == (DEFAULT_DOWNTIME, DEFAULT_PREPARATION)
+    measurements.update(view(4, replace(REPORT, generation=4, step=12, time=7107.0)), 7012.0)
+    assert measurements.job_state(JOB, resumed, None).restart_seconds == pytest.approx(2.0)
+
+
 def test_reports_of_previous_runs_are_ignored() -> None:
     measurements = JobMeasurements()
     measurements.ignore_before(2)
