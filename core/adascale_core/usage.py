@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from adascale_core.job_id import namespace_of
 from adascale_core.messages import Message
@@ -55,6 +56,10 @@ class UsageView(Message):
     other_count: int
 
 
+_Part = tuple[str, int, float, float]
+"""The name of a group, its replicas, and from where to where it used them, in intervals."""
+
+
 def usage(
     used: Iterable[UsedReplicas],
     start: float,
@@ -73,21 +78,49 @@ def usage(
         by: whether replicas are summed by job or by namespace.
     """
     interval = (end - start) / points
-    groups: dict[str, list[float]] = defaultdict(lambda: [0.0] * points)
-    for part in used:
-        first, last = max(part.start, start), min(part.end, end)
+    parts: list[_Part] = []
+    totals: dict[str, float] = defaultdict(float)
+    for each in used:
+        first, last = max(each.start, start), min(each.end, end)
         if last <= first:
             continue
-        means = groups[part.job if by is UsageGroup.JOB else namespace_of(part.job)]
-        begin, stop = (first - start) / interval, (last - start) / interval
-        for index in range(int(begin), min(int(stop) + 1, points)):
-            means[index] += part.replicas * max(min(stop, index + 1) - max(begin, index), 0.0)
-    ordered = sorted(groups, key=lambda name: (-sum(groups[name]), name))
-    others = [sum(values) for values in zip(*(groups[name] for name in ordered[largest:]), strict=True)]
+        name = each.job if by is UsageGroup.JOB else namespace_of(each.job)
+        parts.append((name, each.replicas, (first - start) / interval, (last - start) / interval))
+        totals[name] += each.replicas * (last - first)
+    ordered = sorted(totals, key=lambda name: (-totals[name], name))
+    # Only for what is listed: all jobs have many intervals together.
+    others = _Means(points)
+    listed = {name: _Means(points) for name in ordered[:largest]}
+    for name, replicas, begin, stop in parts:
+        listed.get(name, others).add(replicas, begin, stop)
     return UsageView(
         start,
         interval,
-        [GroupUsage(name, [round(mean, 3) for mean in groups[name]]) for name in ordered[:largest]],
-        [round(mean, 3) for mean in others] or [0.0] * points,
-        max(len(ordered) - largest, 0),
+        [GroupUsage(name, means.values()) for name, means in listed.items()],
+        others.values(),
+        len(ordered) - len(listed),
     )
+
+
+class _Means:
+    """Mean numbers of replicas in intervals of length 1, as the differences between successive ones.
+
+    A part takes the same time, however many intervals it has.
+    """
+
+    def __init__(self, points: int) -> None:
+        # The end of a part may be the end of the last interval, and changes the one after too.
+        self._changes = [0.0] * (points + 2)
+
+    def add(self, replicas: int, begin: float, stop: float) -> None:
+        """Add replicas from `begin` to `stop`."""
+        for place, change in ((begin, replicas), (stop, -replicas)):
+            index = int(place)
+            after = (place - index) * change
+            self._changes[index] += change - after
+            self._changes[index + 1] += after
+
+    def values(self) -> list[float]:
+        """Return the means."""
+        # The sum with 0.0 makes 0.0 of -0.0, which small errors of the differences leave.
+        return [round(mean, 3) + 0.0 for mean in accumulate(self._changes[:-2])]

@@ -1,5 +1,7 @@
 """The replicas that jobs have used over time."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,18 @@ def test_the_jobs_of_a_namespace_can_be_summed() -> None:
     view = usage(used, 0.0, 10.0, 1, largest=2, by=UsageGroup.NAMESPACE)
     assert [(each.name, each.replicas) for each in view.largest] == [("a", [12.0]), ("b", [6.0])]
     assert (view.others, view.other_count) == ([0.0], 0)
+
+
+def test_the_intervals_of_what_is_not_listed_take_no_memory() -> None:
+    used = [UsedReplicas(f"a.job-{number}", 2, 0.5 * number, 1000.0) for number in range(1000)]
+    tracemalloc.start()
+    try:
+        view = usage(used, 0.0, 1000.0, 1000, largest=2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert view.other_count == 998
+    assert peak < 2_000_000, "bytes"
 
 
 @given(

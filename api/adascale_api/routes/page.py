@@ -1,6 +1,6 @@
 """The page that shows the jobs, and what only the page reads."""
 
-from functools import cache, partial
+from functools import cache
 from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from adascale_api.job_feed import Subscription
 from adascale_api.page_files import HEADERS, PageFile, load_page
 from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
+from adascale_api.sql import Transaction
 from adascale_api.store import generations
 from adascale_core.usage import UsageGroup, UsageView, usage
 
@@ -78,10 +79,12 @@ async def get_usage(
     """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
     most, and for all others together."""
     now = service.clock()
-    used = await service.database.read(
-        partial(generations.used_replicas, since=now - seconds, now=now), is_long=True
-    )
-    return usage(used, now - seconds, now, points, LISTED, by)
+
+    def query(transaction: Transaction) -> UsageView:
+        used = generations.used_replicas(transaction, now - seconds, now)
+        return usage(used, now - seconds, now, points, LISTED, by)
+
+    return await service.database.read(query, is_long=True)
 
 
 def _answer(request: Request, file: PageFile) -> Response:
