@@ -13,6 +13,8 @@ HIDDEN = frozenset(
     }
 )
 """The names of these members. Their values become empty."""
+METRICS = "metrics"
+"""The member of a report whose members have the names that the program has chosen, for numbers only."""
 
 
 def redact(value: Any) -> Any:
@@ -20,7 +22,8 @@ def redact(value: Any) -> Any:
     match value:
         case dict():
             return {
-                name: _empty(member) if name in HIDDEN else redact(member) for name, member in value.items()
+                name: _empty(member) if name in HIDDEN else member if name == METRICS else redact(member)
+                for name, member in value.items()
             }
         case list():
             return [redact(member) for member in value]

@@ -5,7 +5,7 @@ from adascale_core.gain import GradientEstimate
 from adascale_core.messages import AllocationView, GainReport, JobSpec, StepTime
 from adascale_core.prediction import predict
 from adascale_core.throughput import StepTimeModel
-from api.client import Client, a_report
+from api.client import Client, ServiceProcess, a_report
 
 SPEC = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), min_replicas=1, max_replicas=6)
 
@@ -40,6 +40,15 @@ def test_metrics_of_a_report_are_in_the_gain_the_job_and_the_history(client: Cli
     del members["metrics"]
     assert client.call("POST", f"/jobs/{job}/gain", members).status == 200
     assert client.get(f"/jobs/{job}/gain")["metrics"] == {}
+
+
+def test_metrics_are_shown_without_a_token_whatever_their_names(service: ServiceProcess, job: str) -> None:
+    metrics = {"instances": 5.0, "port": 2.0, "node": 1.0, "loss_of_key": 0.5}
+    with Client(service.port) as client, Client(service.port, token=None) as anyone:
+        client.post_gain(job, a_report(metrics=metrics))
+        assert anyone.get(f"/jobs/{job}")["latest"]["metrics"] == metrics
+        (listed,) = anyone.get(f"/jobs?limit=1&after={job[:-1]}")["jobs"]
+    assert listed["latest"]["metrics"] == metrics
 
 
 def test_a_repeated_report_counts_once_and_the_first_report_stays(client: Client, job: str) -> None:
