@@ -4,12 +4,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Response
+from pydantic import TypeAdapter
 
 from adascale_api.request_body import ReportsBody
 from adascale_api.request_models import GainReportBody
 from adascale_api.response_models import GainResponse
-from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, errors
+from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service import Service
 from adascale_api.sql import Transaction
 from adascale_api.store import jobs, reports
@@ -24,6 +25,7 @@ from adascale_core.views import GainView, HistoryView, PredictionView, StoredRep
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
 reports_body = ReportsBody()
+_history = TypeAdapter(HistoryView)
 
 
 class ReportNotFoundError(JobNotFoundError):
@@ -67,31 +69,39 @@ async def store_reports(service: Service, job: str, body: list[GainReportBody]) 
     "",
     summary="Read the latest gain, and predictions for other replica counts",
     dependencies=READER,
+    response_model=GainResponse,
     responses=errors(401, 403, 404, 422, 500, 503),
 )
-async def get_gain(service: ServiceOf, job: JobId) -> GainResponse:
+async def get_gain(service: ServiceOf, job: JobId) -> Response:
     """Returns the report of the highest generation and step. `predictions` has the predicted performance of
     each valid replica count from `min_replicas` to `max_replicas`, by the measured step times."""
-    return GainResponse.of(await service.database.read(partial(_gain_view, job_id=job), is_long=True))
+
+    def query(transaction: Transaction) -> Response:
+        view = GainResponse.of(_gain_view(transaction, job))
+        return Response(view.model_dump_json(), media_type="application/json")
+
+    return await service.database.read(query, is_long=True)
 
 
 @router.get(
     "/history",
     summary="Read the reports over time",
     dependencies=READER,
+    response_model=HistoryView,
     responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def get_history(
     service: ServiceOf,
     job: JobId,
     points: Annotated[int, Query(ge=1, le=5000, description="The maximum number of reports.")] = 500,
-) -> HistoryView:
+) -> Response:
     """Returns reports that are evenly spread over all reports, by generation and step, including the first
     and the last. A single point is the last."""
 
-    def query(transaction: Transaction) -> HistoryView:
-        history = reports.history(transaction, jobs.find_job(transaction, job), points)
-        return HistoryView(job, history.total, history.reports)
+    # In the thread of the read: thousands of reports would delay all requests otherwise.
+    def query(transaction: Transaction) -> Response:
+        found = reports.history(transaction, jobs.find_job(transaction, job), points)
+        return answer(_history, HistoryView(job, found.total, found.reports), shows_all=True)
 
     return await service.database.read(query, is_long=True)
 
