@@ -182,6 +182,23 @@ def test_each_logged_metric_has_a_chart_from_its_first_report_on(page: Page, sho
         client.call("DELETE", "/jobs/team.metrics")
 
 
+def test_a_job_that_is_opened_before_its_first_report_shows_all_reports(
+    page: Page, shown: ServiceProcess
+) -> None:
+    with Client(shown.port) as client:
+        client.put("/jobs/team.new", JobSpec(8, max_replicas=4).to_json())
+        show(page, shown, "#/jobs/team.new")
+        expect(page.get_by_text("Predictions need the declaration")).to_be_visible()
+        chart = page.locator(".charts [role=slider]").first
+        for step in range(1, 4):
+            client.post_gain("team.new", a_report(step))
+            expect(chart).to_have_attribute("aria-valuemax", str(step - 1), timeout=30_000)
+        client.call("DELETE", "/jobs/team.new")
+        client.post_gain("team.new", a_report(1), a_report(2))
+        expect(chart).to_have_attribute("aria-valuemax", "1", timeout=30_000)
+        client.call("DELETE", "/jobs/team.new")
+
+
 def test_a_link_shows_a_job_over_progress_with_its_generations(page: Page, shown: ServiceProcess) -> None:
     show(page, shown, "#/jobs/team.digits?x=progress")
     expect(page.get_by_role("radio", name="progress")).to_be_checked()
@@ -309,3 +326,22 @@ def test_the_page_continues_after_a_restart_of_the_service(browser: Browser, tmp
         expect(page.locator("#status")).to_contain_text("Disconnected", timeout=30_000)
         with ServiceProcess(tmp_path, "--port", str(port), environ={"ADASCALE_TOKEN": TOKEN}):
             expect(page.locator("#status")).to_have_text("Live", timeout=60_000)
+
+
+def test_the_charts_have_the_reports_that_came_while_the_page_was_disconnected(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        chart = page.locator(".charts [role=slider]").first
+        with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+            port = service.port
+            client.post_gain("team.digits", *(a_report(step) for step in range(10)))
+            show(page, service, "#/jobs/team.digits")
+            expect(chart).to_have_attribute("aria-valuemax", "9")
+        expect(page.locator("#status")).to_contain_text("Disconnected", timeout=30_000)
+        context.set_offline(True)
+        with ServiceProcess(tmp_path, "--port", str(port)), Client(port) as client:
+            client.post_gain("team.digits", *(a_report(step) for step in range(10, 30)))
+            context.set_offline(False)
+            expect(chart).to_have_attribute("aria-valuemax", "29", timeout=60_000)

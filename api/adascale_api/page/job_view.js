@@ -48,6 +48,8 @@ export class JobView {
     this.decision = element("div");
     this.predictions = element("div");
     this.decided = null;
+    this.createdAt = null;
+    this.readings = this.lastReading = 0;
     this.history = element("div");
     this.replicas = element("div");
     this.node = element(
@@ -68,7 +70,7 @@ export class JobView {
     );
     this.timer = setInterval(() => document.hidden || this.readDetails(), READ_INTERVAL);
     this.update(stream.jobs, null);
-    this.readHistory();
+    if (!stream.jobs.has(id)) this.readHistory();
     this.readDetails();
   }
 
@@ -116,7 +118,11 @@ export class JobView {
     ];
     this.facts.forEach(({ value }, at) => setText(value, values[at]));
     const last = this.reports.at(-1);
-    if (latest && last && (latest.generation > last.generation || (latest.generation === last.generation && latest.step > last.step))) {
+    // Only the history has what came while this page was hidden or disconnected, and all reports of a new job of this name.
+    const isNew = job.created_at !== this.createdAt;
+    this.createdAt = job.created_at;
+    if (!changed || isNew || (latest && !last)) this.readHistory();
+    else if (latest && (latest.generation > last.generation || (latest.generation === last.generation && latest.step > last.step))) {
       this.reports.push(latest);
       this.addChartsOfMetrics([latest]);
       // Thinned, so that a page that stays open for days stays small.
@@ -127,8 +133,11 @@ export class JobView {
   }
 
   async readHistory() {
+    const reading = ++this.readings;
     await this.attempt(async (signal) => {
       const history = await get(`jobs/${encodeURIComponent(this.id)}/gain/history?points=${POINTS}`, signal);
+      if (reading < this.lastReading) return; // the answer to a later one was faster
+      this.lastReading = reading;
       this.reports = history.points;
       this.addChartsOfMetrics(this.reports);
       this.draw();
