@@ -2,6 +2,9 @@
 
 const TOKEN = "adascale-read-token";
 const MAX_DELAY = 15000;
+const TIMEOUT = 15000;
+// The service sends a comment after 15 s without a change.
+const MAX_SILENCE = 40000;
 
 export class ServiceError extends Error {
   constructor(message, status) {
@@ -20,8 +23,8 @@ export function setToken(token) {
 }
 
 // Returns the JSON of a GET. Paths are relative to the page, so the page works behind a proxy too.
-export async function get(path, signal) {
-  const answer = await request(path, signal);
+export async function get(path, signal = new AbortController().signal) {
+  const answer = await request(path, AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT)]));
   return answer.json();
 }
 
@@ -60,26 +63,37 @@ export class JobStream {
   async run(signal) {
     let delay = 1000;
     while (!signal.aborted) {
+      // A connection that is lost without a word ends too.
+      const connection = new AbortController();
+      let silence = 0;
+      const heard = () => {
+        clearTimeout(silence);
+        silence = setTimeout(() => connection.abort(), MAX_SILENCE);
+      };
       try {
-        const answer = await request("events", signal);
+        heard();
+        const answer = await request("events", AbortSignal.any([signal, connection.signal]));
         delay = 1000;
-        await this.read(answer.body.pipeThrough(new TextDecoderStream()).getReader());
+        await this.read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), heard);
       } catch (error) {
         if (signal.aborted) return;
         const isRefused = error.status === 401 || error.status === 403;
         this.onStatus(isRefused ? "refused" : "lost", error instanceof ServiceError ? error.message : "The metrics service does not answer.");
         if (isRefused) return this.stop();
+      } finally {
+        clearTimeout(silence);
       }
       await new Promise((resolve) => setTimeout(resolve, delay));
       delay = Math.min(delay * 2, MAX_DELAY);
     }
   }
 
-  async read(reader) {
+  async read(reader, heard) {
     let parts = [];
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      heard();
       if (!value.includes("\n\n") && !(value.startsWith("\n") && parts.length)) {
         parts.push(value);
         continue;
@@ -95,7 +109,8 @@ export class JobStream {
     if (!fields.data) return;
     const data = JSON.parse(fields.data);
     if (fields.event === "problem") {
-      if (data) this.onStatus("lost", data);
+      // An empty text: the jobs can be read again.
+      this.onStatus(data ? "lost" : "live", data);
       return;
     }
     const isFirst = fields.event === "all";
