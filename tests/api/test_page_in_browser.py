@@ -355,7 +355,7 @@ def test_the_page_is_live_again_once_the_jobs_can_be_read_again(page: Page, show
     page.route("**/events", lambda route: route.fulfill(body=next(streams, jobs + problem + end)))
     page.goto(f"http://127.0.0.1:{shown.port}/")
     status = page.locator("#status")
-    expect(status).to_have_text("Disconnected: the database is away Trying again.")
+    expect(status).to_have_text("Disconnected: the database is away. Trying again.")
     expect(status).to_have_text("Live")
 
 

@@ -20,7 +20,7 @@ const stream = new JobStream({
   onJobs: (jobs, changed) => document.hidden || view?.update(jobs, changed),
   onStatus: (state, message) => {
     status.dataset.state = state;
-    setText(status, state === "live" ? "Live" : state === "refused" ? "A token is needed" : `Disconnected: ${message} Trying again.`);
+    setText(status, state === "live" ? "Live" : state === "refused" ? "A token is needed" : `Disconnected: ${message.replace(/\.?$/, ".")} Trying again.`);
     if (state === "refused") askForToken(message);
   },
 });
