@@ -101,6 +101,8 @@ class ConnectionLimits:
 
     def expect_request(self, connection: Connection) -> None:
         """Start the time of a request."""
+        # Removed first: an entry keeps its place otherwise, and those behind it would be closed late.
+        self._incomplete.pop(connection, None)
         self._incomplete[connection] = self._clock() + self._request_timeout
         self._clients.add(connection, is_incomplete=True)
 

@@ -182,6 +182,17 @@ def test_overdue_connections_are_closed(seconds: float, kind: str) -> None:
     assert limits.closed == 1
 
 
+def test_a_request_that_begins_late_does_not_delay_the_end_of_others() -> None:
+    clock = Clock()
+    limits = ConnectionLimits(clock=clock)
+    late, silent = Connection(limits), Connection(limits)
+    clock.now = REQUEST_TIMEOUT - 1
+    limits.expect_request(late)
+    clock.now = REQUEST_TIMEOUT
+    asyncio.run(limits.close_overdue())
+    assert closed(late, silent) == [False, True]
+
+
 events = st.lists(
     st.tuples(st.sampled_from(["open", "request", "answer", "close"]), st.integers(0, 2), st.integers(0, 50)),
     max_size=200,
