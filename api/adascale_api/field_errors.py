@@ -26,10 +26,17 @@ def _field_error(error: Mapping[str, Any], skip: int) -> FieldError:
         case "extra_forbidden":
             got, expected = _excerpt(error["input"]), "no field of this name"
         case "too_long" | "too_short" if isinstance(error["input"], list):
-            got, expected = f"a list of {len(error['input'])}", f"1 to {MAX_REPORTS} reports"
+            got, expected = f"a list of {len(error['input'])}", _lengths(error)
         case _:
             got, expected = _excerpt(error["input"]), error["msg"].removeprefix("Input should be ")
     return FieldError(field=field, got=got, expected=expected)
+
+
+def _lengths(error: Mapping[str, Any]) -> str:
+    if not error["loc"]:  # the body itself
+        return f"1 to {MAX_REPORTS} reports"
+    limits = error["ctx"]
+    return f"at most {limits['max_length']}" if "max_length" in limits else f"at least {limits['min_length']}"
 
 
 def _excerpt(value: object) -> str:

@@ -204,7 +204,10 @@ def test_a_job_without_a_report_has_no_gain(client: Client, job: str) -> None:
         ({"batch_size": 8, "max_batch_size": 4}, ["max_batch_size 4 is less than batch_size 8"]),
         ({"batch_size": 8, "local_bsz_bounds": [4, 2]}, ["lower 4 is greater than upper 2"]),
         ({"batch_size": 8, "local_bsz_bounds": [4]}, ["local_bsz_bounds.1: got nothing"]),
-        ({"batch_size": 8, "local_bsz_bounds": [1, 2, 3]}, ["local_bsz_bounds: got"]),
+        (
+            {"batch_size": 8, "local_bsz_bounds": [1, 2, 3]},
+            ["local_bsz_bounds: got a list of 3, expected at most 2;"],
+        ),
         *(
             (
                 {"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, upper]},
@@ -240,6 +243,7 @@ def test_an_invalid_declaration_is_refused(
         ({"generation": -1}, ["generation: got -1"]),
         ({"accelerator": "a" * 129}, ["accelerator: got", "128"]),
         ({"accelerator": "a\n"}, ["accelerator: got"]),
+        ({"lost": [0] * 1025}, ["lost: got a list of 1025, expected at most 1024;"]),
         ({"device": "cpu"}, ["device: got", "no field of this name"]),
     ],
 )
