@@ -318,6 +318,22 @@ def test_the_page_is_accessible(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_long_names_and_very_small_numbers_have_room(browser: Browser, shown: ServiceProcess) -> None:
+    width, height = SIZES["phone"]
+    with browser.new_context(viewport={"width": width, "height": height}) as context:
+        page = context.new_page()
+        with Client(shown.port) as client:
+            metrics = {"m" * 64: -5e-10}
+            client.post_gain("team.long-name", *(a_report(step, metrics=metrics) for step in (1, 2)))
+            show(page, shown, "#/jobs/team.long-name")
+            chart = page.get_by_role("slider", name="m" * 64)
+            expect(chart).to_have_attribute("aria-valuetext", re.compile(r": -5e-10$"))
+            client.call("DELETE", "/jobs/team.long-name")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        lefts = chart.locator(".axis").evaluate_all("(labels) => labels.map((each) => each.getBBox().x)")
+        assert min(lefts) >= 0
+
+
 def test_the_page_continues_after_a_restart_of_the_service(browser: Browser, tmp_path: Path) -> None:
     with browser.new_context() as context:
         page = context.new_page()

@@ -3,7 +3,7 @@
 import { element, setAttributes, setText, svgElement } from "./dom.js";
 import { isMissing } from "./format.js";
 
-const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22, HEIGHT = 176;
+const LEFT = 60, RIGHT = 10, TOP = 8, BOTTOM = 22, HEIGHT = 176;
 const MAX_MARKS = 200;
 
 // The position of the cursor, which charts share. `null` is the newest point.

@@ -8,7 +8,7 @@ export function count(number) {
 
 export function significant(number, digits = 3) {
   if (isMissing(number)) return NONE;
-  if (number !== 0 && (Math.abs(number) >= 1e6 || Math.abs(number) < 1e-4)) return number.toExponential(digits - 1);
+  if (number !== 0 && (Math.abs(number) >= 1e6 || Math.abs(number) < 1e-4)) return Number(number.toPrecision(digits)).toExponential();
   return Number(number.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 8 });
 }
 
