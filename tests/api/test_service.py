@@ -1,6 +1,8 @@
 """Group commits, the cache, long polling, and the expiry of heartbeats."""
 
 import asyncio
+import errno
+import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -95,6 +97,27 @@ def test_a_failed_write_changes_no_version_and_the_next_one_succeeds(url: str) -
         assert database.cached("a.b") == before.job
         again = await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=0.0))
         assert again == replace(before, changed=False)
+
+    with_database(url, use)
+
+
+def test_writes_succeed_again_after_a_disk_that_was_full_and_could_not_be_changed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_transaction: Transaction) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    async def use(database: Database) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            with pytest.raises(DatabaseError, match="disk is full"):
+                await database.write(fail)
+        await database.write(partial(jobs.allocate, job_id="a.b", allocation=Allocation(1, 1), now=0.0))
 
     with_database(url, use)
 

@@ -170,15 +170,18 @@ class SqliteConnector:
         The log is emptied while the file can still grow by its pages. It would keep the room of the reserve
         otherwise, and grow until it can't be emptied any more.
         """
-        before = self._free()
-        self._reserve.unlink(missing_ok=True)
-        with suppress(sqlite3.Error):
-            connection = self.connect(writes=True)
-            try:
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            finally:
-                connection.close()
-        return self._free() > before
+        try:
+            before = self._free()
+            self._reserve.unlink(missing_ok=True)
+            with suppress(sqlite3.Error):
+                connection = self.connect(writes=True)
+                try:
+                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                finally:
+                    connection.close()
+            return self._free() > before
+        except OSError:
+            return False  # the file system can't be changed, or is away
 
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Do nothing: no other process uses the file."""
