@@ -127,6 +127,13 @@ def test_the_pattern_of_a_job_id_matches_what_the_core_accepts(text: str) -> Non
     assert accepted == bool(re.match(JOB_ID_PATTERN.replace("$", r"\Z"), text))
 
 
+@pytest.mark.parametrize("path", ["/jobs/{job}", "/jobs/{job}/allocation"])
+def test_the_document_says_which_writes_may_not_find_the_job_afterwards(tmp_path: Path, path: str) -> None:
+    """A deletion at the same time may come between the write and the read that follows it."""
+    operation = an_app(tmp_path, protect_reads=False).openapi()["paths"][path]["put"]
+    assert operation["responses"]["404"]["description"] == "The job was deleted at the same time."
+
+
 def test_the_document_says_which_calls_need_a_token(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     for protect_reads, folder in ((False, tmp_path / "open"), (True, tmp_path)):

@@ -14,7 +14,16 @@ from adascale_api.job import Job
 from adascale_api.redaction import redact
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import AllocationBody, RegistrationBody
-from adascale_api.routes.common import CONTROLLER, WORKER, ClosedOf, JobId, MayReadAll, ServiceOf, errors
+from adascale_api.routes.common import (
+    CONTROLLER,
+    DELETED,
+    WORKER,
+    ClosedOf,
+    JobId,
+    MayReadAll,
+    ServiceOf,
+    errors,
+)
 from adascale_api.store import jobs
 from adascale_core.messages import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
@@ -35,6 +44,7 @@ registration_body = JsonBody(RegistrationBody)
     dependencies=CONTROLLER,
     response_model=AllocationView,
     responses={
+        **DELETED,
         **errors(401, 403, 413, 415, 422, 500, 503),
         409: {"model": ConflictBody, "description": "This generation or a newer one is desired already."},
     },

@@ -196,6 +196,10 @@ _DESCRIPTIONS = {
     500: "The stored state of the job is damaged.",
     503: "The database is unavailable, or the token can't be checked now. Nothing was stored; try again.",
 }
+DELETED: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorBody, "description": "The job was deleted at the same time."}
+}
+"""The additional response of calls that read the job after their write."""
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

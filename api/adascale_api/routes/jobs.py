@@ -9,7 +9,16 @@ from pydantic import TypeAdapter
 from adascale_api.field_types import NO_NUL
 from adascale_api.request_body import JsonBody
 from adascale_api.request_models import JobSpecBody
-from adascale_api.routes.common import CONTROLLER, READER, JobId, MayReadAll, ServiceOf, answer, errors
+from adascale_api.routes.common import (
+    CONTROLLER,
+    DELETED,
+    READER,
+    JobId,
+    MayReadAll,
+    ServiceOf,
+    answer,
+    errors,
+)
 from adascale_api.routes.job_views import find_view, list_views
 from adascale_api.sql import Transaction
 from adascale_api.store import decisions, generations, jobs
@@ -62,6 +71,7 @@ async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Resp
     responses={
         200: {"description": "The declaration of an existing job was replaced."},
         201: {"description": "The job was created.", "model": JobView},
+        **DELETED,
         **errors(401, 403, 413, 415, 422, 500, 503),
     },
     openapi_extra=spec_body.openapi,
