@@ -177,6 +177,8 @@ def _markdown(docstring: str | None) -> Iterator[str]:
             yield from (f"**{section}**", "")
             for item in re.split(r"\n(?=\S)", textwrap.dedent(body)):
                 yield from _item(item, section)
+        elif all(line.startswith("    ") for line in paragraph.splitlines()):
+            yield from ("```python", *textwrap.dedent(paragraph).splitlines(), "```")
         else:
             yield from textwrap.wrap(paragraph, WIDTH, break_on_hyphens=False)
         yield ""

@@ -72,3 +72,13 @@ def test_the_reference_is_that_of_the_docstrings() -> None:
     headings = set(re.findall(r"^##+ (.+)$", generated, re.MULTILINE))
     assert headings >= {*adascale_worker.__all__, "ElasticTrainer.device", "ElasticTrainer.program_reentry"}
     assert generated == (ROOT / "docs" / "reference.md").read_text(), "run `make reference`"
+
+
+def test_the_reference_shows_the_code_of_a_docstring_as_code() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    assert (
+        "```python\n"
+        "evaluation = trainer.evaluation(test_set, batch_size=256)\n"
+        "for x, y in evaluation:\n"
+        "    evaluation.add(correct=(model(x).argmax(1) == y).sum())\n"
+    ) in reference
