@@ -404,6 +404,11 @@ class Unmeasured(Dataset[int]):
             samples(7),
             r"fewer than max_batch_size \(64\): set batch_size and max_batch_size to at most 7",
         ),
+        (
+            {"batch_size": 8},
+            samples(1),
+            r"has 1 sample, fewer .* set batch_size to at most 1, in the job file if there is one, or",
+        ),
         ({"batch_size": 8, "max_batch_size": 64}, samples(0), r"\(type TensorDataset\) has 0 samples: check"),
         (FIXED, DataLoader(samples(48)), r"got a DataLoader in place of a data set, but the trainer makes"),
         (FIXED, {1, 2, 3}, r"\(type set\) has no items by index"),

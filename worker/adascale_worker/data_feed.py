@@ -50,8 +50,9 @@ class DataFeed:
             options: arguments for DataLoader.
 
         Raises:
-            DatasetError: the data set has no length or no items by index, is smaller than a batch, or has
-                another length than before; or an option would choose the batches.
+            DatasetError: the data set has no length or no items by index, fewer samples than `max_batch_size`
+                (or `batch_size`, if that is not set), or another length than before; or an option would
+                choose the batches.
         """
         if conflicting := _CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(
@@ -68,10 +69,11 @@ class DataFeed:
         name = "max_batch_size" if self._bounds.max_batch_size else "batch_size"
         smallest = self._bounds.max_batch_size or self._bounds.batch_size
         if length < smallest:
+            samples = "1 sample" if length == 1 else f"{length} samples"
             both = f"batch_size and {name}" if length < self._bounds.batch_size < smallest else name
             raise DatasetError(
-                f"the data set has {length} samples, fewer than {name} ({smallest}): "
-                f"set {both} to at most {length}, or use more data"
+                f"the data set has {samples}, fewer than {name} ({smallest}): "
+                f"set {both} to at most {length}, in the job file if there is one, or use more data"
             )
         if self._length is not None and self._length != length:
             raise DatasetError(

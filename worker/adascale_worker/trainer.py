@@ -534,8 +534,9 @@ class ElasticTrainer:
 
         Raises:
             WorkerError: the current epoch has ended, and `step` was not called.
-            DatasetError: the data set has no length, is smaller than a batch, or has another length than
-                before; or an option would choose the batches.
+            DatasetError: the data set has no length, no items by index, fewer samples than `max_batch_size`
+                (or `batch_size`, if that is not set), or another length than before; or an option would
+                choose the batches.
             WorkerError: `program_reentry` has not been called.
         """
         loop, trainer = self._require_loop(), self._trainer
