@@ -472,6 +472,16 @@ def test_an_unusable_url_is_an_error(url: str, complaint: str) -> None:
     assert "secret" not in str(raised.value)
 
 
+def test_a_client_that_is_not_installed_is_an_error_that_names_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(
+        CheckpointError, match=r"client for s3:// is not installed\. Install s3fs, in the image"
+    ):
+        open_storage("s3://bucket/prefix")
+
+
 def test_a_url_with_empty_parts_is_that_without(store: CheckpointStore) -> None:
     """Servers that keep objects in folders would not list them."""
     other = CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs//digits//"))

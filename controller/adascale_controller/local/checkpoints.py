@@ -98,9 +98,7 @@ class _Objects:
 
             self._fs, self._prefix = fsspec.core.url_to_fs(url, **_OPTIONS.get(scheme, {}))
         except (ImportError, ValueError) as error:
-            raise ObjectStoreError(
-                f"{url} cannot be read: {error}. For s3://, install adascale-operator[s3]"
-            ) from error
+            raise ObjectStoreError(f"{url} cannot be read: {error}. For s3://, install s3fs") from error
         if scheme == "s3":
             self._fs.retries = 1
 

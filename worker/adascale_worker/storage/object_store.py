@@ -182,7 +182,7 @@ def _message(error: BaseException) -> str:
 
 
 def _not_installed(url: str, scheme: str) -> CheckpointError:
-    package = {"s3": "adascale-operator[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+    package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
     return CheckpointError(
         f"checkpoints cannot be saved at {url}: the client for {scheme}:// is not installed. Install "
         f"{package.get(scheme, 'the fsspec implementation for this scheme')}, in the image of the workers too"
