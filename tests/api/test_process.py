@@ -30,6 +30,7 @@ from api.client import (
     run_service,
     wait_until,
 )
+from support.small_disk import fill, small_disk
 
 CLIENTS = 16
 
@@ -313,6 +314,18 @@ def test_an_unusable_database_is_refused_without_a_traceback(
     other.close()
     options = ["--port", "0", "--database", url.format(folder=tmp_path)]
     command.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, *parts)
+
+
+def test_a_disk_without_room_for_the_database_is_the_reason_in_the_error(
+    tmp_path: Path, command: Command
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        filler = fill(disk)
+        os.truncate(filler, filler.stat().st_size - 64 * 1024)  # enough for the file, and not for its tables
+        options = ["--port", "0", "--database", f"sqlite:///{disk}/a.db"]
+        command.assert_refuses(
+            options, {"ADASCALE_TOKEN": TOKEN}, "can't be opened and written", "disk is full"
+        )
 
 
 @pytest.mark.parametrize(

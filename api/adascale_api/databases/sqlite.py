@@ -257,7 +257,7 @@ class SqliteConnector:
             connection.execute(f"INSERT OR IGNORE INTO {SCHEMA} VALUES ({SCHEMA_VERSION})")
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            connection.rollback()  # SQLite itself has undone it if the disk is full; then this does nothing
             raise
 
 
