@@ -410,7 +410,7 @@ def test_an_invalid_recording_is_refused_with_its_place(
 def test_a_file_that_is_no_json_or_has_two_jobs_of_a_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recorded.json"
     path.write_text("{")
-    with pytest.raises(ProfileError, match="is not a recorded workload"):
+    with pytest.raises(ProfileError, match=r"json is not valid JSON \(Expecting .*\): record it again with"):
         read_recording(path)
     path.write_text(json.dumps({**RECORDED, "jobs": 2 * RECORDED["jobs"]}))  # type: ignore[operator]
     with pytest.raises(ProfileError, match="two jobs of the name 'a'"):

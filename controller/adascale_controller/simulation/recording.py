@@ -112,8 +112,7 @@ def read_recording(path: Path) -> list[Submission]:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ProfileError(
-            f"{path} is not a recorded workload, but {error}: record it again with "
-            "`adascale simulate --from-service`"
+            f"{path} is not valid JSON ({error}): record it again with `adascale simulate --from-service`"
         ) from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
