@@ -82,7 +82,15 @@ def test_variables_that_only_a_cluster_can_resolve_are_ignored(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("no-such-program",), "the program 'no-such-program' of the job's command is missing or not"),
+        (
+            ("no-such-program",),
+            "the program 'no-such-program' of the job's command is missing or not executable: ",
+        ),
+        (
+            ("python no/such.py",),
+            "the program 'python no/such.py' of the job's command is missing or not executable: write each "
+            "word of the command as an item of its own",
+        ),
         (("./no-such-program",), "the program './no-such-program' of the job's command is missing or not"),
         (("python", "no/such.py"), "the script 'no/such.py' of the job's command does not exist in "),
     ],

@@ -102,7 +102,12 @@ def _require_program(command: Sequence[str], cwd: Path, path: str) -> None:
     """Check that the program and its script exist, before anything is started."""
     program = command[0]
     if shutil.which(cwd / program if os.sep in program else program, path=path) is None:
-        raise LocalCommandError(f"the program {program!r} of the job's command is missing or not executable")
+        fix = "install it, or correct its path"
+        if " " in program:
+            fix = "write each word of the command as an item of its own, such as [python, train.py]"
+        raise LocalCommandError(
+            f"the program {program!r} of the job's command is missing or not executable: {fix}"
+        )
     script = command[1] if program == sys.executable and len(command) > 1 else "-"
     if not script.startswith("-") and not (cwd / script).exists():
         raise LocalCommandError(
