@@ -1,5 +1,8 @@
 """Tests of the settings: the job overrides the program."""
 
+import re
+from typing import Any
+
 import pytest
 
 from adascale_core.batch import BatchBounds, InvalidBoundsError
@@ -41,9 +44,34 @@ def test_a_missing_batch_size_is_an_error() -> None:
         resolve_settings(JobSettings(), JobSettings())
 
 
-def test_max_nonfinite_steps_below_one_is_an_error() -> None:
-    with pytest.raises(InvalidJobError, match="max_nonfinite_steps must be at least 1, got 0"):
-        resolve_settings(JobSettings(32, max_nonfinite_steps=0), JobSettings())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
+        ({"epochs": 1.5}, "epochs must be an integer of at least 1, got 1.5"),
+        ({"scale_invariant_steps": 0}, "scale_invariant_steps must be an integer of at least 1, got 0"),
+        (
+            {"scale_invariant_steps": 2e4},
+            "scale_invariant_steps must be an integer of at least 1, got 20000.0",
+        ),
+        ({"max_nonfinite_steps": 0}, "max_nonfinite_steps must be an integer of at least 1, got 0"),
+        ({"max_nonfinite_steps": True}, "max_nonfinite_steps must be an integer of at least 1, got True"),
+        ({"efficiency_target": 2}, "efficiency_target must be a number above 0 and at most 1, got 2"),
+        ({"efficiency_target": 0.0}, "efficiency_target must be a number above 0 and at most 1, got 0.0"),
+        ({"efficiency_target": "0.5"}, "efficiency_target must be a number above 0 and at most 1, got '0.5'"),
+        ({"checkpoint_interval": -1}, "checkpoint_interval must be a number of seconds, at least 0, got -1"),
+        (
+            {"checkpoint_interval": "30"},
+            "checkpoint_interval must be a number of seconds, at least 0, got '30'",
+        ),
+        ({"checkpoint_dir": 5}, "checkpoint_dir must be a folder or a URL, got 5"),
+    ],
+)
+def test_an_argument_of_the_program_that_is_out_of_range_is_an_error(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidJobError, match=re.escape(message)):
+        resolve_settings(JobSettings(32, **arguments), JobSettings())
 
 
 def test_contradictory_bounds_are_an_error() -> None:

@@ -319,6 +319,7 @@ def test_a_seed_that_is_no_integer_of_64_bits_is_an_error(make_trainer: MakeTrai
         ({"batch_size": 8, "max_batch_size": 4}, "max_batch_size 4 is less than batch_size 8"),
         ({"batch_size": 8, "local_bsz_bounds": (4, 2)}, "lower 4 is greater than upper 2"),
         ({"batch_size": 8, "local_bsz_bounds": [4]}, "must be a pair"),
+        ({"batch_size": 8, "local_bsz_bounds": 4}, r"must be a pair \(lower, upper\), got 4"),
         ({"batch_size": 8, "local_bsz_bounds": [4, "auto"]}, "upper is auto, which needs max_batch_size"),
         ({"batch_size": 8, "local_bsz_bounds": [4, "Auto"]}, "positive integer or 'auto', got 'Auto'"),
         ({"batch_size": 7, "local_bsz_bounds": (2, 6)}, "1 replicas are not valid"),

@@ -7,6 +7,7 @@ counts that do not fit them, so the job file takes precedence and every differen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 from adascale_core.batch import BatchBounds
@@ -44,8 +45,8 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         job: the settings from the environment.
 
     Raises:
-        InvalidJobError: neither sets a batch size, the bounds contradict each other, or
-            `max_nonfinite_steps` is below 1.
+        InvalidJobError: neither sets a batch size, the bounds contradict each other, or an argument of the
+            program is out of range.
     """
     differences = []
     for name in ("batch_size", "max_batch_size", "local_bsz_bounds", "scale_invariant_steps"):
@@ -62,11 +63,8 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
             "batch_size is not set: pass ElasticTrainer(batch_size=...), the batch size that the learning "
             "rate was tuned for, or run the program as an AdaScaleJob"
         )
-    if program.epochs is not None and program.epochs < 1:
-        raise InvalidJobError(f"epochs is {program.epochs}: it must be at least 1")
+    _check_arguments(program)
     nonfinite = program.max_nonfinite_steps
-    if nonfinite is not None and nonfinite < 1:
-        raise InvalidJobError(f"max_nonfinite_steps must be at least 1, got {nonfinite}")
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
     settings = TrainerSettings(
         bounds=BatchBounds(
@@ -84,3 +82,22 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         max_nonfinite_steps=DEFAULT_MAX_NONFINITE_STEPS if nonfinite is None else nonfinite,
     )
     return settings, differences
+
+
+def _check_arguments(program: JobSettings) -> None:
+    """Check the arguments that a program may pass with any type. `BatchBounds` checks the others."""
+    target: object = program.efficiency_target
+    interval: object = program.checkpoint_interval
+    folder: object = program.checkpoint_dir
+    for name in ("scale_invariant_steps", "epochs", "max_nonfinite_steps"):
+        value = getattr(program, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InvalidJobError(f"{name} must be an integer of at least 1, got {value!r}")
+    if target is not None and not (isinstance(target, float | int) and 0 < target <= 1):
+        raise InvalidJobError(f"efficiency_target must be a number above 0 and at most 1, got {target!r}")
+    if interval is not None and not (isinstance(interval, float | int) and interval >= 0):
+        raise InvalidJobError(
+            f"checkpoint_interval must be a number of seconds, at least 0, got {interval!r}"
+        )
+    if folder is not None and not isinstance(folder, str | PathLike):
+        raise InvalidJobError(f"checkpoint_dir must be a folder or a URL, got {folder!r}")

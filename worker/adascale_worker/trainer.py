@@ -119,7 +119,8 @@ class ElasticTrainer:
         device: device of the model. None: the replica's own GPU, or the CPU if there is no GPU.
 
     Raises:
-        InvalidJobError: the bounds contradict each other, or the number of replicas is not valid.
+        InvalidJobError: an argument is out of range, the bounds contradict each other, or the number of
+            replicas is not valid.
         EnvironmentVariableError: an environment variable has an invalid value.
     """
 
@@ -724,5 +725,5 @@ def _make_reporter() -> Reporter | None:
 
 
 def _pair(bounds: Sequence[int | Literal["auto"]] | None) -> LocalBszBounds | None:
-    """Return the bounds as a tuple; `BatchBounds` checks its length and items."""
-    return None if bounds is None else tuple(bounds)  # type: ignore[return-value]
+    """Return the bounds as a tuple; `BatchBounds` refuses what is not a pair, and checks its items."""
+    return tuple(bounds) if isinstance(bounds, Sequence) else bounds  # type: ignore[return-value]
