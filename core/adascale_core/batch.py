@@ -262,6 +262,15 @@ def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> l
     return counts
 
 
+def invalid_count(bounds: BatchBounds, replicas: int) -> InvalidJobError:
+    """Return the error for a replica count that is not valid with these bounds."""
+    subject = "1 replica is" if replicas == 1 else f"{replicas} replicas are"
+    return InvalidJobError(
+        f"{subject} not valid with {_describe(bounds)}: {_describe_valid(bounds)}. "
+        "Change the number of replicas or the bounds"
+    )
+
+
 def _describe(bounds: BatchBounds) -> str:
     parts = [f"batch_size {bounds.batch_size}"]
     if bounds.max_batch_size is not None:
@@ -448,9 +457,7 @@ def plan_batch(
     """
     choice = batch_choice(bounds, replicas)
     if not choice:
-        raise InvalidJobError(
-            f"{replicas} replicas are not valid with {_describe(bounds)}: {_describe_valid(bounds)}"
-        )
+        raise invalid_count(bounds, replicas)
     if estimate is None:
         return choice[0]
     if throughput is None:

@@ -322,7 +322,10 @@ def test_a_seed_that_is_no_integer_of_64_bits_is_an_error(make_trainer: MakeTrai
         ({"batch_size": 8, "local_bsz_bounds": 4}, r"must be a pair \(lower, upper\), got 4"),
         ({"batch_size": 8, "local_bsz_bounds": [4, "auto"]}, "upper is auto, which needs max_batch_size"),
         ({"batch_size": 8, "local_bsz_bounds": [4, "Auto"]}, "positive integer or 'auto', got 'Auto'"),
-        ({"batch_size": 7, "local_bsz_bounds": (2, 6)}, "1 replicas are not valid"),
+        (
+            {"batch_size": 7, "local_bsz_bounds": (2, 6)},
+            "1 replica is not valid with batch_size 7, local_bsz_bounds 2 to 6: valid are",
+        ),
     ],
 )
 def test_contradictory_bounds_are_an_error(

@@ -8,12 +8,12 @@ from adascale_core.batch import (
     BatchBounds,
     BatchPlan,
     allows,
+    invalid_count,
     is_valid_replicas,
     limit_after,
     plan_batch,
     valid_replicas,
 )
-from adascale_core.errors import InvalidJobError
 from adascale_core.throughput import StepTimeModel
 from adascale_worker.errors import StaleBatchSizeError
 from adascale_worker.optimizer_set import Optimizers
@@ -186,9 +186,4 @@ def _valid_replicas_near(bounds: BatchBounds, replicas: int) -> int:
 
 def _require_valid_replicas(bounds: BatchBounds, replicas: int) -> None:
     if not is_valid_replicas(bounds, replicas):
-        largest = max(16, 2 * replicas)
-        valid = ", ".join(map(str, valid_replicas(bounds, largest))) or "none"
-        raise InvalidJobError(
-            f"{replicas} replicas are not valid for {bounds}; valid numbers up to {largest}: {valid}. "
-            "Change the number of replicas or the bounds"
-        )
+        raise invalid_count(bounds, replicas)
