@@ -187,7 +187,7 @@ def test_explain_shows_the_decision_with_its_limits_and_what_other_counts_would_
     assert "4 of 8 replicas are free" in text
     assert "replicas progress per second time left why" in text
     assert "chosen" in text
-    answer = json.loads(adascale("explain", "digits", "--url", service.url, "--json").stdout)
+    answer = json.loads(adascale("explain", "digits", "--url", service.url, "-o", "json").stdout)
     assert DecisionView.from_json(answer) == decision
 
 
@@ -213,7 +213,7 @@ def test_gain_shows_the_gain_and_predictions(service: Service) -> None:
 
 
 def test_gain_prints_the_json_of_the_service(service: Service) -> None:
-    shown = adascale("gain", "default.digits", "--url", service.url, "--json")
+    shown = adascale("gain", "default.digits", "--url", service.url, "-o", "json")
     answer = json.loads(shown.stdout)
     assert {name: answer[name] for name in REPORT} == REPORT
     assert answer["efficiency"] == 0.78125

@@ -260,7 +260,7 @@ def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path)
         shown = adascale_in_process("status", "test", "--state-dir", state).stdout
         assert f"Running (process {run.process.pid})" in shown
         assert re.search(r"^1 +running +\d", shown, re.MULTILINE)
-        explain = ("explain", "test", "--state-dir", state, "--json")
+        explain = ("explain", "test", "--state-dir", state, "-o", "json")
         wait_until(lambda: adascale_in_process(*explain).returncode == 0, "the first explained decision")
         explained = json.loads(adascale_in_process(*explain).stdout)
         assert (explained["job"], explained["waiting"]) == ("default.test", False)

@@ -45,7 +45,3 @@ ServiceUrl = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", metavar="", help="Print the metrics service's JSON.", show_default=False),
-]

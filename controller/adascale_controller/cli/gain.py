@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient
-from adascale_controller.cli.arguments import AsJson, JobName, ServiceUrl, StateRoot
+from adascale_controller.cli.arguments import JobName, Output, OutputFormat, ServiceUrl, StateRoot
 from adascale_controller.cli.service_client import connect
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
@@ -25,7 +25,7 @@ def gain(
     job: JobName,
     url: ServiceUrl = None,
     state_dir: StateRoot = DEFAULT_ROOT,
-    as_json: AsJson = False,
+    output: OutputFormat = Output.TEXT,
     watch: Annotated[
         bool,
         typer.Option(
@@ -40,6 +40,7 @@ def gain(
     """Show the gain of a running job, and predictions for other replica counts."""
     job_id = parse_job_id(job)
     client = connect(job, url, state_dir)
+    as_json = output is Output.JSON
     if watch:
         _watch(job_id, client, as_json, lambda: not url and not service_file.find_urls(state_dir, job_id))
         return
