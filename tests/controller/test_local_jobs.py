@@ -46,7 +46,7 @@ def root(tmp_path: Path) -> Path:
     write_checkpoint(write_state(tmp_path / "a", "default.a", 0), 1000, finished=True)
     write_checkpoint(write_state(tmp_path / "b", "default.b", 143), 374, finished=False)
     write_state(tmp_path / "c", "team.c", 1)
-    write_checkpoint(write_state(tmp_path / "d", "default.d", None, None), 374, finished=False)
+    write_checkpoint(write_state(tmp_path / "d", "default.d", None, None), 1374, finished=False)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").touch()
     return tmp_path
@@ -62,7 +62,7 @@ def test_list_has_the_columns_of_kubectl(root: Path) -> None:
     assert [row.split() for row in rows] == [
         ["a", "Complete", "0", "0", "100%", "12m"],
         ["b", "Stopped", "0", "0", "37%", "12m"],
-        ["d", "Stopped", "0", "0", "374", "steps", "12m"],
+        ["d", "Stopped", "0", "0", "1,374", "steps", "12m"],
         ["team.c", "Failed", "0", "0", "12m"],
     ]
     assert {row.index("12m") for row in rows} == {header.index("AGE")}
@@ -94,7 +94,10 @@ def test_list_prints_json(root: Path) -> None:
 def test_a_list_without_jobs_is_a_message(tmp_path: Path) -> None:
     shown = adascale("list", "--state-dir", tmp_path)
     assert (shown.returncode, shown.stdout) == (0, "")
-    assert shown.stderr == f"No jobs found in {tmp_path}.\n"
+    assert shown.stderr == (
+        f"No jobs found in {tmp_path}: pass the --state-dir of a run, or change to the folder in which "
+        "it was started.\n"
+    )
     assert adascale("list", "--state-dir", tmp_path, "-o", "json").stdout == "[]\n"
 
 

@@ -214,7 +214,8 @@ class FiniteWeights:
 def nonfinite_message(step: int) -> str:
     """Return why no checkpoint is saved after `step`."""
     return (
-        f"weights are NaN or infinite after step {step}: no checkpoint is saved, and the previous one is kept"
+        f"weights are NaN or infinite after step {step}: no checkpoint is saved, so that none with finite "
+        "weights is replaced"
     )
 
 

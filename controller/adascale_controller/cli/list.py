@@ -24,4 +24,8 @@ def list_jobs(state_dir: StateRoot = DEFAULT_ROOT, output: OutputFormat = Output
     elif statuses:
         typer.echo(render_list(statuses, time.time()))
     else:
-        typer.echo(f"No jobs found in {state_dir}.", err=True)
+        typer.echo(
+            f"No jobs found in {state_dir}: pass the --state-dir of a run, or change to the folder in which "
+            "it was started.",
+            err=True,
+        )

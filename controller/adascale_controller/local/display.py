@@ -148,7 +148,7 @@ def _status_lines(status: RunStatus) -> list[RenderableType]:
 
 def _progress_text(status: RunStatus) -> str:
     if status.total is None:
-        return f"{count(status.progress)} steps"
+        return plural(round(status.progress), "step")
     # Rounded down: unfinished jobs do not show 100%.
     done = percent(int(100 * status.progress / status.total) / 100)
     return f"{count(status.progress)} / {count(status.total)} steps  {done}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.formatting import age, columns, count, memory, percent
+from adascale_controller.formatting import age, columns, count, memory, percent, plural
 from adascale_controller.local.checkpoints import ObjectStoreError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
@@ -72,7 +72,7 @@ class JobStatus:
         if self.progress is None:
             return ""
         if total is None:
-            return f"{int(self.progress)} steps"
+            return plural(int(self.progress), "step")
         return percent(min(int(100 * self.progress / total), 100) / 100)
 
     def to_json(self) -> dict[str, Any]:
