@@ -72,7 +72,7 @@ def measure(width: int, rounds: int, folder: Path) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     trainer.program_reentry(model, optimizer)
-    saved_at_boundary = trainer._loop._save  # type: ignore[union-attr]
+    saved_at_boundary = trainer._loop._saving.save  # type: ignore[union-attr]
     stalls: dict[str, list[float]] = {"ours": [], "async": [], "copy": []}
 
     def save(**options: Any) -> None:
@@ -95,7 +95,7 @@ def measure(width: int, rounds: int, folder: Path) -> dict[str, Any]:
         stalls["copy"].append(time.perf_counter() - begin)
 
     timer = StallTimer()
-    trainer._loop._save = save  # type: ignore[union-attr,method-assign]
+    trainer._loop._saving.save = save  # type: ignore[union-attr, method-assign]
     data = torch.randn(4 * BATCH * (rounds + 2), width)
     for x in trainer.dataloader(data):
         optimizer.zero_grad()
