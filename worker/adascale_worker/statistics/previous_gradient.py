@@ -170,5 +170,5 @@ def _can_hold(memory: Tensor, gradient: Tensor, source: Tensor) -> bool:
         same_layout
         and memory.dtype == gradient.dtype
         and memory.device == gradient.device
-        and memory.data_ptr() != source.data_ptr()
+        and not memory.is_set_to(source)
     )
