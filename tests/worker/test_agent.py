@@ -15,6 +15,7 @@ import pytest
 
 from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_core.termination_message import TerminationMessage
+from adascale_worker.step_watchdog import EXPLAIN_AFTER
 from support.launch import TIMEOUT, AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 
@@ -244,6 +245,19 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     job.wait_for_training(message.generation + 1, replicas=2)
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_failed_program_that_takes_long_to_exit_does_not_fail_the_others(job: Job) -> None:
+    job.service.allocate(1, 2)
+    settings = {**LONG, "FAIL_AT": 4, "FAIL_RANK": 1, "EXIT_SECONDS": 3 * EXPLAIN_AFTER}
+    first, second = job.start(0, 1, **settings)
+    assert second.wait() == 1
+    job.agents.remove(second)
+    job.start(1, **settings)
+    job.wait_for_training(2, replicas=2)
+    assert first.process.poll() is None
+    assert job.service.job()["failures"] == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from adascale_worker.errors import ReplicationError
 from adascale_worker.process_group import INIT_TIMEOUT, ReplicaGroup
@@ -31,7 +31,8 @@ class Departure:
         loops: loops of this epoch that it has left.
         step: the number of its last step when it left.
         line: the line of the program that has left the loop; empty if unknown.
-        expected: whether the others end too, because this replica has called `finish`.
+        expected: whether the others need not be warned: this replica has called `finish`, so they end too, or
+            an error ends its program, so they lose it.
     """
 
     epoch: int = 0
@@ -56,7 +57,7 @@ class LoopDepartures:
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._own = Departure()
-        self._left_early = False
+        self._left_early = self._fails = False
 
     def begin_generation(self, epoch: int, *, inside: bool) -> None:
         """Announce the place of this replica to the members of a new generation.
@@ -79,7 +80,12 @@ class LoopDepartures:
         """
         loops = self._own.loops + 1 if epoch == self._own.epoch else 1
         self._left_early = early and self._group.replicas > 1
-        self._announce(Departure(epoch, loops, step, line, expected))
+        self._announce(Departure(epoch, loops, step, line, expected or self._fails))
+
+    def fail(self) -> None:
+        """Announce that an error of the program ends this replica, which may take it long."""
+        self._left_early, self._fails = False, True
+        self._announce(replace(self._own, expected=True))
 
     def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """If this replica has left its last loop early, wait until the others have left it too.

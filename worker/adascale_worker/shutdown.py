@@ -206,7 +206,7 @@ class UncaughtErrorHandler:
       printed as one line, and the process exits with `EXIT_PEER_LOST`. With `explains_lost_peers`, any error
       that a lost peer has caused is.
     - If `leaves_short_of_memory` returns true, the process exits with `EXIT_OUT_OF_MEMORY`.
-    - Any other error goes to the previous hook.
+    - Any other error goes to the previous hook, after `announces_failure` was called.
 
     Args:
         fast_exit: ends the process with the error's exit code; the interpreter's own code would be 1.
@@ -219,6 +219,8 @@ class UncaughtErrorHandler:
         """Returns whether a lost connection means that a peer has ended, and not a wrong configuration."""
         self.leaves_short_of_memory: Callable[[BaseException, TracebackType | None], bool] = lambda *_: False
         """Prepares the end of the process, and returns whether another one continues with smaller batches."""
+        self.announces_failure: Callable[[], None] = lambda: None
+        """Lets the other replicas know that this one ends because of an error of its program."""
         self._fast_exit = fast_exit
         self._previous: Callable[..., Any] | None = None
 
@@ -264,4 +266,5 @@ class UncaughtErrorHandler:
             print(f"adascale: {error}{f' ({line})' if line else ''}", file=sys.stderr)
             self._fast_exit.code = exit_code(error)
             return
+        self.announces_failure()
         (self._previous or sys.__excepthook__)(kind, error, trace)

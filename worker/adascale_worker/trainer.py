@@ -430,6 +430,7 @@ class ElasticTrainer:
         )
         self._watchdog.start()
         self._uncaught_errors.leaves_short_of_memory = loop.leave_short_of_memory
+        self._uncaught_errors.announces_failure = loop.announce_failure
         # An NCCL error before the first step can mean a wrong configuration.
         self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
         self._handle_shutdown()

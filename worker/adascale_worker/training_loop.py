@@ -345,6 +345,10 @@ class TrainingLoop:
                 expected=self._finish_request.reason is not None or self._trainer.finished,
             )
 
+    def announce_failure(self) -> None:
+        """Announce that an error of the program ends this replica, and so its loop."""
+        self._departures.fail()
+
     def explain_stall(self) -> str | None:
         """Return an error message if the present step cannot end because others have left their loop."""
         if not self._inside_epoch or self.evaluations.is_evaluating or self._trainer.group.has_failed:
