@@ -35,6 +35,16 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f}%"
 
 
+def progress_text(progress: float, steps: float | None) -> str:
+    """Return progress as a share of the steps that are required, or else in steps.
+
+    Args:
+        progress: in steps at the initial batch size.
+        steps: the progress at which training ends. None if it is not known.
+    """
+    return f"{min(int(100 * progress / steps), 100)}%" if steps else plural(int(progress), "step")
+
+
 def clock(seconds: float) -> str:
     """Return a duration as `m:ss` or `h:mm:ss`."""
     whole = max(int(seconds), 0)

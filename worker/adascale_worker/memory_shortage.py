@@ -46,8 +46,7 @@ class MemoryShortage:
 
     def handle(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
-        is_alone = self._membership is None and self._trainer.group.replicas == 1
-        if not (is_alone or self._membership is not None):
+        if self._membership is None and self._trainer.group.replicas > 1:
             return False
         limit = self.limit_after(error)
         if limit is None:

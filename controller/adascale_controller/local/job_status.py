@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.formatting import age, columns, count, memory, percent, plural
+from adascale_controller.formatting import age, columns, count, memory, progress_text
 from adascale_controller.local.checkpoints import ObjectStoreError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
@@ -69,11 +69,7 @@ class JobStatus:
     def progress_text(self) -> str:
         """Progress as a share of scaleInvariantSteps, or else in steps; empty if unknown."""
         total = self.job.runs[-1].steps
-        if self.progress is None:
-            return ""
-        if total is None:
-            return plural(int(self.progress), "step")
-        return percent(min(int(100 * self.progress / total), 100) / 100)
+        return "" if self.progress is None else progress_text(self.progress, total)
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as members of a JSON object, named as in the status of an AdaScaleJob."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adascale_controller.formatting import describe_limit, plural
+from adascale_controller.formatting import describe_limit, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
 from adascale_controller.operator.reconcile.replica_cap import cap_problem
-from adascale_controller.operator.reconcile.status import ScheduledJob, progress_text
+from adascale_controller.operator.reconcile.status import ScheduledJob
 from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import (
     Condition,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.formatting import duration, plural
+from adascale_controller.formatting import duration, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
 from adascale_controller.operator.reconcile.replica_cap import cap_problem
@@ -217,16 +217,6 @@ def _telemetry(observed: ObservedJob) -> Status:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
-
-
-def progress_text(progress: float, steps: float | None) -> str:
-    """Return `status.progressText`.
-
-    Args:
-        progress: in steps at the initial batch size.
-        steps: the progress at which training ends. None if it is not known.
-    """
-    return f"{min(int(100 * progress / steps), 100)}%" if steps else f"{int(progress)} steps"
 
 
 # -- conditions -----------------------------------------------------------------------------------------
