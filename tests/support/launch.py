@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.fast_python import PYTHON
+
 PROGRAM = Path(__file__).parent / "programs" / "journal.py"
 TIMEOUT = 180.0
 """Seconds for conditions that hold within a few seconds on a machine that is not loaded."""
@@ -103,7 +105,7 @@ class Journal:
 def run_python(*arguments: object, timeout: float = 110, **environ: object) -> str:
     """Run a Python program that must succeed, and return its output."""
     run = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [*PYTHON, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
         capture_output=True,
         text=True,
@@ -135,7 +137,7 @@ class Replicas:
         (folder / f"round-{rounds}").touch()
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(PROGRAM)],
+                [*PYTHON, str(PROGRAM)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -186,7 +188,7 @@ class AgentProcess:
         self.log = folder / f"agent-{rank}-{len(list(folder.glob(f'agent-{rank}-*.log')))}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, str(PROGRAM)],
+                [sys.executable, "-m", "adascale_worker.agent", "--", *PYTHON, str(PROGRAM)],
                 stdout=log,
                 stderr=log,
                 env={

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,56 +15,12 @@ from typing import Any
 
 from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.names import LEAVE_GRACE
+from support.fast_python import Program
 from support.launch import wait_until
 
 SAMPLES = 48
 """Length of the program's data set."""
 PROGRAM = Path(__file__).parent / "programs" / "members.py"
-
-
-class TrainerStarter:
-    """Starts trainers; see `support.forked_trainers`."""
-
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        program = Path(__file__).parent / "forked_trainers.py"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(program), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    "PYTHONPATH": str(Path(__file__).parents[1]),
-                },
-            )
-        self.codes: dict[int, int] = {}
-        self._started: queue.Queue[int] = queue.Queue()
-        self._ready = threading.Event()
-        threading.Thread(target=self._receive, daemon=True).start()
-        assert self._ready.wait(150)
-
-    def start(self, program: str, environ: dict[str, str], output: Path, channel: socket.socket) -> int:
-        request = json.dumps({"program": program, "environ": environ, "output": str(output)}).encode()
-        socket.send_fds(self._channel, [request], [channel.fileno()])
-        return self._started.get(timeout=60)
-
-    def close(self) -> None:
-        self._channel.shutdown(socket.SHUT_RDWR)
-        self._process.wait(60)
-        self._channel.close()
-
-    def _receive(self) -> None:
-        with self._channel.makefile("r") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if "started" in message:
-                    self._started.put(message["started"])
-                elif "pid" in message:
-                    self.codes[message["pid"]] = message["code"]
-                else:
-                    self._ready.set()
 
 
 REPLACED_CODES = (EXIT_REENTRY, EXIT_PEER_LOST)
@@ -78,15 +31,14 @@ EXPECTED_CODES = (None, 0, *REPLACED_CODES, EXIT_OUT_OF_MEMORY, -signal.SIGKILL)
 class Trainer:
     """A trainer process, and its end of the channel."""
 
-    def __init__(
-        self, starter: TrainerStarter, replica: int, folder: Path, options: dict[str, object]
-    ) -> None:
+    def __init__(self, replica: int, folder: Path, options: dict[str, object]) -> None:
         self.replica = replica
         self.messages: list[dict[str, Any]] = []
         self.channel, theirs = socket.socketpair()
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")},
             "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "JOURNAL": str(folder / "journal"),
             "REPLICA": str(replica),
@@ -94,15 +46,21 @@ class Trainer:
         }
         self.output = folder / f"output-{replica}"
         program = str(environ.pop("PROGRAM", PROGRAM))
-        self._starter = starter
         with theirs:
-            self.pid = starter.start(program, environ, self.output, theirs)
+            environ["ADASCALE_AGENT_FD"] = str(theirs.fileno())
+            self._program = Program([program], environ, self.output, [theirs.fileno()])
         threading.Thread(target=self._receive, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._program.pid is not None, self.output.read_text()
+        return self._program.pid
 
     @property
     def code(self) -> int | None:
         """Its exit code; None until it has exited."""
-        return self._starter.codes.get(self.pid)
+        return self._program.code
 
     def _receive(self) -> None:
         # A trainer that is killed before it has read all messages resets the connection.
@@ -127,12 +85,16 @@ class Trainer:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(self.pid, number)
 
+    def close(self) -> None:
+        """Kill it if it runs."""
+        self._program.close()
+        self.channel.close()
+
 
 class Members:
     """A job whose generations the test decides on."""
 
-    def __init__(self, starter: TrainerStarter, folder: Path, **options: object) -> None:
-        self._starter = starter
+    def __init__(self, folder: Path, **options: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.options = options
@@ -145,7 +107,7 @@ class Members:
         """Start trainers, and wait until they are ready."""
         trainers = []
         for _ in range(count):
-            trainers.append(Trainer(self._starter, self._replicas, self.folder, self.options))
+            trainers.append(Trainer(self._replicas, self.folder, self.options))
             self._replicas += 1
         self.started += trainers
         self.wait(lambda: all(t.has_sent("ready") for t in trainers), "trainers are ready")
@@ -262,9 +224,7 @@ class Members:
 
     def close(self) -> None:
         for trainer in self.started:
-            if trainer.code is None:
-                trainer.kill()
-            trainer.channel.close()
+            trainer.close()
 
     def require_complete_stream(self) -> int:
         """Check that the steps share out the stream without a gap or a repetition; return the steps.

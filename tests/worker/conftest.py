@@ -13,7 +13,7 @@ import torch
 
 from adascale_worker import ElasticTrainer, shutdown
 from adascale_worker.checkpoint_writer import CheckpointWriter
-from support.members import Members, TrainerStarter
+from support.members import Members
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -47,21 +47,13 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
         trainer.close()
 
 
-@pytest.fixture(scope="module")
-def starter() -> Iterator[TrainerStarter]:
-    """Starts the trainers of a module's tests."""
-    made = TrainerStarter()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def make_members(tmp_path: Path, starter: TrainerStarter) -> Iterator[Callable[..., Members]]:
+def make_members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
     """Makes jobs of trainers with scripted agents, in folders of their own, and ends them after the test."""
     made: list[Members] = []
 
     def make(name: str = "job", **options: object) -> Members:
-        made.append(Members(starter, tmp_path / name, **options))
+        made.append(Members(tmp_path / name, **options))
         return made[-1]
 
     yield make

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from support.fast_python import PYTHON, torchrun
 from support.service import Service
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = str(TESTS / "support" / "programs" / "finishes.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PERMANENT = 78
 
 
@@ -27,9 +27,9 @@ def environ(folder: Path, options: dict[str, object]) -> dict[str, str]:
     }
 
 
-def run(folder: Path, *launcher: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, ranks: int = 1, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*(launcher or [sys.executable]), PROGRAM],
+        [*(torchrun(2) if ranks == 2 else PYTHON), PROGRAM],
         env=environ(folder, options),
         capture_output=True,
         text=True,
@@ -128,7 +128,7 @@ def require_ends(output: str, end: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_finish_on_one_rank_ends_training_on_all_ranks(tmp_path: Path, rank: int) -> None:
-    ended = run(tmp_path, *TORCHRUN, END="finish", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000)
+    ended = run(tmp_path, 2, END="finish", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000)
     assert ended.returncode == 0, ended.stderr
     steps = manifest(tmp_path)["step"]
     require_ends(ended.stdout, f"ends after {steps} steps, finished: True")
@@ -141,7 +141,7 @@ def test_a_finish_on_one_rank_that_then_leaves_its_loop_is_refused(
     tmp_path: Path, rank: int, other: int
 ) -> None:
     ended = run(
-        tmp_path, *TORCHRUN, END="finish and break", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000,
+        tmp_path, 2, END="finish and break", ON_RANK=rank, STEPS=100_000, EPOCHS=10_000,
         FINISH_TIMEOUT=1,
     )  # fmt: skip
     assert ended.returncode == 1, "torchrun's own code"
@@ -160,7 +160,7 @@ def test_a_finish_on_one_rank_that_then_leaves_its_loop_is_refused(
 def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
     tmp_path: Path, end: str, rank: int, other: int
 ) -> None:
-    ended = run(tmp_path, *TORCHRUN, END=end, ON_RANK=rank, EPOCHS=10_000)
+    ended = run(tmp_path, 2, END=end, ON_RANK=rank, EPOCHS=10_000)
     assert ended.returncode == 1, "torchrun's own code"
     condition = {"break": "if ends():", "next epoch": 'if end == "next epoch"'}[end]
     lines = Path(PROGRAM).read_text().splitlines()
@@ -175,7 +175,7 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_shows_its_own_traceback_and_one_line_on_the_other(tmp_path: Path) -> None:
-    ended = run(tmp_path, *TORCHRUN, END="error", ON_RANK=1, STEPS=100_000)
+    ended = run(tmp_path, 2, END="error", ON_RANK=1, STEPS=100_000)
     assert ended.returncode == 1
     assert "ArithmeticError: raised by the program" in ended.stderr
     assert "Exception ignored" not in ended.stderr
@@ -184,21 +184,21 @@ def test_an_error_on_one_rank_shows_its_own_traceback_and_one_line_on_the_other(
 
 @pytest.mark.slow
 def test_a_loop_that_all_ranks_leave_after_the_same_step_trains(tmp_path: Path) -> None:
-    ended = run(tmp_path, *TORCHRUN, END="break", AT=5, EPOCHS=3)
+    ended = run(tmp_path, 2, END="break", AT=5, EPOCHS=3)
     assert ended.returncode == 0, ended.stderr
     require_ends(ended.stdout, "ends after 5 steps, finished: False")
 
 
 @pytest.mark.slow
 def test_a_finish_on_all_ranks_that_then_exit_saves_the_end_of_training(tmp_path: Path) -> None:
-    ended = run(tmp_path, *TORCHRUN, END="finish and exit", STEPS=100_000)
+    ended = run(tmp_path, 2, END="finish and exit", STEPS=100_000)
     assert ended.returncode == 0, ended.stderr
     assert (manifest(tmp_path)["step"], manifest(tmp_path)["finished"]) == (3, True)
 
 
 @pytest.mark.slow
 def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: Path) -> None:
-    ended = run(tmp_path, *TORCHRUN, END="exit", STEPS=100_000)
+    ended = run(tmp_path, 2, END="exit", STEPS=100_000)
     assert ended.returncode == 1, "torchrun's own code"
     assert "adascale: the program ended at progress " in ended.stderr
     assert f"exitcode  : {PERMANENT}" in ended.stderr
@@ -209,7 +209,7 @@ def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: 
 )
 def test_an_agent_exits_as_its_program_ends(tmp_path: Path, end: str, code: int) -> None:
     service = Service(tmp_path)
-    command = [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, PROGRAM]
+    command = [sys.executable, "-m", "adascale_worker.agent", "--", *PYTHON, PROGRAM]
     options: dict[str, object] = {**service.environ, "ADASCALE_REPLICA": 0, "END": end, "STEPS": 100_000}
     service.allocate(1, 1)
     agent = subprocess.run(

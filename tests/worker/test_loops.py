@@ -3,16 +3,15 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from support.fast_python import PYTHON, torchrun
 
 TORCHRUN_FAILED = 1
 PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "loops.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 NOT_AVERAGED = r"adascale: the gradients of this step do not come from a call of model\(\.\.\.\).* 2 replicas"
 WARNING = r"RuntimeWarning: the gradients of this step do not come.* On 1 replica this has no effect"
 
@@ -21,7 +20,7 @@ REPLICAS = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 def run(loop: str, replicas: int = 1, **environ: object) -> tuple[int, str]:
     """Run the program, and return its exit code and its output."""
-    command = [sys.executable, *(TORCHRUN if replicas > 1 else []), PROGRAM]
+    command = [*(torchrun(replicas) if replicas > 1 else PYTHON), PROGRAM]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
     ended = subprocess.run(
         command,
