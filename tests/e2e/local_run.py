@@ -18,6 +18,7 @@ import urllib3
 import yaml
 
 from adascale_controller.cli import main
+from support.fast_python import PYTHON
 from support.launch import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def write_paced_job(
     files = {"FAIL": fail, "JOIN_AFTER": join_after}
     env = {"PACE": str(pace)} | {name: str(file) for name, file in files.items() if file is not None}
     bounds = {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 32}}
-    return write_job(path, ["python", str(PACED)], env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
+    return write_job(path, [*PYTHON, str(PACED)], env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
 
 
 def adascale(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.fast_python import PYTHON
+from support.fast_python import PYTHON, torchrun
 
 PROGRAM = Path(__file__).parent / "programs" / "journal.py"
 TIMEOUT = 180.0
@@ -102,10 +102,17 @@ class Journal:
         return (self.folder / f"weights-rank{rank}").read_text()
 
 
-def run_python(*arguments: object, timeout: float = 110, **environ: object) -> str:
-    """Run a Python program that must succeed, and return its output."""
+def run_python(*arguments: object, replicas: int = 0, timeout: float = 110, **environ: object) -> str:
+    """Run a Python program that must succeed, and return its output.
+
+    Args:
+        arguments: the program and its arguments.
+        replicas: how many processes `torchrun` starts; 0 to start one process without it.
+        timeout: in seconds.
+        environ: variables beside those of this process.
+    """
     run = subprocess.run(
-        [*PYTHON, *map(str, arguments)],
+        [*(torchrun(replicas) if replicas else PYTHON), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
         capture_output=True,
         text=True,

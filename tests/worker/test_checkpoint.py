@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from adascale_worker.state_file import StateFileLayout
 from adascale_worker.storage import open_storage
 from adascale_worker.storage.folder import Folder
 from adascale_worker.storage.interface import NameTakenError, StorageError, WriteCancelledError
+from support.fast_python import PYTHON
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
 CHUNK = 1000
@@ -484,7 +484,7 @@ def test_an_end_at_any_file_operation_leaves_an_intact_checkpoint(
 ) -> None:
     save(tmp_path, 1)
     run = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path), end],
+        [*PYTHON, "-c", KILLER, str(tmp_path), end],
         capture_output=True,
         text=True,
         check=True,

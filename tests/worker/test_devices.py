@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from adascale_worker.snapshot import Snapshot
 from adascale_worker.state_tree import flatten, on_host
 from adascale_worker.weight_checks import all_finite
 from e2e.local_run import adascale, write_job
+from support.fast_python import PYTHON
 from support.gan import Gan, noise_of
 from support.launch import wait_until
 from support.training import ACCUMULATING, FIXED, WAITS, MakeTrainer, network, samples
@@ -355,7 +355,7 @@ def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
     """NCCL refuses two ranks on one GPU; they join, train and leave with gloo."""
     job = write_job(
         tmp_path / "job.yaml",
-        [sys.executable, str(ROOT / "examples" / "digits.py")],
+        [*PYTHON, str(ROOT / "examples" / "digits.py")],
         {"CUDA_VISIBLE_DEVICES": "0"},
         minReplicas=2,
         maxReplicas=2,
@@ -375,7 +375,7 @@ def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
 def test_an_example_trains(tmp_path: Path, device: torch.device, example: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
     run = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{example}.py")],
+        [*PYTHON, str(ROOT / "examples" / f"{example}.py")],
         env={
             **environ,
             **({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}),

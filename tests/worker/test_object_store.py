@@ -27,6 +27,7 @@ from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage import is_url, object_store, open_storage
 from adascale_worker.storage.interface import NameTakenError, StorageError
 from support import s3
+from support.fast_python import PYTHON
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -426,7 +427,7 @@ def test_a_kill_during_a_save_leaves_a_complete_checkpoint(
     save(store, 2)
     store.storage.delete(object_store.CONDITION_PROBE)
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(store.storage), json.dumps([action, operation, survived])],
+        [*PYTHON, "-c", KILLED, str(store.storage), json.dumps([action, operation, survived])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
         timeout=120,

@@ -15,14 +15,13 @@ from support.launch import run_python
 from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, samples
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "heads.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two replicas have written."""
     made = tmp_path_factory.mktemp("heads")
-    run_python(*TORCHRUN, PROGRAM, OUT=made, PYTHONPATH=PROGRAM.parents[2])
+    run_python(PROGRAM, replicas=2, OUT=made, PYTHONPATH=PROGRAM.parents[2])
     return made
 
 

@@ -5,21 +5,25 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from adascale_worker.shutdown import ShutdownSignal
+from support.fast_python import PYTHON
 from support.launch import wait_until
 from support.training import MakeTrainer, network, sgd
 
 TESTS = Path(__file__).parents[1]
 
 
-def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    ends: str, state: Path | None = None, python: Sequence[str] = PYTHON
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TESTS / "support" / "programs" / "ends.py")],
+        [*python, str(TESTS / "support" / "programs" / "ends.py")],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -51,7 +55,7 @@ def test_an_error_that_the_user_can_correct_is_printed_without_a_traceback(
 
 
 def test_an_error_of_the_program_is_printed_with_its_traceback() -> None:
-    ended = run("error")
+    ended = run("error", python=[sys.executable])
     assert ended.returncode == 1
     assert "Traceback" in ended.stderr
     assert "ArithmeticError: raised by the program" in ended.stderr
@@ -122,9 +126,7 @@ ElasticTrainer(batch_size=8, max_batch_size=4)
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run([*PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_fast_exit_runs_finally_blocks_and_exit_functions_of_the_program() -> None:

@@ -16,17 +16,17 @@ import torch
 from adascale_core.batch import BatchPlan
 from adascale_worker.step_timer import StepTimer
 from adascale_worker.step_watchdog import Stall, StepWatchdog
+from support.fast_python import PYTHON, torchrun
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "support" / "programs" / "hangs.py"
 LINE = next(n for n, text in enumerate(PROGRAM.read_text().splitlines(), 1) if "hangs here" in text)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PLAN = BatchPlan(1, 8, 1)
 
 
-def run(*launcher: str, **environ: object) -> subprocess.CompletedProcess[str]:
+def run(replicas: int = 1, **environ: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM)],
+        [*(torchrun(replicas) if replicas > 1 else PYTHON), str(PROGRAM)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -42,7 +42,7 @@ def run(*launcher: str, **environ: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_replica_that_is_behind_prints_its_stack_and_the_others_that_they_wait() -> None:
-    ended = run(*TORCHRUN, ON_RANK=1, SECONDS=8)
+    ended = run(2, ON_RANK=1, SECONDS=8)
     assert ended.returncode == 0, ended.stderr
     behind = (
         rf"adascale: no step for \d+ s: rank 1 is at {re.escape(str(PROGRAM))}, line {LINE}, in __getitem__\."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.fast_python import PYTHON, torchrun
 from support.members import Members
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
@@ -21,10 +21,9 @@ BATCHES = 200
 
 
 def run(folder: Path, *, replicas: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
     return subprocess.run(
-        [sys.executable, *(launcher if replicas > 1 else []), str(PROGRAM)],
+        [*(torchrun(replicas) if replicas > 1 else PYTHON), str(PROGRAM)],
         env={
             **inherited,
             "OMP_NUM_THREADS": "1",

@@ -1,12 +1,12 @@
 """Tests of the end of a process whose main thread stays in a collective call that has failed."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from adascale_core.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
+from support.fast_python import PYTHON
 
 PROGRAM = """
 import os, sys, tempfile, threading, time
@@ -92,7 +92,7 @@ time.sleep(100)
 )
 def test_a_process_ends_if_its_main_thread_stays_in_a_collective_call(main_thread: str, code: int) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM + main_thread],
+        [*PYTHON, "-c", PROGRAM + main_thread],
         capture_output=True,
         text=True,
         timeout=100,

@@ -11,14 +11,13 @@ from support.launch import run_python
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both replicas."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_python(*TORCHRUN, "2", str(PROGRAMS / "ranks.py"), OUT=folder)
+    run_python(PROGRAMS / "ranks.py", replicas=2, OUT=folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -105,7 +104,7 @@ def test_the_example_trains_on_one_replica() -> None:
 @pytest.mark.slow
 def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None:
     output = run_python(
-        *TORCHRUN, "2", str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
+        EXAMPLE, replicas=2, ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
     )
     found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
     assert found, output
@@ -126,9 +125,8 @@ def test_the_examples_with_adamw_and_bfloat16_train_on_two_replicas(
     tmp_path: Path, name: str, result: str
 ) -> None:
     output = run_python(
-        *TORCHRUN,
-        "2",
-        str(EXAMPLE.with_name(f"{name}.py")),
+        EXAMPLE.with_name(f"{name}.py"),
+        replicas=2,
         ADASCALE_SCALE_INVARIANT_STEPS=200,
         ADASCALE_CHECKPOINT_DIR=tmp_path,
     )
@@ -140,5 +138,5 @@ def test_the_examples_with_adamw_and_bfloat16_train_on_two_replicas(
 
 @pytest.mark.slow
 def test_three_restarted_replicas_round_like_replicas_that_continue() -> None:
-    undisturbed, *disturbed = run_python(*TORCHRUN, "3", str(PROGRAMS / "buckets.py")).split()
+    undisturbed, *disturbed = run_python(PROGRAMS / "buckets.py", replicas=3).split()
     assert disturbed == [undisturbed] * 2

@@ -1,6 +1,6 @@
 """Has a program run in a process that `server.py` forks; see the docstring of the package.
 
-python -S -E command.py SOCKET [-m MODULE | PROGRAM] ARGUMENT ...
+python -S -E command.py SOCKET [-m MODULE | -c CODE | PROGRAM] ARGUMENT ...
 """
 
 from __future__ import annotations

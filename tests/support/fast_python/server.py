@@ -165,6 +165,11 @@ def execute(arguments: list[str]) -> int:
             sys.path.insert(0, str(Path.cwd()))
             sys.modules.pop(arguments[1], None)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            sys.path.insert(0, "")
+            namespace = {"__name__": "__main__"}
+            exec(compile(arguments[1], "<string>", "exec"), namespace)
         else:
             sys.argv = arguments
             sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
