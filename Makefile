@@ -43,23 +43,23 @@ setup: $(READY) ## create the virtual environment in .venv
 run: $(READY) ## train deploy/adascalejob.yaml on this machine
 	$(BIN)/adascale run deploy/adascalejob.yaml
 
+# Files of tests, such as TESTS=tests/worker/test_loops.py. Without: all of them.
+TESTS ?=
 # The tests of a file run in one process, so that they share its fixtures. Without: make test PARALLEL=
 PARALLEL ?= --numprocesses auto --dist loadfile
 
 .PHONY: test
 test: $(READY) ## run the fast tests
-	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(TESTS)
 
 .PHONY: test-slow
 test-slow: $(READY) ## run the slower tests
-	$(BIN)/python -m pytest -m "slow and not cluster" $(PARALLEL)
+	$(BIN)/python -m pytest -m "slow and not cluster" $(PARALLEL) $(TESTS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## run the tests that need a GPU with CUDA
 	$(BIN)/python -m pytest -m gpu
 
-# Some slow tests, and some on a cluster, wait for what must happen within seconds or minutes, and may fail beside
-# others on a small machine.
 .PHONY: test-failed
 test-failed: $(READY) ## run the tests that failed last once more, one by one
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
@@ -161,13 +161,17 @@ kind-down: ## remove that cluster
 	$(call need,kind,for a cluster on this machine)
 	kind delete cluster --name $(KIND_CLUSTER)
 
-TESTS ?= tests/cluster
+# Most of these tests wait, each in a namespace of its own. Those that disturb others follow, one by one.
+E2E_PARALLEL ?= --numprocesses 5 --dist worksteal
 
 .PHONY: e2e
 e2e: $(READY) ## run the tests on the cluster that KUBECONFIG selects
 	$(call need,kubectl,to access the cluster)
 	@kubectl version >/dev/null 2>&1 || { echo "no cluster answers: set KUBECONFIG to that of one for tests, or run: make kind-up" >&2; exit 2; }
-	$(BIN)/python -m pytest $(TESTS)
+	@status=5; for step in "-m 'not disturbs' $(E2E_PARALLEL)" "-m disturbs"; do \
+		eval "$(BIN)/python -m pytest $$step $(or $(TESTS),tests/cluster)"; code=$$?; \
+		if [ $$code -ne 5 ] && { [ $$status -eq 5 ] || [ $$status -eq 0 ]; }; then status=$$code; fi; \
+	done; exit $$status
 
 .PHONY: clean
 clean: ## remove the virtual environment and the state of runs

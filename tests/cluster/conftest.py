@@ -5,6 +5,7 @@ Each test gets its own namespace, so that several runs may share a cluster.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -103,6 +104,17 @@ def crd(api_client: client.ApiClient) -> dict[str, Any]:
 
 
 @contextmanager
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No other process of this run of pytest does the same at the same time."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def fresh_namespace(api_client: client.ApiClient, labels: dict[str, str] | None = None) -> Iterator[str]:
     """Create a namespace, and delete it afterwards without waiting."""
     core = client.CoreV1Api(api_client)
@@ -122,10 +134,13 @@ def namespace(api_client: client.ApiClient) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def system(api_client: client.ApiClient, kubectl: Kubectl) -> System:
+def system(
+    api_client: client.ApiClient, kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory
+) -> System:
     """The operator and the metrics service, installed with kubectl. They stay installed after the tests."""
     installed = System(api_client, kubectl)
-    installed.install()
+    with alone(tmp_path_factory):
+        installed.install()
     return installed
 
 

@@ -173,6 +173,7 @@ def finish(job: JobUnderTest) -> None:
     job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
 
 
+@pytest.mark.disturbs
 def test_jobs_share_the_free_resources_of_the_nodes(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
@@ -270,6 +271,7 @@ def labelled(system: System, **types: str) -> Iterator[None]:
             succeeded(system.kubectl("label", "node", node, f"{names.DEFAULT_ACCELERATOR_LABEL}-"))
 
 
+@pytest.mark.disturbs
 def test_a_job_runs_on_one_type_of_accelerator_and_moves_when_its_nodes_are_gone(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:

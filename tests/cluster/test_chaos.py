@@ -70,7 +70,7 @@ for pid in found:
     os.kill(pid, signal.SIGCONT)
 """
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.disturbs, pytest.mark.timeout(900)]
 
 
 class Faults:

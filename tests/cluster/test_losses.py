@@ -89,6 +89,7 @@ def test_a_job_that_loses_replicas_continues_with_the_state_of_the_others(worksp
     job.delete()
 
 
+@pytest.mark.disturbs
 def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
     system: System, workspace: Workspace
 ) -> None:

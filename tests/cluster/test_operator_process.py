@@ -121,6 +121,7 @@ def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.disturbs
 @pytest.mark.usefixtures("alone")
 def test_another_operator_continues_after_one_is_killed_before_any_of_its_writes(
     place: Place,

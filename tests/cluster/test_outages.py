@@ -29,7 +29,7 @@ from urllib3.exceptions import HTTPError
 from adascale_core import names
 from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.disturbs, pytest.mark.timeout(600)]
 
 LONG: dict[str, Any] = {"maxReplicas": 2, "minReplicas": 2}
 """A job that stays on two replicas and never ends by itself."""

@@ -94,7 +94,7 @@ def _command() -> tuple[str, ...]:
         stdin=subprocess.DEVNULL,
         stdout=writing,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        start_new_session=True,
+        process_group=0,
     )
     os.close(writing)
 
