@@ -26,7 +26,7 @@ LOWEST_TESTS := $(filter-out $(addprefix tests/worker/test_,adascale_frameworks.
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; \`$(PYTHON)\` is `$(PYTHON) --version`. Say which one to use: make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -172,6 +172,11 @@ e2e: $(READY) ## run the tests on the cluster that KUBECONFIG selects
 		eval "$(BIN)/python -m pytest $$step $(or $(TESTS),tests/cluster)"; code=$$?; \
 		if [ $$code -ne 5 ] && { [ $$status -eq 5 ] || [ $$status -eq 0 ]; }; then status=$$code; fi; \
 	done; exit $$status
+
+# Takes more than an hour.
+.PHONY: release-check
+release-check: $(READY) ## run the long forms of what CI runs, and write docs/release-check.md
+	$(BIN)/python tests/release_check.py
 
 .PHONY: clean
 clean: ## remove the virtual environment and the state of runs
