@@ -248,11 +248,14 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
 
 
 @pytest.mark.slow
-def test_a_failed_program_that_takes_long_to_exit_does_not_fail_the_others(job: Job) -> None:
+@pytest.mark.parametrize(("code", "failure"), [(1, {}), (3, {"FAIL_CODE": 3})])
+def test_a_failed_program_that_takes_long_to_exit_does_not_fail_the_others(
+    job: Job, code: int, failure: dict[str, object]
+) -> None:
     job.service.allocate(1, 2)
-    settings = {**LONG, "FAIL_AT": 4, "FAIL_RANK": 1, "EXIT_SECONDS": 3 * EXPLAIN_AFTER}
+    settings = {**LONG, "FAIL_AT": 4, "FAIL_RANK": 1, "EXIT_SECONDS": 3 * EXPLAIN_AFTER, **failure}
     first, second = job.start(0, 1, **settings)
-    assert second.wait() == 1
+    assert second.wait() == code
     job.agents.remove(second)
     job.start(1, **settings)
     job.wait_for_training(2, replicas=2)

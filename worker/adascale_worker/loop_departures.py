@@ -83,7 +83,7 @@ class LoopDepartures:
         self._announce(Departure(epoch, loops, step, line, expected or self._fails))
 
     def fail(self) -> None:
-        """Announce that an error of the program ends this replica, which may take it long."""
+        """Announce that an error or an exit code ends the program of this replica, which may take it long."""
         self._left_early, self._fails = False, True
         self._announce(replace(self._own, expected=True))
 

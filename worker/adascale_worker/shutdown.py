@@ -80,8 +80,9 @@ class ExitStatus:
     """Knows at the end of the process whether the program has failed.
 
     The interpreter does not pass the exit code to exit functions. `sys.exit`, `exit` and `quit` are replaced
-    by functions that record it. Whether the program ended by an exception at all is read from the frame of
-    its main module: it stops at an instruction other than a return.
+    by functions that record it, and announce a failure before exit functions run, which can take long.
+    Whether the program ended by an exception at all is read from the frame of its main module: it stops at an
+    instruction other than a return.
     """
 
     def __init__(self) -> None:
@@ -89,11 +90,18 @@ class ExitStatus:
         self._has_exited = False
         self._main: FrameType | None = None
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._announce_failure: Callable[[], None] | None = None
+        self._pid = os.getpid()
 
-    def install(self) -> None:
-        """Record the argument of `sys.exit`, `exit` and `quit`, and the frame of the main module."""
+    def install(self, announce_failure: Callable[[], None]) -> None:
+        """Record the argument of `sys.exit`, `exit` and `quit`, and the frame of the main module.
+
+        Args:
+            announce_failure: lets the other replicas know that this one ends because its program has failed.
+        """
         if self._replaced:
             return
+        self._announce_failure = announce_failure
         self._main = _main_frame()
         self._replace(sys, "exit", self._exit)
         for quitter in {type(getattr(builtins, name, None)) for name in ("exit", "quit")} - {type(None)}:
@@ -105,7 +113,7 @@ class ExitStatus:
             if getattr(owner, name) == replacement:
                 setattr(owner, name, original)
         self._replaced.clear()
-        self._main = None
+        self._main = self._announce_failure = None
 
     @property
     def failed(self) -> bool:
@@ -125,6 +133,8 @@ class ExitStatus:
 
     def _exit(self, code: object = None, /) -> NoReturn:
         self._code, self._has_exited = code, True
+        if code not in (None, 0) and self._announce_failure is not None and os.getpid() == self._pid:
+            self._announce_failure()
         raise SystemExit(code)
 
 

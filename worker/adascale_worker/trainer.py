@@ -434,7 +434,7 @@ class ElasticTrainer:
         # An NCCL error before the first step can mean a wrong configuration.
         self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
         self._handle_shutdown()
-        self._exit_status.install()
+        self._exit_status.install(loop.announce_failure)
         progress = trainer.progress
         if trainer.finished:
             loop.end_restored_training()

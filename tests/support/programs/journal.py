@@ -2,15 +2,16 @@
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, the trainer's arguments as JSON;
 STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL_RANK raises an error (once,
-unless FAIL_ALWAYS is set); EXIT_SECONDS, the time that it takes to exit then; COMPARISON_INTERVAL, seconds
-between comparisons of the weights; FINISH_FILE, a file whose existence ends training after the current epoch,
-for a job on a single replica.
+unless FAIL_ALWAYS is set), or exits with FAIL_CODE; EXIT_SECONDS, the time that it takes to exit then;
+COMPARISON_INTERVAL, seconds between comparisons of the weights; FINISH_FILE, a file whose existence ends
+training after the current epoch, for a job on a single replica.
 """
 
 import atexit
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -112,6 +113,8 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "2"))):
             if due and (os.environ.get("FAIL_ALWAYS") or not once.exists()):
                 once.touch()
                 atexit.register(time.sleep, float(os.environ.get("EXIT_SECONDS", "0")))
+                if "FAIL_CODE" in os.environ:
+                    sys.exit(int(os.environ["FAIL_CODE"]))
                 raise ArithmeticError(f"made to fail at step {step}")
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
     trainer.step(epoch)
