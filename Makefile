@@ -161,17 +161,29 @@ kind-down: ## remove that cluster
 	$(call need,kind,for a cluster on this machine)
 	kind delete cluster --name $(KIND_CLUSTER)
 
-# Most of these tests wait, each in a namespace of its own. Those that disturb others follow, one by one.
+# Most of the tests wait, each in a namespace of its own.
 E2E_PARALLEL ?= --numprocesses 5 --dist worksteal
+# $(call e2e,OPTIONS): pytest exits with 5 if no test is selected.
+e2e = $(BIN)/python -m pytest $(1) $(or $(TESTS),tests/cluster) || [ $$? -eq 5 ]
 
 .PHONY: e2e
 e2e: $(READY) ## run the tests on the cluster that KUBECONFIG selects
+	@$(MAKE) --no-print-directory e2e-parallel
+	@$(MAKE) --no-print-directory e2e-disturbing
+
+.PHONY: cluster-answers
+cluster-answers:
 	$(call need,kubectl,to access the cluster)
 	@kubectl version >/dev/null 2>&1 || { echo "no cluster answers: set KUBECONFIG to that of one for tests, or run: make kind-up" >&2; exit 2; }
-	@status=5; for step in "-m 'not disturbs' $(E2E_PARALLEL)" "-m disturbs"; do \
-		eval "$(BIN)/python -m pytest $$step $(or $(TESTS),tests/cluster)"; code=$$?; \
-		if [ $$code -ne 5 ] && { [ $$status -eq 5 ] || [ $$status -eq 0 ]; }; then status=$$code; fi; \
-	done; exit $$status
+
+.PHONY: e2e-parallel
+e2e-parallel: $(READY) cluster-answers
+	$(call e2e,-m "not disturbs" $(E2E_PARALLEL))
+
+# One by one: they change nodes, and stop parts of the cluster and of the installation.
+.PHONY: e2e-disturbing
+e2e-disturbing: $(READY) cluster-answers
+	$(call e2e,-m disturbs)
 
 # Takes more than an hour.
 .PHONY: release-check

@@ -212,6 +212,71 @@ class System:
                 )
             )
 
+    def apply(self, objects: list[Manifest]) -> None:
+        """Apply manifests with kubectl."""
+        listed = {"apiVersion": "v1", "kind": "List", "items": objects}
+        succeeded(self.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(listed)))
+
+    @contextmanager
+    def operator_barred_from(self, namespace: str) -> Iterator[None]:
+        """Reject what the installed operator writes in a namespace, for the duration of the context."""
+        rules = _admission_rules(namespace)
+        try:
+            self.apply(rules)
+            wait_until(lambda: not self._may_operator_write(namespace), "the operator to be barred")
+            yield
+        finally:
+            for rule in rules:
+                kind, name = rule["kind"], rule["metadata"]["name"]
+                succeeded(self.kubectl("delete", kind, name, "--ignore-not-found"))
+
+    def _may_operator_write(self, namespace: str) -> bool:
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": "tried", "namespace": namespace},
+            "involvedObject": {"namespace": namespace},
+        }
+        answer = self.kubectl(
+            "create", "--dry-run=server", f"--as={_OPERATOR}", "-f", "-", input=json.dumps(event)
+        )
+        return answer.returncode == 0
+
+
+_OPERATOR = f"system:serviceaccount:{names.SYSTEM_NAMESPACE}:{names.CONTROLLER}"
+
+
+def _admission_rules(namespace: str) -> list[Manifest]:
+    """Return admission rules that reject the writes of the installed operator in a namespace."""
+    group = "admissionregistration.k8s.io"
+    name = f"{namespace}-is-not-yours"
+    rule = {"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["*"], "resources": ["*/*"]}
+    return [
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": {"name": name},
+            "spec": {
+                "matchConstraints": {"resourceRules": [rule]},
+                "validations": [
+                    {"expression": f"request.userInfo.username != '{_OPERATOR}'", "message": "it has its own"}
+                ],
+            },
+        },
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": {"name": name},
+            "spec": {
+                "policyName": name,
+                "validationActions": ["Deny"],
+                "matchResources": {
+                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+                },
+            },
+        },
+    ]
+
 
 class JobUnderTest:
     """An AdaScaleJob of a test.

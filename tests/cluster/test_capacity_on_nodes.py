@@ -173,7 +173,6 @@ def finish(job: JobUnderTest) -> None:
     job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
 
 
-@pytest.mark.disturbs
 def test_jobs_share_the_free_resources_of_the_nodes(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
@@ -344,76 +343,20 @@ def own_installation(system: System, namespace: str) -> Iterator[None]:
             manifest["roleRef"]["name"] = f"{namespace}-{manifest['roleRef']['name']}"
         for subject in manifest.get("subjects", ()):
             subject["namespace"] = namespace
-    barred = _barred(namespace)
-    of_cluster += barred
     if not system.storage.dynamic:
         system.storage.provide(namespace, f"data-{names.API_SERVICE}-0", ["ReadWriteOnce"])
     try:
-        _apply(system, barred)
-        wait_until(lambda: not _may_the_other_write(system, namespace), "the other operator to be barred")
-        _apply(system, objects)
-        for what in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
-            succeeded(
-                system.kubectl("-n", namespace, "rollout", "status", what, "--timeout=180s", timeout=200)
-            )
-        yield
+        with system.operator_barred_from(namespace):
+            system.apply(objects)
+            for what in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
+                succeeded(
+                    system.kubectl("-n", namespace, "rollout", "status", what, "--timeout=180s", timeout=200)
+                )
+            yield
     finally:
         for manifest in of_cluster:
             kind, name = manifest["kind"], manifest["metadata"]["name"]
             succeeded(system.kubectl("delete", kind, name, "--ignore-not-found"))
-
-
-def _apply(system: System, objects: list[dict[str, Any]]) -> None:
-    listed = {"apiVersion": "v1", "kind": "List", "items": objects}
-    succeeded(system.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(listed)))
-
-
-def _barred(namespace: str) -> list[dict[str, Any]]:
-    """Return admission rules that reject the writes of the operator of all namespaces in this namespace."""
-    group = "admissionregistration.k8s.io"
-    name = f"{namespace}-is-not-yours"
-    rule = {"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["*"], "resources": ["*/*"]}
-    return [
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "ValidatingAdmissionPolicy",
-            "metadata": {"name": name},
-            "spec": {
-                "matchConstraints": {"resourceRules": [rule]},
-                "validations": [
-                    {"expression": f"request.userInfo.username != '{_OTHER}'", "message": "it has its own"}
-                ],
-            },
-        },
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "ValidatingAdmissionPolicyBinding",
-            "metadata": {"name": name},
-            "spec": {
-                "policyName": name,
-                "validationActions": ["Deny"],
-                "matchResources": {
-                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-                },
-            },
-        },
-    ]
-
-
-_OTHER = f"system:serviceaccount:{names.SYSTEM_NAMESPACE}:{names.CONTROLLER}"
-
-
-def _may_the_other_write(system: System, namespace: str) -> bool:
-    review = {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": "tried", "namespace": namespace},
-        "involvedObject": {"namespace": namespace},
-    }
-    answer = system.kubectl(
-        "create", "--dry-run=server", f"--as={_OTHER}", "-f", "-", input=json.dumps(review)
-    )
-    return answer.returncode == 0
 
 
 def test_an_operator_that_may_not_list_nodes_finds_what_fits_by_trying(

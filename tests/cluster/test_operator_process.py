@@ -26,7 +26,6 @@ from support.operator_process import WRITES, OperatorProcess
 
 pytestmark = pytest.mark.cluster
 
-CONTROLLER = f"deployment/{names.CONTROLLER}"
 NOWHERE: dict[str, Any] = {"nodeSelector": {"example.com/no-such-node": "true"}, "volumes": []}
 STATE: dict[str, Any] = {"volumeMounts": []}
 
@@ -34,18 +33,6 @@ STATE: dict[str, Any] = {"volumeMounts": []}
 @pytest.fixture
 def installation(api_client: client.ApiClient, kubectl: Kubectl, crd: dict[str, Any]) -> System:
     return System(api_client, kubectl)
-
-
-@pytest.fixture
-def alone(installation: System, kubectl: Kubectl) -> Iterator[None]:
-    """No other operator."""
-    found = kubectl("-n", names.SYSTEM_NAMESPACE, "get", CONTROLLER, "--ignore-not-found", "-o", "name")
-    if not found.stdout.strip():
-        yield
-        return
-    with installation.scaled(CONTROLLER, 0):
-        wait_until(lambda: not installation.pods_of(names.CONTROLLER), "the installed operator to be deleted")
-        yield
 
 
 @dataclass
@@ -106,6 +93,13 @@ def place(
             operator.stop(signal.SIGKILL)
 
 
+@pytest.fixture
+def alone(place: Place) -> Iterator[None]:
+    """No other operator writes in the namespace."""
+    with place.installation.operator_barred_from(place.namespace):
+        yield
+
+
 def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
     """Whether a count is decided, desired, and that of the only Job."""
     status = job.status()
@@ -121,7 +115,6 @@ def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.disturbs
 @pytest.mark.usefixtures("alone")
 def test_another_operator_continues_after_one_is_killed_before_any_of_its_writes(
     place: Place,

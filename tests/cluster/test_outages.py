@@ -19,7 +19,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -106,26 +105,6 @@ def test_training_continues_without_the_operator_and_later_edits_are_applied(
     status = job.status()
     assert status["disruptions"] == 1
     assert status["failures"] == 0
-
-
-def test_a_job_grows_while_the_operator_is_killed_repeatedly(system: System, workspace: Workspace) -> None:
-    job = workspace.submit(job_manifest())
-    desired = 0
-    while desired < 4:
-        system.kill(names.CONTROLLER)
-        wait_until(
-            partial(wants_more_than, job, desired), f"more than {desired} replicas desired", patience=120
-        )
-        desired = job.status()["desiredReplicas"]
-    system.kill(names.CONTROLLER)
-    job.wait_until_training(4)
-    assert_one_job(job, 4)
-    assert job.status()["failures"] == 0
-
-
-def wants_more_than(job: JobUnderTest, replicas: int) -> bool:
-    """Whether the operator has decided for more."""
-    return bool(job.status().get("desiredReplicas", 0) > replicas)
 
 
 def test_a_killed_metrics_service_keeps_what_it_has_answered(system: System, workspace: Workspace) -> None:
