@@ -1,6 +1,7 @@
 """Tests of a trainer's connection with its agent."""
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -38,7 +39,7 @@ def test_a_message_that_arrived_before_the_wait_ends_it(
 ) -> None:
     channel, agent = connection
     handled = threading.Event()
-    channel.start(lambda _: None, lambda _: handled.set())
+    channel.start(lambda _: None, lambda _: handled.set(), lambda: None)
     agent.sendall(json.dumps({"type": "release", "generation": 3, "last": True}).encode() + b"\n")
     agent.sendall(json.dumps({"type": "hold", "generation": 4}).encode() + b"\n")
     assert handled.wait(LONG)
@@ -50,3 +51,17 @@ def test_a_message_that_arrived_before_the_wait_ends_it(
     while not channel.is_closed:
         channel.wait(LONG)
     assert time.monotonic() - began < LONG
+
+
+def test_a_trainer_saves_and_exits_when_its_agent_requests_it_or_is_gone(
+    connection: tuple[AgentChannel, socket.socket],
+) -> None:
+    channel, agent = connection
+    requests: queue.Queue[None] = queue.Queue()
+    channel.start(lambda _: None, lambda _: None, lambda: requests.put(None))
+    agent.sendall(json.dumps({"type": "terminate"}).encode() + b"\n")
+    requests.get(timeout=LONG)
+    assert not channel.is_closed
+    agent.close()
+    requests.get(timeout=LONG)
+    assert channel.is_closed

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -57,11 +57,13 @@ class Job:
         self.service.call("PUT", "", ELASTIC)
         self.agents: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, *replicas: int, **environ: str) -> None:
+    def start(
+        self, *replicas: int, command: Sequence[str] = (sys.executable, str(TRAINER)), **environ: str
+    ) -> None:
         for replica in replicas:
             with (self.folder / f"agent-{replica}.log").open("a") as log:
                 self.agents[replica] = subprocess.Popen(
-                    [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, str(TRAINER)],
+                    [sys.executable, "-m", "adascale_worker.agent", "--", *command],
                     env={
                         **os.environ,
                         "AUTOMATIC": "1",
@@ -195,6 +197,15 @@ def test_sigterm_to_a_trainer_from_outside_is_a_disruption(job: Job) -> None:
     job.wait_for_members(2, 0)
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 1)
+
+
+def test_a_trainer_in_a_shell_script_gets_the_request_to_save_and_exit(job: Job) -> None:
+    job.service.allocate(1, 1)
+    job.start(0, command=["sh", "-c", f"true && {sys.executable} {TRAINER} | cat"])
+    job.wait_for_members(1, 0)
+    job.agents[0].send_signal(signal.SIGTERM)
+    assert job.agents[0].wait(TIMEOUT) == EXIT_REENTRY
+    assert job.trainer(0).seen()[-1] == {"type": "terminate"}
 
 
 def test_an_agent_that_is_terminated_while_rank_0_has_not_finished_does_not_succeed(job: Job) -> None:

@@ -129,6 +129,14 @@ def test_the_channel_of_the_agent_is_taken_once_and_not_inherited() -> None:
     assert take_agent_channel(environ) is None
 
 
+def test_a_channel_that_another_program_has_closed_is_an_error_with_its_cause() -> None:
+    agent, trainer = socket.socketpair()
+    with agent, trainer:
+        environ = {"ADASCALE_AGENT_FD": str(trainer.fileno())}
+    with pytest.raises(EnvironmentVariableError, match=r"Bad file descriptor.* close_fds=False"):
+        take_agent_channel(environ)
+
+
 def test_the_peer_timeout_is_above_zero() -> None:
     assert read_peer_timeout({}) == 5
     assert read_peer_timeout({"ADASCALE_PEER_TIMEOUT": "0.5"}) == 0.5

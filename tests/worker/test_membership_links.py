@@ -319,7 +319,7 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
         channel = AgentChannel(trainer)
         group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
         membership = Membership(channel, listener, group, "", PATIENCE, lambda: False)
-        membership.start(lambda: None)
+        membership.start(lambda: None, lambda: None)
         assignment = coordinator.assignments[1]
         members = [vars(member) for member in assignment.members]
         message = {"type": "assign", "generation": GENERATION, "rank": 1, "members": members, "env": {}}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from adascale_worker.shutdown import ShutdownSignal
 from support.fast_python import PYTHON
 from support.launch import wait_until
 from support.training import MakeTrainer, network, sgd
@@ -61,11 +60,14 @@ def test_an_error_of_the_program_is_printed_with_its_traceback() -> None:
     assert "ArithmeticError: raised by the program" in ended.stderr
 
 
-def test_a_shutdown_signal_saves_and_exits_with_its_code(tmp_path: Path) -> None:
+def test_a_shutdown_signal_saves_and_exits_with_its_code_also_if_the_program_handles_it(
+    tmp_path: Path,
+) -> None:
     ended = run("signal", tmp_path)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert ended.stdout == "adascale: saved a checkpoint at step 3; run the same command to resume\n"
     assert steps_saved(tmp_path)[-1] == 3
+    assert ended.stderr == "the handler of the program\n"
 
 
 def steps_saved(folder: Path) -> list[int]:
@@ -249,33 +251,3 @@ def test_an_error_of_the_program_goes_to_the_excepthook_that_was_set_before(
     error = ArithmeticError("raised by the program")
     sys.excepthook(ArithmeticError, error, None)
     assert received == [error]
-
-
-def test_a_shutdown_signal_that_comes_twice_at_once_counts_once() -> None:
-    """A terminal and a launcher may both send it. Python then calls the handler again within the handler."""
-    original = signal.getsignal(signal.SIGTERM)
-    try:
-        shutdown_signal = ShutdownSignal()
-        shutdown_signal.install(signal.SIGTERM)
-        handler = signal.getsignal(signal.SIGTERM)
-        assert callable(handler)
-        handler(signal.SIGTERM, None)
-        handler(signal.SIGTERM, None)
-        assert shutdown_signal.received == signal.SIGTERM
-        assert signal.getsignal(signal.SIGTERM) == original
-    finally:
-        signal.signal(signal.SIGTERM, original)
-
-
-def test_the_second_shutdown_signal_goes_to_the_handler_that_was_set_before() -> None:
-    received: list[int] = []
-    original = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        shutdown_signal = ShutdownSignal()
-        shutdown_signal.install(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert (shutdown_signal.received, received) == (signal.SIGTERM, [])
-        signal.raise_signal(signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, original)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -91,7 +92,71 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_trainer() -> None:
     trainer.kill()
     assert exit_code() == -signal.SIGKILL
     trainer.send("assign", generation=1)
-    trainer.send_signal(signal.SIGTERM)
+    trainer.kill()
+
+
+STARTED = """
+import json, os, signal, socket, sys
+channel = socket.socket(fileno=int(os.environ["ADASCALE_AGENT_FD"]))
+send = lambda **message: channel.sendall(json.dumps(message).encode() + b"\\n")
+send(type="ready", port=7, pid=os.getpid())
+assert json.loads(channel.makefile().readline()) == {"type": "terminate"}
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+send(type="exiting", code=int(sys.argv[1]))
+sys.exit(int(sys.argv[1]))
+"""
+"""A trainer that a shell starts, as $TRAINER. It ends on the request of its agent."""
+
+
+def start_in_shell(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, script: str
+) -> tuple[TrainerProcess, Callable[[], int]]:
+    """Start a shell script, and wait until the trainer in it is ready."""
+    program, ready = folder / "started.py", folder / "ready"
+    program.write_text(STARTED)
+    monkeypatch.setenv("TRAINER", f"{sys.executable} -S {program}")
+    monkeypatch.setenv("READY", str(ready))
+    trainer, exit_code = shell(script)
+    wait_until(lambda: trainer.status.pid, "the trainer")
+    ready.touch()
+    return trainer, exit_code
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("$TRAINER 75 && echo done", 75),
+        ("$TRAINER 75 | cat", 75),
+        ("$TRAINER 0 | cat", 0),
+        ("$TRAINER 0; exit 3", 3),
+        ("$TRAINER killed | cat", -signal.SIGKILL),
+        ("$TRAINER killed; exit $?", 128 + signal.SIGKILL),
+        # The shell ends before its trainer.
+        ("$TRAINER 75 & while [ ! -e $READY ]; do sleep 0.01; done", 75),
+        ("$TRAINER killed & while [ ! -e $READY ]; do sleep 0.01; done", -signal.SIGKILL),
+        ("exec $TRAINER 75", 75),
+    ],
+)
+def test_a_trainer_that_a_shell_has_started_gets_the_requests_and_has_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, code: int
+) -> None:
+    trainer, exit_code = start_in_shell(monkeypatch, tmp_path, script)
+    if "READY" in script:
+        wait_until(lambda: is_gone(trainer.pid), "the end of the shell")
+    assert trainer.exit_code is None
+    trainer.send("terminate")
+    assert exit_code() == code
+
+
+def test_a_trainer_is_killed_with_the_shell_that_has_started_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer, exit_code = start_in_shell(monkeypatch, tmp_path, "$TRAINER 75; exit 3")
+    trainer.kill()
+    assert exit_code() == -signal.SIGKILL
+    assert trainer.status.pid is not None
+    assert is_gone(trainer.status.pid)
 
 
 def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:

@@ -3,9 +3,10 @@
 import json
 import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import pytest
@@ -294,16 +295,20 @@ def test_a_finished_job_that_is_given_another_end_saves_that_end(
 def train_and_signal(
     trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, within: int
 ) -> None:
-    """Train, and send this process a signal in the micro-batch `within`, counted from 0."""
+    """Train, and send this process a signal in the micro-batch `within`, counted from 0.
+
+    Twice, as a terminal and a launcher do, or `timeout` to a process and to its group.
+    """
     for micro_batch, (_, x, y) in enumerate(trainer.dataloader(samples())):
         optimizer.zero_grad()
         learn(model, x, y)
         if micro_batch == within:
             signal.raise_signal(number)
+            signal.raise_signal(number)
         optimizer.step()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_shutdown_signal_saves_after_the_current_step_and_exits(
     make_trainer: MakeTrainer, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,13 +323,35 @@ def test_a_shutdown_signal_saves_after_the_current_step_and_exits(
     assert "saved a checkpoint at step 2; run the same command to resume" in capsys.readouterr().out
 
 
-def test_a_second_ctrl_c_interrupts_at_once(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_the_state_is_saved_before_the_handler_of_the_program_ends_it(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    def handle(_number: int, _frame: object) -> NoReturn:
+        sys.exit(f"exit at step {manifest(tmp_path)['step']}")
+
     trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
     model = network()
-    trainer.program_reentry(model, sgd(model))
-    signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    original = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(SystemExit, match="exit at step 3"):
+            train_and_signal(trainer, model, optimizer, signal.SIGTERM, within=2)
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
+def test_a_program_that_nohup_has_started_ignores_the_end_of_its_terminal(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    original = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
+        model = network()
+        trainer.program_reentry(model, sgd(model))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, original)
 
 
 def test_ctrl_c_interrupts_at_once_after_the_final_checkpoint(

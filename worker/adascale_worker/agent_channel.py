@@ -86,15 +86,23 @@ class AgentChannel:
         self._sending = threading.Lock()
         self._on_assignment: Callable[[Assignment], None] = lambda _: None
         self._on_hold: Callable[[int], None] = lambda _: None
+        self._on_terminate: Callable[[], None] = lambda: None
 
-    def start(self, on_assignment: Callable[[Assignment], None], on_hold: Callable[[int], None]) -> None:
+    def start(
+        self,
+        on_assignment: Callable[[Assignment], None],
+        on_hold: Callable[[int], None],
+        on_terminate: Callable[[], None],
+    ) -> None:
         """Start to receive messages.
 
         Args:
             on_assignment: called in a thread with each assignment, before `newest` returns it.
             on_hold: called in a thread with the number of a generation that the service has ended.
+            on_terminate: called in a thread when the agent requests to save and exit, or is gone. Its death
+                ends its child process, which may be a shell that has started this one.
         """
-        self._on_assignment, self._on_hold = on_assignment, on_hold
+        self._on_assignment, self._on_hold, self._on_terminate = on_assignment, on_hold, on_terminate
         threading.Thread(target=self._receive, name="adascale-agent-channel", daemon=True).start()
 
     @property
@@ -139,11 +147,14 @@ class AgentChannel:
             for line in lines:
                 self._handle(json.loads(line))
         self._is_closed = True
+        self._on_terminate()
         self.notify()
 
     def _handle(self, message: dict[str, Any]) -> None:
         generation = int(message.get("generation", 0))
         match message["type"]:
+            case "terminate":
+                self._on_terminate()
             case "hold":
                 self._on_hold(generation)
             case "assign" if generation > self.newest_generation:

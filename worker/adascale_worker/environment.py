@@ -80,12 +80,23 @@ def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | Non
     """Return the connection with the agent that has started this program. None without an agent.
 
     Removes its variable, since programs that this one starts are not trainers of the agent.
+
+    Raises:
+        EnvironmentVariableError: another program between the agent and this one has closed the connection.
     """
     descriptor = _read(environ, names.ENV_AGENT_FD, _non_negative_integer, None)
     if descriptor is None:
         return None
     del environ[names.ENV_AGENT_FD]
-    channel = socket.socket(fileno=descriptor)
+    try:
+        channel = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise EnvironmentVariableError(
+            f"{names.ENV_AGENT_FD} is {descriptor}, but this descriptor is not a connection with the agent "
+            f"({error.strerror}): the program that has started this one has closed it. Start this program by "
+            "the command of the job or by a shell, or let it inherit descriptors (in Python, "
+            "subprocess.run(..., close_fds=False))"
+        ) from None
     channel.set_inheritable(False)
     return channel
 

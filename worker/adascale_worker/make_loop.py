@@ -23,7 +23,8 @@ from adascale_worker.patching import patch_optimizer
 from adascale_worker.program_parts import ProgramParts
 from adascale_worker.program_state import ProgramState, Stateful
 from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
-from adascale_worker.shutdown import FastExit, ShutdownSignal
+from adascale_worker.shutdown import FastExit
+from adascale_worker.shutdown_request import ShutdownRequest
 from adascale_worker.training_loop import TrainingLoop
 
 
@@ -36,7 +37,7 @@ class LoopOptions:
         registered: objects whose state is saved, by name.
         hyperparameters: which are used after a checkpoint was restored.
         find_unused_parameters: as DDP's argument of this name.
-        membership, adopt_settings, shutdown_signal, fast_exit: see `TrainingLoop`.
+        membership, adopt_settings, shutdown_request, fast_exit: see `TrainingLoop`.
     """
 
     device: torch.device
@@ -45,7 +46,7 @@ class LoopOptions:
     find_unused_parameters: bool
     membership: Membership | None
     adopt_settings: Callable[[Mapping[str, str | None]], None]
-    shutdown_signal: ShutdownSignal
+    shutdown_request: ShutdownRequest
     fast_exit: FastExit
 
 
@@ -110,7 +111,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
         checks,
         options.membership,
         options.adopt_settings,
-        options.shutdown_signal,
+        options.shutdown_request,
         options.fast_exit,
     )
 
@@ -151,7 +152,7 @@ def _several_optimizers(parts: ProgramParts, trainer: TrainerComponents, options
         BatchChecks(trainer.group),
         options.membership,
         options.adopt_settings,
-        options.shutdown_signal,
+        options.shutdown_request,
         options.fast_exit,
     )
     return MadeLoop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -33,7 +34,7 @@ class Membership:
         group: the replicas; changed by `join`.
         secret: authenticates members if the assignment has no secret.
         peer_timeout: seconds of silence after which a member is lost.
-        is_terminated: returns whether the process got a shutdown signal.
+        is_terminated: returns whether this trainer was requested to save and exit.
         accelerator: the type of accelerator that this trainer computes on.
     """
 
@@ -73,16 +74,17 @@ class Membership:
         group.on_failure = self._on_group_failure
         self._step: Callable[[], int | None] = lambda: None
 
-    def start(self, step: Callable[[], int | None]) -> None:
+    def start(self, step: Callable[[], int | None], on_terminate: Callable[[], None]) -> None:
         """Report to the agent that this trainer is ready for its first generation.
 
         Args:
             step: returns the number of the last step; None without state.
+            on_terminate: called in a thread when this trainer has to save and exit.
         """
         self._step = step
-        self._channel.start(self._on_assignment, self._on_hold)
+        self._channel.start(self._on_assignment, self._on_hold, on_terminate)
         port = self._listener.getsockname()[1]
-        self._channel.send("ready", port=port, accelerator=self._accelerator)
+        self._channel.send("ready", port=port, accelerator=self._accelerator, pid=os.getpid())
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -295,7 +297,7 @@ class Membership:
         self._channel.send("saved", generation=generation)
 
     def report_terminated(self) -> None:
-        """Report that this trainer got a shutdown signal, once."""
+        """Report that this trainer was requested to save and exit, once."""
         if not self._says_terminated:
             self._says_terminated = True
             self._channel.send("terminated")
@@ -311,6 +313,10 @@ class Membership:
     def report_finished(self) -> None:
         """Report that training is finished, and that the program ends normally."""
         self._channel.send("finished")
+
+    def report_exit(self, code: int) -> None:
+        """Report the exit code with which this process ends: the agent may only see that of a shell."""
+        self._channel.send("exiting", code=code)
 
     def close(self) -> None:
         """Send `leave` to the other members."""

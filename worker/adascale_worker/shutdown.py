@@ -1,8 +1,8 @@
-"""How a training program ends: shutdown signals, uncaught errors, and a fast exit.
+"""How a training program ends: uncaught errors, its exit code, and a fast exit.
 
 Constructing these objects changes nothing in the process, except that `FastExit` registers an exit
-function. `ElasticTrainer.program_reentry` installs the signal handlers and the exception hook. Both call
-what was installed before them, and can be uninstalled.
+function. `ElasticTrainer.program_reentry` installs the exception hook, which calls what was installed before
+it, and can be uninstalled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import linecache
 import multiprocessing
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -27,53 +25,6 @@ from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
 from adascale_worker.errors import exit_code
 from adascale_worker.process_group import is_lost_peer
 from adascale_worker.user_code import raising_line
-
-
-class ShutdownSignal:
-    """Records the first shutdown signal; a second one has the effect that it had before `install`.
-
-    In a process that this one forks, such as a worker of `multiprocessing`, every signal has the effect that
-    it had before `install`.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        """Number of the signal that was received. None if none was."""
-        self._previous: dict[int, Any] = {}
-
-    def install(self, *numbers: int) -> None:
-        """Handle the signals `numbers`. Does nothing outside the main thread, as Python requires."""
-        if threading.current_thread() is threading.main_thread():
-            os.register_at_fork(after_in_child=self._uninstall_in_child)
-            for number in numbers:
-                self._previous[number] = signal.signal(number, self._receive)
-
-    def uninstall(self) -> None:
-        """Restore the previous handlers."""
-        for number in list(self._previous):
-            self._restore(number)
-
-    def _uninstall_in_child(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self.uninstall()
-
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.received = number
-        self._restore(number)
-
-    def _restore(self, number: int) -> None:
-        try:
-            previous = self._previous.pop(number)
-        except KeyError:
-            # The signal has come twice at once, as if both a terminal and a launcher send it: that is one.
-            return
-        if signal.getsignal(number) != self._receive:
-            # The program has installed its own handler since.
-            return
-        if not callable(previous):
-            # A shell starts background processes with SIGINT ignored; a second SIGINT must end this process.
-            previous = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, previous)
 
 
 class ExitStatus:
@@ -126,6 +77,13 @@ class ExitStatus:
             return False
         # By SystemExit: another exception that is not caught would be `sys.last_value`.
         return self._code not in (None, 0) if self._has_exited else not _may_raise_exit_code_0(self._main)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the process, if it ends without `FastExit`."""
+        if not self.failed:
+            return 0
+        return self._code if type(self._code) is int and self._code else 1
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         self._replaced.append((owner, name, getattr(owner, name), replacement))

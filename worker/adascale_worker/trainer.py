@@ -63,7 +63,8 @@ from adascale_worker.program_parts import ProgramParts, program_parts
 from adascale_worker.program_state import Stateful, require_choice, require_stateful
 from adascale_worker.reporter import Reporter
 from adascale_worker.settings import resolve_settings
-from adascale_worker.shutdown import ExitStatus, FastExit, ShutdownSignal, UncaughtErrorHandler
+from adascale_worker.shutdown import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.shutdown_request import ShutdownRequest
 from adascale_worker.step_watchdog import Stall, StepWatchdog
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_loop import TrainingLoop
@@ -140,7 +141,7 @@ class ElasticTrainer:
         device: torch.device | str | None = None,
     ) -> None:
         self._fast_exit = FastExit()
-        self._shutdown_signal = ShutdownSignal()
+        self._shutdown_request = ShutdownRequest()
         self._exit_status = ExitStatus()
         self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
         self._loop: TrainingLoop | None = None
@@ -321,9 +322,10 @@ class ElasticTrainer:
         follows progress.
 
         This call also installs the process's handlers: `sys.excepthook` prints an uncaught `AdaScaleError`
-        as its message. SIGTERM (and, without an agent, Ctrl-C) ends the process after the current step,
-        with a checkpoint if no other replica keeps the state; without an agent and without a checkpoint
-        folder, signal handlers are not changed.
+        as its message. SIGTERM (and, without an agent, Ctrl-C and SIGHUP) ends the process after the
+        current step, with a checkpoint if no other replica keeps the state. A handler of the program for the
+        same signal is called then, whether it was installed before or after this call. Without an agent and
+        without a checkpoint folder, signal handlers are not changed.
 
         A program with several models or optimizers, such as a GAN, passes each of `model`, `optimizer` and
         `lr_scheduler` as a dict by name. The first optimizer has to make a step for each batch, the others
@@ -376,7 +378,7 @@ class ElasticTrainer:
                 find_unused_parameters,
                 self._membership,
                 self._adopt_settings,
-                self._shutdown_signal,
+                self._shutdown_request,
                 self._fast_exit,
             ),
         )
@@ -461,7 +463,7 @@ class ElasticTrainer:
 
         if os.environ.get(ENV_JOINS_OTHERS) == "1":
             loop.prepare_to_receive()
-        self._membership.start(step)
+        self._membership.start(step, self._shutdown_request.make)
         loop.enter_generation()
 
     def _make_membership(self, channel: socket.socket) -> Membership:
@@ -473,7 +475,7 @@ class ElasticTrainer:
             group,
             environment.read_secret(environ),
             group.peer_timeout,
-            lambda: self._shutdown_signal.received is not None,
+            lambda: self._shutdown_request.received is not None,
             _accelerator_type(self.device),
         )
 
@@ -499,10 +501,12 @@ class ElasticTrainer:
         collective calls means a wrong configuration rather than a lost peer.
         """
         if self._membership is not None:
-            self._shutdown_signal.install(signal.SIGTERM)
+            self._shutdown_request.install(signal.SIGTERM)
             self._uncaught_errors.recognizes_lost_peers = True
         elif self._trainer.checkpointing.enabled:
-            self._shutdown_signal.install(signal.SIGTERM, signal.SIGINT)
+            # Of a terminal that is closed, unless the program was started by nohup.
+            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+            self._shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)
 
     def _report_stall(self, stall: Stall | None) -> None:
         if self._membership is not None:
@@ -653,7 +657,7 @@ class ElasticTrainer:
         self._stop_watchdog()
         if self._other_optimizers is not None:
             self._other_optimizers.uninstall()
-        self._shutdown_signal.uninstall()
+        self._shutdown_request.uninstall()
         self._uncaught_errors.uninstall()
         self._exit_status.uninstall()
 
@@ -674,6 +678,9 @@ class ElasticTrainer:
                 self._fast_exit.code = exit_code(failure)
             elif self._membership is not None:
                 self._membership.report_finished()
+        if self._membership is not None:
+            code = self._fast_exit.code
+            self._membership.report_exit(self._exit_status.code if code is None else code)
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         if self._membership is not None:

@@ -53,7 +53,8 @@ from adascale_worker.model_set import ModelSet
 from adascale_worker.out_of_memory import release_memory
 from adascale_worker.program_state import ProgramState
 from adascale_worker.rng_state import seed_generators
-from adascale_worker.shutdown import FastExit, ShutdownSignal
+from adascale_worker.shutdown import FastExit
+from adascale_worker.shutdown_request import ShutdownRequest
 from adascale_worker.state_exchange import StateExchange
 from adascale_worker.state_saving import StateSaving
 from adascale_worker.stream import SampleStream
@@ -84,7 +85,7 @@ class TrainingLoop:
         checks: checks the steps of the program's loop.
         membership: enters generations. None without an agent.
         adopt_settings: called with the environment variables of each generation.
-        shutdown_signal: requests the exit of all replicas.
+        shutdown_request: requests the exit of all replicas.
         fast_exit: ends the process.
     """
 
@@ -98,7 +99,7 @@ class TrainingLoop:
         checks: LoopChecks | BatchChecks,
         membership: Membership | None,
         adopt_settings: Callable[[Mapping[str, str | None]], None],
-        shutdown_signal: ShutdownSignal,
+        shutdown_request: ShutdownRequest,
         fast_exit: FastExit,
     ) -> None:
         self.adascale = program.optimizer
@@ -120,7 +121,7 @@ class TrainingLoop:
         self._finish_request = FinishRequest(trainer, self._saving)
         self._shortage = MemoryShortage(trainer, model, membership)
         self.evaluations = EvaluationSequence(trainer)
-        self._shutdown_signal = shutdown_signal
+        self._shutdown_request = shutdown_request
         self._fast_exit = fast_exit
         self._agreement = Agreement()
         self._unregistered_scaler = UnregisteredScaler(scaler_of(program.registered.values()))
@@ -156,7 +157,7 @@ class TrainingLoop:
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
         trainer.group.save_alone = self._save_in_thread
-        trainer.checkpointing.is_terminated = lambda: shutdown_signal.received is not None
+        trainer.checkpointing.is_terminated = lambda: shutdown_request.received is not None
         self._assignment: Assignment | None = None
         self._state_generation: int | None = None
         """The generation in which the state was last equal on all members. None without a state."""
@@ -447,7 +448,7 @@ class TrainingLoop:
         membership, group, assignment = self._membership, self._trainer.group, self._assignment
         assert membership is not None
         assert assignment is not None
-        is_terminated = self._shutdown_signal.received is not None
+        is_terminated = self._shutdown_request.received is not None
         rows = group.gather_integers([is_terminated, membership.newest_generation])
         leaving = {rank for rank, row in enumerate(rows) if row[0]}
         if leaving:
@@ -492,10 +493,13 @@ class TrainingLoop:
 
     def _exit(self, code: int) -> NoReturn:
         trainer = self._trainer
-        if self._membership is not None and self._shutdown_signal.received is not None:
+        if self._membership is not None and self._shutdown_request.received is not None:
             self._membership.report_terminated()
         trainer.telemetry.close()
         self._release_group()
+        # The handler may end the program.
+        self._fast_exit.code = code
+        self._shutdown_request.call_program_handler()
         self._fast_exit.exit(code)
 
     def _apply_plan(self) -> None:
@@ -556,6 +560,7 @@ class TrainingLoop:
         self.step_calls += 1
         self.made_step = False
         self.evaluations.is_evaluating = False
+        self._shutdown_request.reinstall()
         self._unregistered_scaler.check()
         self._trainer.planner.require_acknowledged()
 
@@ -631,7 +636,7 @@ class TrainingLoop:
     def _requests(self) -> Requests:
         """What this replica requests. Some requests are made by rank 0 only."""
         trainer = self._trainer
-        signaled = self._shutdown_signal.received is not None
+        signaled = self._shutdown_request.received is not None
         if signaled and self._membership is not None:
             self._membership.report_terminated()
         finish = self._finish_request.reason is not None
@@ -927,7 +932,7 @@ class TrainingLoop:
             return self._finish_request.end_alone()
         try:
             self._leave_loop(early=True)
-            self._departures.wait(lambda: self._shutdown_signal.received is not None)
+            self._departures.wait(lambda: self._shutdown_request.received is not None)
         except ReplicationError as error:
             return error
         if unfinished is None:
@@ -964,7 +969,7 @@ class TrainingLoop:
             self._membership.report_final()
         if self._trainer.generation == 0:
             # The rest of the program, for example an evaluation, has no step at which it could exit.
-            self._shutdown_signal.uninstall()
+            self._shutdown_request.uninstall()
 
     # -- saving and exiting -----------------------------------------------------------------------------
 
@@ -982,7 +987,7 @@ class TrainingLoop:
             saved = False
             if trainer.group.is_main:
                 print(f"adascale: {error}", flush=True)
-        received = self._shutdown_signal.received
+        received = self._shutdown_request.received
         if received is None:
             self._exit(EXIT_REENTRY)
         if saved and trainer.group.is_main:

@@ -1,7 +1,7 @@
 """A program that enters generations as a trainer does, but does not train, so that it starts fast.
 
-light.py sleep          sleeps
-light.py stubborn       sleeps and ignores SIGTERM
+light.py sleep          sleeps until its agent requests to save and exit
+light.py stubborn       sleeps and ignores such requests
 light.py exit CODE      exits; with code 0 as a program that has finished training
 light.py crash          crashes with a segmentation fault
 """
@@ -24,7 +24,14 @@ def enter(assignment: Assignment) -> None:
     channel.send("running", generation=assignment.generation)
 
 
-channel.start(enter, lambda generation: channel.send("holding", generation=generation, step=0, lost=[]))
+def terminate() -> None:
+    if "stubborn" not in sys.argv:
+        os._exit(75)
+
+
+channel.start(
+    enter, lambda generation: channel.send("holding", generation=generation, step=0, lost=[]), terminate
+)
 channel.send("ready", port=1)
 while channel.newest is None:
     channel.wait(1)
@@ -36,7 +43,6 @@ match sys.argv[1:]:
             channel.wait(600)
         sys.exit(75)
     case ["stubborn"]:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
     case ["exit", code]:
         print("[red]the last line", flush=True)

@@ -52,6 +52,8 @@ kind = torch.optim.Adagrad if ends == "adagrad" else torch.optim.SGD
 optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
 ballast = Ballast()
 trainer.program_reentry(model, optimizer, register={"ballast": ballast})
+if ends == "signal":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the handler of the program"))
 size = {"small data": 4, "full disk": 96}.get(ends, 48)
 for step, (_, x, y) in enumerate(trainer.dataloader(samples(size)), start=1):
     if step == 3:
@@ -60,6 +62,7 @@ for step, (_, x, y) in enumerate(trainer.dataloader(samples(size)), start=1):
         if ends.startswith("full disk"):
             ballast.size = 3_000_000
         if ends in ("signal", "full disk when leaving"):
+            signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
     if step == 9:
         ballast.size = 0

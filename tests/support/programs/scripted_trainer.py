@@ -27,9 +27,11 @@ def receive() -> None:
         with seen.open("a") as log:
             log.write(line)
         message = json.loads(line)
+        if message["type"] == "terminate":
+            os._exit(75)
         if os.environ.get("AUTOMATIC") != "1":
             continue
-        generation = message["generation"]
+        generation = message.get("generation")
         if message["type"] == "assign":
             step += 1
             send({"type": "running", "generation": generation})
@@ -42,7 +44,7 @@ def receive() -> None:
 
 with seen.open("a") as log:
     log.write(json.dumps({"type": "started", "time": time.monotonic_ns(), **environ}) + "\n")
-send({"type": "ready", "port": 1000 + os.getpid() % 1000})
+send({"type": "ready", "port": 1000 + os.getpid() % 1000, "pid": os.getpid()})
 threading.Thread(target=receive, daemon=True).start()
 done = 0
 while True:

@@ -53,7 +53,7 @@ class Agent:
         address: host name or IP address at which other replicas reach it.
         node: the node that it runs on.
         service_timeout: seconds within which the service must answer for the first time.
-        termination_grace: seconds that a trainer has to save its state after SIGTERM.
+        termination_grace: seconds that a trainer has to save its state after the agent's SIGTERM.
         termination_log: where to write why the program has failed.
     """
 
@@ -93,7 +93,7 @@ class Agent:
         """The newest generation for which the trainer was sent `hold`."""
         self._released = False
         self._deadline = KillDeadline()
-        self._sigterm_sent = False
+        self._terminate_sent = False
         self._registered: Registration | None = None
 
     def run(self) -> int:
@@ -216,7 +216,7 @@ class Agent:
     def _start_trainer(self, replicas: int) -> TrainerProcess:
         self._trainers += 1
         self._assignment, self._held, self._released = None, 0, False
-        self._deadline, self._sigterm_sent = KillDeadline(), False
+        self._deadline, self._terminate_sent = KillDeadline(), False
         active = self._view.active
         others_train = active is not None and bool(active.indices - {self._replica})
         environ = {
@@ -248,13 +248,14 @@ class Agent:
             status = trainer.status
             if not self._events.terminating:
                 self._raise_refusal(trainer)
-            elif not self._sigterm_sent:
-                self._sigterm_sent = True
+            elif not self._terminate_sent:
+                self._terminate_sent = True
                 if status.generation == 0:
                     # It has no state.
-                    trainer.send_signal(signal.SIGKILL)
+                    trainer.kill()
                 else:
-                    trainer.send_signal(signal.SIGTERM)
+                    # A signal would only reach a shell that has started it, or a handler of the program.
+                    trainer.send("terminate")
                 self._deadline.set(now + self._termination_grace)
             self._instruct(trainer, now)
             if status.port is not None:
@@ -262,7 +263,7 @@ class Agent:
             if self._deadline.is_exceeded(now):
                 reason = f"it did not leave generation {status.generation} in time"
                 print(f"adascale-agent: killed the trainer: {reason}", flush=True)
-                trainer.send_signal(signal.SIGKILL)
+                trainer.kill()
                 self._deadline.set(now + KILL_INTERVAL)
             self._events.wait()
 
@@ -279,10 +280,10 @@ class Agent:
                 or view.has_ended(status.generation)
             ):
                 # It is about to enter a generation that never begins, and has no state to save.
-                trainer.send_signal(signal.SIGKILL)
+                trainer.kill()
             return
         if status.state is ReplicaState.WAITING and self._heartbeat.left_out == self._instance:
-            trainer.send_signal(signal.SIGKILL)
+            trainer.kill()
             return
         is_current = status.generation >= self._assigned
         holds = status.state is ReplicaState.HOLDING and is_current

@@ -1,4 +1,4 @@
-"""A trainer as a child process of its agent.
+"""A trainer as a child process of its agent, or as a process that this child, such as a shell, has started.
 
 It dies with its agent, which forwards its output and keeps the last lines. Over a connection that lasts for
 its whole life, as lines of JSON, the agent assigns it to generations, and it reports what it does.
@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -97,13 +98,24 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the child process."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, -n for signal n; None until it has exited and its output is read."""
-        return self._process.poll() if self._exited else None
+        """Its exit code, -n for signal n; None until it has exited and its output is read.
+
+        That of a shell may be the code of another command, as in `python train.py | tee log`. Then it is the
+        code that the trainer has reported; without a report it was killed.
+        """
+        if not self._exited:
+            return None
+        code, status = self._process.returncode, self.status
+        if status.pid in (None, self.pid):
+            return code
+        if status.exit_code is None:
+            return code or -signal.SIGKILL
+        return status.exit_code or code
 
     @property
     def log(self) -> str:
@@ -114,15 +126,11 @@ class TrainerProcess:
         """Send it a message. Does not wait until it is received."""
         self._outgoing.put(json.dumps({"type": kind, **fields}).encode() + b"\n")
 
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has exited."""
-        self._process.send_signal(number)
-
     def kill(self) -> None:
-        """Kill it, and wait for its exit."""
-        if self._process.poll() is None:
+        """Kill it and what else is in its process group, unless it has exited."""
+        # Until the child is reaped, its process id cannot be reused.
+        if self._process.returncode is None:
             self._kill_group()
-        self._process.wait()
 
     def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
         """Wait for its exit, and kill what is left of its process group.
@@ -132,6 +140,7 @@ class TrainerProcess:
         with contextlib.suppress(ChildProcessError):
             # Until it is reaped, its process id cannot be reused.
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            self._wait_for_started_trainer()
             self._kill_group()
         self._process.wait()
         _unreaped.discard(self._process.pid)
@@ -144,6 +153,20 @@ class TrainerProcess:
         self._channel.close()
         self._exited = True
         self._on_change()
+
+    def _wait_for_started_trainer(self) -> None:
+        """Wait for the exit of a trainer that the child process, which has exited, has started."""
+        pid = self.status.pid
+        if pid in (None, self.pid) or not hasattr(os, "pidfd_open"):
+            return
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                # In a PID namespace of its own it knows another process id.
+                if os.getpgid(pid) == self.pid:
+                    select.select([descriptor], [], [])
+            finally:
+                os.close(descriptor)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

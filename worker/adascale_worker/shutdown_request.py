@@ -1,0 +1,101 @@
+"""The request to save and exit, by a signal or by the agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+REPEAT_INTERVAL = 1.0
+"""Seconds after the first signal within which the same signal is not a second request: a terminal, a launcher
+and `timeout` may each send it."""
+
+
+class ShutdownRequest:
+    """Records a request to save and exit.
+
+    The program may have handlers of its own for the same signals, installed before or after those of this
+    object. They are called by `call_program_handler`, when the state is saved, because a handler may exit. A
+    second signal, at least `REPEAT_INTERVAL` later, has the effect that it has without this object.
+
+    In a process that this one forks, such as a worker of `multiprocessing`, every signal has the effect that
+    it has without this object.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.received: int | None = None
+        """Number of the signal that was received first, SIGTERM for a request of the agent. None before."""
+        self._received_at: dict[int, float] = {}
+        self._handlers: dict[int, Any] = {}
+        """Signals that this object handles -> their other handlers."""
+
+    def make(self) -> None:
+        """Request to save and exit, as the agent does. Safe in any thread."""
+        if self.received is None:
+            self.received = signal.SIGTERM
+
+    def install(self, *numbers: int) -> None:
+        """Handle the signals `numbers`. Does nothing outside the main thread, as Python requires."""
+        if threading.current_thread() is threading.main_thread():
+            os.register_at_fork(after_in_child=self._uninstall_in_child)
+            for number in numbers:
+                self._handlers[number] = signal.signal(number, self._receive)
+
+    def reinstall(self) -> None:
+        """Handle again the signals for which the program has installed its own handlers since."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._handlers:
+            # Also if Python knows of no other handler: a library may have installed one by sigaction(2).
+            other = signal.signal(number, self._receive)
+            if other != self._receive:
+                self._handlers[number] = other
+
+    def uninstall(self) -> None:
+        """Restore the other handlers, except for signals whose handlers the program has replaced since."""
+        for number in list(self._handlers):
+            self._restore(number)
+
+    def call_program_handler(self) -> None:
+        """Call the program's own handler for the signal that was received, if there is one."""
+        handler = self._handlers.get(self.received or 0)
+        if callable(handler) and handler is not signal.default_int_handler:
+            # The handler may itself call `_receive`, which it has replaced.
+            self.uninstall()
+            handler(self.received, None)
+
+    def _uninstall_in_child(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.uninstall()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._handlers:
+            return
+        now = self._clock()
+        if self.received is None:
+            self.received = number
+        if now - self._received_at.setdefault(number, now) < REPEAT_INTERVAL:
+            return
+        handler = self._restore(number)
+        if callable(handler):
+            handler(number, frame)
+        else:
+            signal.raise_signal(number)
+
+    def _restore(self, number: int) -> Any:
+        """Restore the other handler of a signal, and return it."""
+        other = self._handlers.pop(number)
+        if not callable(other):
+            # A shell starts background processes with SIGINT ignored; a second SIGINT must end this process.
+            other = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        if signal.getsignal(number) == self._receive:
+            signal.signal(number, other)
+        return other
