@@ -153,6 +153,10 @@ LEAVE_GRACE = 10.0
 """For a trainer to hold after its generation is broken, before its agent kills it.
 
 Below HEARTBEAT_TIMEOUT."""
+SIGNAL_REPEAT_INTERVAL = 1.0
+"""After a signal, before another one is a second request.
+
+A terminal, a launcher and `timeout` may each send the signal."""
 
 WAITS_FOR_OTHERS = "waits for the others"
 """The `stall` of a replica that is not behind."""

@@ -205,6 +205,15 @@ def test_a_failed_job_stays_failed_until_it_gets_another_allocation() -> None:
     assert allocate(state, Allocation(3, 1)).desired == Allocation(3, 1)
 
 
+@pytest.mark.parametrize("ended", [REENTERING, TERMINATED])
+def test_a_pause_is_no_disruption(ended: ReplicaState) -> None:
+    state = after(running(1, 2), Allocation(2, 0), registration(0, ended, 1), registration(1, ended, 1))
+    state = after(state, registration(0, WAITING, trainer="a"), registration(1, WAITING, trainer="b"))
+    state = after(state, Allocation(3, 2), registration(0, RUNNING, 3, trainer="a"))
+    assert active(state) == (3, [0, 1])
+    assert (state.failures, state.disruptions, state.restarts_without_progress) == (0, 0, 0)
+
+
 def test_an_allocation_of_zero_replicas_is_active_at_once() -> None:
     state = after(running(1, 2), Allocation(2, 0))
     assert active(state) == (2, [])

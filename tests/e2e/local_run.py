@@ -54,13 +54,19 @@ def write_light_job(path: Path, *arguments: str, **spec: Any) -> Path:
 
 
 def write_paced_job(
-    path: Path, pace: float, fail: Path | None = None, join_after: Path | None = None, **spec: Any
+    path: Path,
+    pace: float,
+    fail: Path | None = None,
+    join_after: Path | None = None,
+    command: Sequence[str] | None = None,
+    **spec: Any,
 ) -> Path:
     """Write an elastic job of `programs/paced.py`, whose micro-batches take `pace` seconds."""
     files = {"FAIL": fail, "JOIN_AFTER": join_after}
     env = {"PACE": str(pace)} | {name: str(file) for name, file in files.items() if file is not None}
     bounds = {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 32}}
-    return write_job(path, [*PYTHON, str(PACED)], env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
+    command = [*PYTHON, str(PACED)] if command is None else command
+    return write_job(path, command, env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
 
 
 def adascale(

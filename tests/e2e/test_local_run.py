@@ -19,6 +19,7 @@ from adascale_controller.local import run_history
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
 from e2e.local_run import (
+    PACED,
     ROOT,
     adascale,
     adascale_in_process,
@@ -49,20 +50,32 @@ def has_exited(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path, state: Path) -> None:
-    job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
+    # A shell does not pass signals on, and has the exit code of `cat`.
+    command = ["sh", "-c", f"true && {sys.executable} {PACED} | cat"]
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.005, command=command)
     with running(job, state) as run:
         run.wait_for_step(50)
+        step = run.job()["latest"]["step"]
+        # As `timeout` does, which signals its child and then the group.
+        run.send_signal(signal.SIGINT)
         run.send_signal(signal.SIGINT)
         signalled = time.monotonic()
         assert run.wait_for_exit() == 130
         assert time.monotonic() - signalled < 15
         assert "Interrupted: saving and stopping" in run.output
         assert "; run the same command to resume" in run.output
+        assert "Killed" not in run.output
         assert run.processes() == []
         assert not (state / "service.json").exists()
     with running(job, state, "--until", 400) as run:
+        run.wait_for_step(step)
+        view = run.job()
+        assert (view["disruptions"], view["failures"]) == (0, 0)
         assert run.wait_for_exit() == 0
-        assert "Resuming at step" in run.output
+        resumed = re.search(r"Resuming at step (\d+)", run.output)
+        assert resumed is not None
+        assert int(resumed[1]) >= step
+        assert "lost" not in run.output
         assert "has reached --until 400: saving" in run.output
     done = adascale("run", job, "--state-dir", state, "--until", 300)
     assert done.returncode == 0
@@ -121,8 +134,9 @@ def test_a_second_ctrl_c_stops_without_saving(tmp_path: Path, state: Path) -> No
         run.wait_for_trainer()
         run.send_signal(signal.SIGINT)
         run.wait_for_output("saving")
-        run.send_signal(signal.SIGINT)
-        assert run.wait_for_exit(10) == 130
+        # A second signal counts from one second after the first.
+        wait_until(lambda: run.send_signal(signal.SIGINT) or run.process.poll(), "its exit", pause=0.2)
+        assert run.wait_for_exit() == 130
         assert "Killed immediately: replica 0" in run.output
         wait_until(lambda: all(has_exited(pid) for pid in run.processes()), "the exit of all processes")
 

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-REPEAT_INTERVAL = 1.0
-"""Seconds after the first signal within which the same signal is not a second request: a terminal, a launcher
-and `timeout` may each send it."""
+from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 
 
 class ShutdownRequest:
@@ -20,7 +18,7 @@ class ShutdownRequest:
 
     The program may have handlers of its own for the same signals, installed before or after those of this
     object. They are called by `call_program_handler`, when the state is saved, because a handler may exit. A
-    second signal, at least `REPEAT_INTERVAL` later, has the effect that it has without this object.
+    second signal, at least `SIGNAL_REPEAT_INTERVAL` later, has the effect that it has without this object.
 
     In a process that this one forks, such as a worker of `multiprocessing`, every signal has the effect that
     it has without this object.
@@ -82,7 +80,7 @@ class ShutdownRequest:
         now = self._clock()
         if self.received is None:
             self.received = number
-        if now - self._received_at.setdefault(number, now) < REPEAT_INTERVAL:
+        if now - self._received_at.setdefault(number, now) < SIGNAL_REPEAT_INTERVAL:
             return
         handler = self._restore(number)
         if callable(handler):

@@ -198,6 +198,11 @@ export class JobView {
     });
   }
 
+  cause(generation) {
+    const isFirst = generation === this.generations[0];
+    return generation.cause === "start" && !isFirst ? "continued after a pause" : CAUSES[generation.cause];
+  }
+
   // The beginnings of generations; over progress, at the first report of each.
   marks() {
     const marks = this.generations.slice(1).map(({ generation, cause, started_at }) => ({ generation, x: started_at, isLoss: cause === "disruption" || cause === "failure" }));
@@ -252,7 +257,7 @@ export class JobView {
     const columns = ["Generation", "Replicas", "Began", "Lasted", "Because"].map((title, at) => ({ title, isText: at === 4 }));
     const rows = shown.map((each) => [
       count(each.generation), count(each.replicas), clock(each.started_at, { withDate: true }),
-      each.ended_at === null ? "active" : duration(each.ended_at - each.started_at), CAUSES[each.cause],
+      each.ended_at === null ? "active" : duration(each.ended_at - each.started_at), this.cause(each),
     ]);
     this.history.replaceChildren(table("Generations", columns, rows, (at) => shown[at].ended_at === null));
   }

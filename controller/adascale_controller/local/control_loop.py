@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from dataclasses import replace
@@ -132,6 +133,14 @@ class ControlLoop:
             if result is not None:
                 return result
             self._service.wait_for_change(INTERVAL)
+
+    def request_pause(self) -> None:
+        """Request no replicas: when they end, the metrics service records a pause, and not their loss."""
+        view = self._service.get_job()
+        if view is None or view.complete:
+            return
+        with contextlib.suppress(ServiceError):
+            self._client.allocate(self._job.id, Allocation(view.generation + 1, 0))
 
     def show_status(self, activity: str) -> None:
         """Show the job's status, without acting on it."""

@@ -204,6 +204,7 @@ class _Run:
         service_file.mark_stopping(self._folder)
         if not agents.ranks:
             return
+        loop.request_pause()
         killed = agents.stop_all(lambda: self._signals.kill_requested, lambda: loop.show_status("saving"))
         if killed:
             names = ", ".join(str(agent_exit.rank) for agent_exit in killed)

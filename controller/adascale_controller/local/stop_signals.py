@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+
+from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Records SIGINT, SIGTERM and SIGHUP while entered; restores the previous handlers on exit."""
+    """Records SIGINT, SIGTERM and SIGHUP while entered; restores the previous handlers on exit.
 
-    def __init__(self) -> None:
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.first: signal.Signals | None = None
         """The first signal received; None before that."""
-        self._count = 0
+        self._clock = clock
+        self._first_at = 0.0
+        self._kill_requested = False
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def stop_requested(self) -> bool:
         """Whether a signal was received: the run is to save and stop."""
-        return self._count > 0
+        return self.first is not None
 
     @property
     def kill_requested(self) -> bool:
-        """Whether a second signal was received: the run is to stop without saving."""
-        return self._count > 1
+        """Whether a second signal was received: the run is to stop without saving.
+
+        Not one within `SIGNAL_REPEAT_INTERVAL` after the first, and not SIGHUP: a terminal may be closed
+        while the run saves.
+        """
+        return self._kill_requested
 
     @property
     def exit_code(self) -> int:
@@ -45,5 +59,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
-        self.first = self.first or signal.Signals(number)
-        self._count += 1
+        now = self._clock()
+        if self.first is None:
+            self.first, self._first_at = signal.Signals(number), now
+        elif number != signal.SIGHUP and now - self._first_at >= SIGNAL_REPEAT_INTERVAL:
+            self._kill_requested = True
