@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
 from dataclasses import replace
 
@@ -47,6 +49,18 @@ def rendered(renderable: RenderableType, width: int = 80) -> list[str]:
 def test_a_terminal_has_a_live_display_and_a_pipe_a_plain_one() -> None:
     assert isinstance(open_display(console(terminal=True)[0]), LiveDisplay)
     assert isinstance(open_display(console(terminal=False)[0]), PlainDisplay)
+
+
+def test_a_run_continues_when_its_terminal_is_closed() -> None:
+    master, slave = pty.openpty()
+    with open(slave, "w") as terminal:  # noqa: PTH123
+        display = open_display(Console(file=terminal))
+        assert isinstance(display, LiveDisplay)
+        display.update(STATUS)
+        os.close(master)
+        display.update(STATUS)
+        display.message("Received SIGHUP: saving and stopping")
+        display.close()
 
 
 def test_the_status_fits_80_columns() -> None:

@@ -1,5 +1,7 @@
 """The request to save and exit, by signals to this process."""
 
+import os
+import pty
 import signal
 from collections.abc import Callable, Iterator
 
@@ -111,6 +113,31 @@ def test_the_handlers_of_the_program_stay_when_those_of_the_request_are_removed(
     process.request.uninstall()
     process.request.reinstall()
     assert signal.getsignal(NUMBER) == process.handle
+
+
+def test_a_program_can_print_until_its_state_is_saved_when_its_terminal_is_closed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    master, slave = pty.openpty()
+    stdout = os.dup(1)
+    os.dup2(slave, 1)
+    os.close(slave)
+    request = ShutdownRequest()
+    original = signal.getsignal(signal.SIGHUP)
+    try:
+        request.install(signal.SIGHUP)
+        os.close(master)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(1, b"a step")
+        signal.raise_signal(signal.SIGHUP)
+        assert os.write(1, b"a step") == 6
+        os.write(2, b"not of the terminal")
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        request.uninstall()
+        signal.signal(signal.SIGHUP, original)
+    assert capfd.readouterr().err == "not of the terminal"
 
 
 def test_a_request_of_the_agent_calls_the_handler_for_sigterm() -> None:

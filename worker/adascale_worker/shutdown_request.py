@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -80,6 +81,8 @@ class ShutdownRequest:
         now = self._clock()
         if self.received is None:
             self.received = number
+        if number == signal.SIGHUP:
+            _discard_output_to_closed_terminal()
         if now - self._received_at.setdefault(number, now) < SIGNAL_REPEAT_INTERVAL:
             return
         handler = self._restore(number)
@@ -97,3 +100,14 @@ class ShutdownRequest:
         if signal.getsignal(number) == self._receive:
             signal.signal(number, other)
         return other
+
+
+def _discard_output_to_closed_terminal() -> None:
+    """Discard what the program prints from now on, which would fail before the state is saved."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError as error:
+            if error.errno == errno.EIO:
+                with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+                    os.dup2(nowhere.fileno(), descriptor)

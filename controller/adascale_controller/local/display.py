@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +73,10 @@ class _MessagePrinter:
 
     def message(self, text: str, style: str = "") -> None:
         """Print a message, with the time since the start of the run."""
+        with self._terminal():
+            self._print_message(text, style)
+
+    def _print_message(self, text: str, style: str) -> None:
         if not self._console.is_terminal:
             # Not wrapped: programs that read the output from a pipe read it by lines.
             self._console.print(f"{clock(self._elapsed()):>7}  {text}", soft_wrap=True, markup=False)
@@ -81,10 +89,22 @@ class _MessagePrinter:
 
     def print(self, renderable: RenderableType) -> None:
         """Print something without the time."""
-        self._console.print(renderable)
+        with self._terminal():
+            self._console.print(renderable)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started_at
+
+    @contextmanager
+    def _terminal(self) -> Iterator[None]:
+        """Discard the output from now on if the terminal is closed. The run continues, or saves and stops."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), self._console.file.fileno())
 
 
 class LiveDisplay(_MessagePrinter):
@@ -97,13 +117,15 @@ class LiveDisplay(_MessagePrinter):
 
     def update(self, status: RunStatus) -> None:
         """Show the newest status."""
-        if not self._live.is_started:
-            self._live.start()
-        self._live.update(Padding(Group(*_status_lines(status)), (1, 0, 0, 2)), refresh=True)
+        with self._terminal():
+            if not self._live.is_started:
+                self._live.start()
+            self._live.update(Padding(Group(*_status_lines(status)), (1, 0, 0, 2)), refresh=True)
 
     def close(self) -> None:
         """Remove the status."""
-        self._live.stop()
+        with self._terminal():
+            self._live.stop()
 
 
 class PlainDisplay(_MessagePrinter):
