@@ -50,6 +50,12 @@ def client(tmp_path: Path) -> Iterator[ContestedClient]:
 
 def start(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -> int:
     """Start a run, and return the generation that it requests."""
+    started_loop(client, path, saved_generation)
+    return client.get_job(JOB.id).generation
+
+
+def started_loop(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -> ControlLoop:
+    """Return the loop of a run that has requested its first generation."""
     folder = StateDir(path / "state")
     folder.create()
     display = PlainDisplay(Console(file=io.StringIO()))
@@ -67,7 +73,7 @@ def start(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -
         saved_generation,
     )
     loop.start()
-    return client.get_job(JOB.id).generation
+    return loop
 
 
 @pytest.mark.parametrize(("reported", "saved", "first"), [(0, 0, 1), (7, 0, 8), (0, 5, 6), (3, 5, 6)])
@@ -88,3 +94,17 @@ def test_an_allocation_that_somebody_else_requests_at_the_same_time_is_followed_
     client.contests = 100
     with pytest.raises(ServiceRefusedError, match="is out of date"):
         start(client, tmp_path)
+
+
+def test_a_run_that_stops_requests_no_replicas_so_that_their_end_is_a_pause(
+    client: ContestedClient, tmp_path: Path
+) -> None:
+    loop = started_loop(client, tmp_path)
+    loop.request_pause()
+    view = client.get_job(JOB.id)
+    assert view.desired == Allocation(2, 0)
+    assert view.active is not None
+    assert (view.active.generation, view.active.replicas) == (2, 0)
+    client.contests = 1
+    loop.request_pause()  # Somebody else has requested another allocation meanwhile.
+    assert start(client, tmp_path) == 4

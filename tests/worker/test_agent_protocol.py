@@ -203,7 +203,7 @@ def test_a_trainer_in_a_shell_script_gets_the_request_to_save_and_exit(job: Job)
     job.service.allocate(1, 1)
     job.start(0, command=["sh", "-c", f"true && {sys.executable} {TRAINER} | cat"])
     job.wait_for_members(1, 0)
-    job.agents[0].send_signal(signal.SIGTERM)
+    job.agents[0].send_signal(signal.SIGHUP)
     assert job.agents[0].wait(TIMEOUT) == EXIT_REENTRY
     assert job.trainer(0).seen()[-1] == {"type": "terminate"}
 

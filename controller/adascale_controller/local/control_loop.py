@@ -136,11 +136,11 @@ class ControlLoop:
 
     def request_pause(self) -> None:
         """Request no replicas: when they end, the metrics service records a pause, and not their loss."""
-        view = self._service.get_job()
-        if view is None or view.complete:
-            return
+        # Without an answer the replicas stop all the same.
         with contextlib.suppress(ServiceError):
-            self._client.allocate(self._job.id, Allocation(view.generation + 1, 0))
+            view = self._client.get_job(self._job.id)
+            if not view.complete:
+                self._client.allocate(self._job.id, Allocation(view.generation + 1, 0))
 
     def show_status(self, activity: str) -> None:
         """Show the job's status, without acting on it."""

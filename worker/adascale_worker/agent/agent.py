@@ -97,7 +97,7 @@ class Agent:
         self._registered: Registration | None = None
 
     def run(self) -> int:
-        """Run until the program has finished or failed, or the agent gets SIGTERM or SIGINT.
+        """Run until the program has finished or failed, or the agent gets SIGTERM, SIGINT or SIGHUP.
 
         Returns:
             the exit code of the agent: 0, that of the failed program (128+n for signal n), or EXIT_REENTRY.
@@ -107,8 +107,9 @@ class Agent:
             WorkerError: the program cannot be started, or makes no trainer.
             ReplicaRefusedError: the service refuses the replica.
         """
-        signal.signal(signal.SIGTERM, self._terminate)
-        signal.signal(signal.SIGINT, self._terminate)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+                signal.signal(number, self._terminate)
         self._heartbeat.start()
         self._wait_for_service()
         while True:

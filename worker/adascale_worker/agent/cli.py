@@ -41,8 +41,9 @@ def main() -> NoReturn:
     """Run the agent, and exit with its exit code."""
     # Before anything else: the first process of a container does not get signals without a handler. Until
     # the agent has its own handlers, there is no state to save.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+            signal.signal(number, _exit)
     parser = argparse.ArgumentParser(
         "adascale-agent", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

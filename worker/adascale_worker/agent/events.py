@@ -22,7 +22,7 @@ class Events:
 
     @property
     def terminating(self) -> bool:
-        """Whether the agent must exit, by SIGTERM, SIGINT or the death of its parent."""
+        """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
         return self._terminating
 
     def notify(self) -> None:
