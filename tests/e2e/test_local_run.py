@@ -29,6 +29,7 @@ from e2e.local_run import (
     write_light_job,
     write_paced_job,
 )
+from support.fast_python import PYTHON
 from support.launch import wait_until
 from support.manifests import make_manifest
 
@@ -52,7 +53,7 @@ def has_exited(pid: int) -> bool:
 @pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path, state: Path) -> None:
     # A shell does not pass signals on, and has the exit code of `cat`.
-    command = ["sh", "-c", f"true && {sys.executable} {PACED} | cat"]
+    command = ["sh", "-c", f"true && {' '.join(PYTHON)} {PACED} | cat"]
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005, command=command)
     with running(job, state) as run:
         run.wait_for_step(50)
