@@ -13,6 +13,9 @@ from typing import Any
 
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 
+REINSTALL_INTERVAL = 0.25
+"""Seconds between two times at which handlers that the program has installed are looked for."""
+
 
 class ShutdownRequest:
     """Records a request to save and exit.
@@ -32,6 +35,7 @@ class ShutdownRequest:
         self._clock = clock
         self.received: int | None = None
         """Number of the signal that was received first, SIGTERM for a request of the agent. None before."""
+        self._reinstall_at = float("-inf")
         self._received_at: dict[int, float] = {}
         self._handlers: dict[int, Any] = {}
         """Signals that this object handles -> their other handlers."""
@@ -49,9 +53,14 @@ class ShutdownRequest:
                 self._handlers[number] = signal.signal(number, self._receive)
 
     def reinstall(self) -> None:
-        """Handle again the signals for which the program has installed its own handlers since."""
-        if threading.current_thread() is not threading.main_thread():
+        """Handle again the signals for which the program has installed its own handlers since.
+
+        For frequent calls: does nothing within `REINSTALL_INTERVAL` after the last time.
+        """
+        now = self._clock()
+        if now < self._reinstall_at or threading.current_thread() is not threading.main_thread():
             return
+        self._reinstall_at = now + REINSTALL_INTERVAL
         for number in self._handlers:
             # Also if Python knows of no other handler: a library may have installed one by sigaction(2).
             other = signal.signal(number, self._receive)
