@@ -138,9 +138,16 @@ def test_parameters_that_are_not_trained_are_warned_of() -> None:
 @pytest.mark.slow
 def test_a_scheduler_that_was_not_passed_is_warned_of() -> None:
     output = require_trained(run("unknown scheduler"))
-    assert (
-        output.count("RuntimeWarning: the optimizer has a learning-rate scheduler that was not passed") == 1
-    )
+    message = "RuntimeWarning: the optimizer has a learning-rate scheduler (StepLR) that was not passed"
+    assert output.count(message) == 1, output
+
+
+@pytest.mark.slow
+def test_a_second_scheduler_of_the_optimizer_is_refused_on_all_ranks() -> None:
+    message = r"adascale: the optimizer has two schedulers that are stepped: the LinearLR that was passed"
+    result = run("two schedulers", replicas=2)
+    require_refused(result, message)
+    assert len(re.findall(f"{message}.*a CosineAnnealingLR", result[1])) == 2, result[1]
 
 
 @pytest.mark.slow

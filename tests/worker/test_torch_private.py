@@ -110,13 +110,6 @@ def test_norms_are_those_of_each_tensor() -> None:
     assert torch_private.flatten_together(tensors).tolist() == [1.5, 2.0, 3.0, 4.0]
 
 
-def test_an_optimizer_with_a_scheduler_is_known() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    assert not torch_private.has_scheduler(optimizer)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert torch_private.has_scheduler(optimizer)
-
-
 def test_no_other_module_uses_a_private_module_of_torch() -> None:
     package = Path(torch_private.__file__).parent
     users = [

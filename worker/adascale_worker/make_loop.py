@@ -13,6 +13,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.hyperparameters import Choice, Hyperparameters
+from adascale_worker.learning_rates import LearningRates
 from adascale_worker.loop_checks import BatchChecks, ForwardRecord, LoopChecks
 from adascale_worker.loss_scaling import scaler_of
 from adascale_worker.membership import Membership
@@ -123,7 +124,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
         patch_optimizer(
             optimizer,
             model,
-            loop.optimizer_step,
+            program.rates.observe_optimizer(loop.optimizer_step, lambda: loop.inside_epoch),
             lambda: accumulation.at_first_micro_batch,
             zeroed_gradients,
             accumulation.zeroed_later,
@@ -178,8 +179,15 @@ def _program_state(
     parts: ProgramParts, optimizers: Optimizers, trainer: TrainerComponents, options: LoopOptions
 ) -> ProgramState:
     declared = Hyperparameters.read(parts, parts.scheduler)
+    registered = dict(options.registered)
     program = ProgramState(
-        parts.model, optimizers, parts.scheduler, dict(options.registered), declared, options.hyperparameters
+        parts.model,
+        optimizers,
+        parts.scheduler,
+        registered,
+        LearningRates(parts.optimizers, parts.schedulers, registered.values()),
+        declared,
+        options.hyperparameters,
     )
     if trainer.checkpointing.enabled or trainer.group.is_elastic:
         program.require_loadable()

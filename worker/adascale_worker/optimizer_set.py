@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_core.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
+from adascale_worker.patching import Scheduler
 
 
 class OptimizerSet:
@@ -144,7 +144,7 @@ class SchedulerSet:
         schedulers: by name.
     """
 
-    def __init__(self, schedulers: Mapping[str, LRScheduler]) -> None:
+    def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
         self._schedulers = dict(schedulers)
 
     @property
@@ -154,7 +154,7 @@ class SchedulerSet:
         return f"set of schedulers ({', '.join(named)})"
 
     @property
-    def schedulers(self) -> list[LRScheduler]:
+    def schedulers(self) -> list[Scheduler]:
         """The schedulers."""
         return list(self._schedulers.values())
 

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
@@ -20,6 +20,23 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, 
 from adascale_worker.errors import WorkerError
 
 Step = Callable[..., Any]
+
+
+class UpdateScheduler(Protocol):
+    """A scheduler that is no `LRScheduler`, but a function of a count, as those of timm are."""
+
+    def step_update(self, num_updates: int) -> None:
+        """Set the learning rate of step `num_updates`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Restore a saved state."""
+
+
+Scheduler = LRScheduler | UpdateScheduler
+"""What `program_reentry` takes as the scheduler of an optimizer."""
 
 
 def patch_optimizer(
@@ -121,7 +138,8 @@ class _ZeroGrad(MethodOverride):
 
 
 def patch_scheduler(
-    scheduler: LRScheduler,
+    scheduler: Scheduler,
+    observe: Callable[[Step, Callable[[], bool]], Step],
     progress: Callable[[], float],
     inside_epoch: Callable[[], bool],
     made_step: Callable[[], bool],
@@ -136,15 +154,50 @@ def patch_scheduler(
     `step(metric)` inside the data loop, as of `ReduceLROnPlateau`, counts optimizer steps: the calls for
     other micro-batches and for discarded steps are ignored.
 
+    `step_update(n)` of a scheduler that is no `LRScheduler` gets the whole scale-invariant steps as n.
+
     Args:
         scheduler: the program's scheduler.
+        observe: returns a method with checks around it; its second argument returns whether a call makes the
+            schedule follow progress.
         progress: returns the scale-invariant steps so far.
         inside_epoch: returns whether the program is inside its data loop.
         made_step: returns whether the last `optimizer.step()` has changed the weights.
         is_overtaken: returns whether the state is that of another replica, whose program has made the steps
             after this epoch already. Then calls outside the data loop do nothing.
     """
-    original_step, original_state_dict = scheduler.step, scheduler.state_dict
+    original_state_dict = scheduler.state_dict
+
+    @functools.wraps(original_state_dict)
+    def state_dict() -> dict[str, Any]:
+        # The original returns all attributes, which include the replaced methods.
+        replaced = ("step", "step_update", "state_dict")
+        return {name: value for name, value in original_state_dict().items() if name not in replaced}
+
+    scheduler.state_dict = state_dict  # type: ignore[method-assign]
+    if hasattr(scheduler, "step"):
+        step = _following_step(scheduler, progress, inside_epoch, made_step, is_overtaken)
+        scheduler.step = observe(step, inside_epoch)  # type: ignore[method-assign]
+    if not isinstance(scheduler, LRScheduler):
+        original_update = scheduler.step_update
+
+        @functools.wraps(original_update)
+        def step_update(num_updates: int, *args: Any, **kwargs: Any) -> None:
+            del num_updates
+            original_update(int(progress()), *args, **kwargs)
+
+        scheduler.step_update = observe(step_update, lambda: True)  # type: ignore[method-assign]
+
+
+def _following_step(
+    scheduler: Any,
+    progress: Callable[[], float],
+    inside_epoch: Callable[[], bool],
+    made_step: Callable[[], bool],
+    is_overtaken: Callable[[], bool],
+) -> Step:
+    """Return the method `step` of a scheduler that follows progress, see `patch_scheduler`."""
+    original_step = scheduler.step
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
@@ -152,7 +205,7 @@ def patch_scheduler(
             if not is_overtaken():
                 original_step(*args, **kwargs)
             return
-        if args or kwargs:
+        if args or kwargs or not isinstance(scheduler, LRScheduler):
             if made_step():
                 original_step(*args, **kwargs)
             return
@@ -162,15 +215,7 @@ def patch_scheduler(
                 return  # The optimizer step made more progress than the schedule has left.
             original_step()
 
-    @functools.wraps(original_state_dict)
-    def state_dict() -> dict[str, Any]:
-        # The original returns all attributes, which include the replaced methods.
-        return {
-            name: value for name, value in original_state_dict().items() if name not in ("step", "state_dict")
-        }
-
-    scheduler.step = step  # type: ignore[method-assign]
-    scheduler.state_dict = state_dict  # type: ignore[method-assign]
+    return step
 
 
 def _steps_of(scheduler: LRScheduler) -> int:

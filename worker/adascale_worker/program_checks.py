@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.statistics.user_warnings import OneTimeWarnings, warn_user
-from adascale_worker.torch_private import has_scheduler
+from adascale_worker.patching import Scheduler
+from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 ALL_OPTIMIZERS = (
     "pass all models and optimizers by name, program_reentry({name: model, ...}, {name: optimizer, ...}) "
@@ -23,11 +23,11 @@ ALL_OPTIMIZERS = (
 
 Models = Mapping[str, torch.nn.Module]
 OptimizersByName = Mapping[str, torch.optim.Optimizer]
-SchedulersByName = Mapping[str, LRScheduler]
+SchedulersByName = Mapping[str, Scheduler]
 
 
 def require_program(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Scheduler | None
 ) -> None:
     """Check the types of the program's objects, and that they belong together.
 
@@ -57,8 +57,19 @@ def require_program(
                 f"the module {name!r} ({type(module).__name__}) of the model has sparse=True, and AdaScale "
                 "needs dense gradients: make it with sparse=False"
             )
+    if lr_scheduler is None:
+        return
+    methods = ("step_update", "state_dict", "load_state_dict")
+    missing = [method for method in methods if not callable(getattr(lr_scheduler, method, None))]
+    if missing and not isinstance(lr_scheduler, LRScheduler):
+        raise WorkerError(
+            f"program_reentry got a scheduler of type {type(lr_scheduler).__name__}: it must be an "
+            "LRScheduler of torch, or have step_update(n), as those of timm do, state_dict and "
+            f"load_state_dict, and it has no {' and no '.join(missing)}. For another one, pass "
+            "int(trainer.progress) in place of its count of steps, and save it as register={name: object}"
+        )
     scheduled = getattr(lr_scheduler, "optimizer", optimizer)
-    if lr_scheduler is not None and scheduled.param_groups is not optimizer.param_groups:
+    if scheduled.param_groups is not optimizer.param_groups:
         raise WorkerError(
             f"the scheduler ({type(lr_scheduler).__name__}) belongs to another optimizer than the one passed "
             "to program_reentry, whose learning rate it would not change: make it from that one"
@@ -110,18 +121,6 @@ def require_programs(models: object, optimizers: object, lr_schedulers: object) 
                     f"the optimizers {other!r} and {name!r} have a parameter of shape "
                     f"{tuple(parameter.shape)} in common: give each parameter to one optimizer"
                 )
-
-
-def warn_of_unknown_scheduler(
-    optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None, registered: Iterable[object]
-) -> None:
-    """Warn if the optimizer has a scheduler that was not passed to `program_reentry`."""
-    is_known = lr_scheduler is not None or any(isinstance(each, LRScheduler) for each in registered)
-    if not is_known and has_scheduler(optimizer):
-        warn_user(
-            "the optimizer has a learning-rate scheduler that was not passed to program_reentry, so it does "
-            "not follow progress, and is not saved: call program_reentry(model, optimizer, scheduler)"
-        )
 
 
 class OtherOptimizers:

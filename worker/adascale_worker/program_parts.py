@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.optimizer_set import SchedulerSet
+from adascale_worker.patching import Scheduler
 from adascale_worker.program_checks import (
     Models,
     OptimizersByName,
     SchedulersByName,
     require_program,
     require_programs,
-    warn_of_unknown_scheduler,
 )
 
 
@@ -36,7 +35,7 @@ class ProgramParts:
     model: torch.nn.Module
     models: tuple[torch.nn.Module, ...]
     optimizers: Mapping[str, torch.optim.Optimizer]
-    schedulers: Mapping[str, LRScheduler]
+    schedulers: Mapping[str, Scheduler]
     are_several: bool
 
     @property
@@ -45,7 +44,7 @@ class ProgramParts:
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     @property
-    def scheduler(self) -> LRScheduler | SchedulerSet | None:
+    def scheduler(self) -> Scheduler | SchedulerSet | None:
         """The scheduler of the program, or its schedulers."""
         if self.are_several:
             return SchedulerSet(self.schedulers) if self.schedulers else None
@@ -55,8 +54,7 @@ class ProgramParts:
 def program_parts(
     model: torch.nn.Module | Models,
     optimizer: torch.optim.Optimizer | OptimizersByName,
-    lr_scheduler: LRScheduler | SchedulersByName | None,
-    registered: Mapping[str, object],
+    lr_scheduler: Scheduler | SchedulersByName | None,
 ) -> ProgramParts:
     """Check what the program has passed, and return it.
 
@@ -82,6 +80,4 @@ def program_parts(
         require_program(model, optimizer, lr_scheduler)  # type: ignore[arg-type]
         single = {} if lr_scheduler is None else {"": lr_scheduler}
         parts = ProgramParts(model, (model,), {"": optimizer}, single, are_several=False)  # type: ignore[arg-type]
-    for name, each in parts.optimizers.items():
-        warn_of_unknown_scheduler(each, parts.schedulers.get(name), registered.values())
     return parts

@@ -17,7 +17,9 @@ from adascale_worker.hyperparameters import (
     Hyperparameters,
     continue_schedule,
 )
+from adascale_worker.learning_rates import LearningRates
 from adascale_worker.optimizer_set import Optimizers, SchedulerSet
+from adascale_worker.patching import Scheduler
 from adascale_worker.state_tree import UnsupportedStateError, flatten
 
 _EXTRA_STATE = "_extra_state"
@@ -43,14 +45,16 @@ class ProgramState:
         optimizer: AdaScale around the program's optimizer, or around each of several.
         scheduler: the learning rate scheduler, or several. None if the program has none.
         registered: other objects to save and restore, by name.
+        rates: finds what else changes the learning rates.
         hyperparameters: the values that the program made optimizer and scheduler with.
         choice: which hyperparameters are used after a checkpoint was restored, if they differ.
     """
 
     model: torch.nn.Module
     optimizer: Optimizers
-    scheduler: LRScheduler | SchedulerSet | None
+    scheduler: Scheduler | SchedulerSet | None
     registered: Mapping[str, Stateful]
+    rates: LearningRates
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     choice: Choice = "checkpoint"
     differences: list[Difference] = field(default_factory=list)
@@ -110,9 +114,10 @@ class ProgramState:
                 name = f"the scheduler {self._scheduler_type}"
                 raise _refused_state(name, error, "Make the same scheduler") from error
             if self.choice == "program" and self.hyperparameters.schedule_differences(saved):
-                for scheduler in self._schedulers():
+                for scheduler in self._torch_schedulers():
                     continue_schedule(scheduler)
         self.load_registered(state["registered"])
+        self.rates.accept()
 
     def parameter_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, which the optimizer's state has by number."""
@@ -138,10 +143,9 @@ class ProgramState:
                         "folder)"
                     )
 
-    def _schedulers(self) -> list[LRScheduler]:
-        if isinstance(self.scheduler, SchedulerSet):
-            return self.scheduler.schedulers
-        return [self.scheduler] if self.scheduler is not None else []
+    def _torch_schedulers(self) -> list[LRScheduler]:
+        several = self.scheduler.schedulers if isinstance(self.scheduler, SchedulerSet) else [self.scheduler]
+        return [scheduler for scheduler in several if isinstance(scheduler, LRScheduler)]
 
     def registered_states(self) -> dict[str, dict[str, Any]]:
         """Return the states of the registered objects, by name.

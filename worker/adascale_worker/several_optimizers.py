@@ -189,7 +189,8 @@ class SeveralOptimizersLoop(TrainingLoop):
             )
             owner.zero_grad = _ZeroGrad(owner.zero_grad, parameters, self._accumulation)
         for part, optimizer in zip(self._accumulation.parts, optimizers.values(), strict=True):
-            patch_step(optimizer, partial(self.step_of, part))
+            step = self._rates.observe_optimizer(self.step_of, lambda: self.inside_epoch)
+            patch_step(optimizer, partial(step, part))
 
     def step_of(self, part: OptimizerGradients, closure: None = None) -> None:
         """Count a micro-batch of one optimizer, and in the last one of a step update its parameters.

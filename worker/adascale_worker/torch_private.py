@@ -435,11 +435,6 @@ def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]
     return [hook for hook, _ in hooks]
 
 
-def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a learning-rate scheduler was made for `optimizer`: it marks the method that it replaces."""
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
 def is_in_join(joinable: Joinable) -> bool:
     """Whether `joinable` takes part in a `torch.distributed.algorithms.join.Join` context now."""
     config = _private(joinable, "_join_config", "to detect whether peers may have run out of data")

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_client import MetricsServiceClient
 from adascale_core.batch import LocalBszBounds
@@ -48,6 +47,7 @@ from adascale_worker.device_clock import clock_of
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, describe
+from adascale_worker.learning_rates import LearningRates
 from adascale_worker.logged_metrics import plain_result, require_metrics
 from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
@@ -56,7 +56,7 @@ from adascale_worker.membership import Membership
 from adascale_worker.membership_links import listen
 from adascale_worker.optimizer_set import OptimizerSet
 from adascale_worker.out_of_memory import kind_of
-from adascale_worker.patching import patch_scheduler
+from adascale_worker.patching import Scheduler, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
 from adascale_worker.program_parts import ProgramParts, program_parts
@@ -150,6 +150,7 @@ class ElasticTrainer:
         self._backward_guard: BackwardGuard | None = None
         self._accumulation: Accumulation | None = None
         self._parts: ProgramParts | None = None
+        self._rates: LearningRates | None = None
         self._logged: set[str] = set()
         arguments = environment.JobSettings(
             batch_size=batch_size,
@@ -208,6 +209,8 @@ class ElasticTrainer:
     @property
     def progress(self) -> float:
         """Scale-invariant steps so far: the sum of gains, in steps at `batch_size`."""
+        if self._rates is not None:
+            self._rates.program_reads_progress()
         return self._trainer.progress.progress
 
     @property
@@ -308,7 +311,7 @@ class ElasticTrainer:
         self,
         model: torch.nn.Module | Models,
         optimizer: torch.optim.Optimizer | OptimizersByName,
-        lr_scheduler: LRScheduler | SchedulersByName | None = None,
+        lr_scheduler: Scheduler | SchedulersByName | None = None,
         *,
         register: Mapping[str, Stateful] | None = None,
         find_unused_parameters: bool = False,
@@ -335,7 +338,8 @@ class ElasticTrainer:
             model: on `trainer.device` already; or several by name.
             optimizer: over the model's parameters; one that `AdaScale` supports, such as `torch.optim.SGD` or
                 `torch.optim.AdamW`; or several by name.
-            lr_scheduler: a scheduler of that optimizer; or several by the names of their optimizers.
+            lr_scheduler: the only scheduler of that optimizer: an `LRScheduler`, or one that has
+                `step_update(n)`, as those of timm; or several by the names of their optimizers.
             register: other objects to save and restore, by name.
             find_unused_parameters: as DDP's argument of this name, for a model that does not use all of its
                 parameters in every step. Without effect for several optimizers, which need it not.
@@ -364,7 +368,7 @@ class ElasticTrainer:
         trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
         require_choice(hyperparameters)
-        parts = program_parts(model, optimizer, lr_scheduler, register or {})
+        parts = program_parts(model, optimizer, lr_scheduler)
         check_optimizer_parameters(parts.model, parts, group.replicas)
         check_synchronized_norms(parts.model, self.device, group.replicas)
         scaler = scaler_of((register or {}).values())
@@ -401,13 +405,15 @@ class ElasticTrainer:
                 "checkpoint folder)",
                 flush=True,
             )
+        self._rates = rates = made.program.rates
         made.patch()
         if scaler is not None:
             patch_scaler(scaler, list(parts.optimizers.values()), loop)
         for scheduler in parts.schedulers.values():
             patch_scheduler(
                 scheduler,
-                lambda: self.progress,
+                rates.observe_scheduler,
+                lambda: trainer.progress.progress,
                 lambda: loop.inside_epoch,
                 lambda: loop.made_step,
                 lambda: loop.is_overtaken,
@@ -622,7 +628,10 @@ class ElasticTrainer:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
-        self._require_loop().end_epoch(epoch)
+        loop = self._require_loop()
+        assert self._rates is not None
+        self._rates.check_schedulers()
+        loop.end_epoch(epoch)
 
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.

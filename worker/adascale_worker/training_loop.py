@@ -105,6 +105,7 @@ class TrainingLoop:
         self.adascale = program.optimizer
         self._trainer = trainer
         self._program = program
+        self._rates = program.rates
         self._model = model
         self._buffers = buffers
         self._membership = membership
@@ -709,6 +710,8 @@ class TrainingLoop:
         end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
         batches: Iterator[Any] | None = None
         place = (trainer.generation, planner.plan)
+        self._rates.begin_epoch()
+        self._rates.check(inside_epoch=False)
         self._end_batch()
         self._leave_loop(early=True)
         self._departures.wait()
@@ -769,6 +772,8 @@ class TrainingLoop:
                 self._checks.delivered_batch()
                 epoch = progress.epoch
                 yield batch
+                self._rates.check(inside_epoch=True)
+                self._rates.begin_batch()
                 self._inside_epoch = False
                 if progress.epoch != epoch:
                     raise WorkerError(
@@ -782,6 +787,7 @@ class TrainingLoop:
             raise
         finally:
             self._inside_epoch = False
+            self._rates.begin_epoch()
             trainer.telemetry.step_timer.pause()
 
     def _begin_step(self) -> None:
@@ -824,6 +830,7 @@ class TrainingLoop:
             CheckpointError: the state at the end of training cannot be saved.
         """
         trainer = self._trainer
+        self._rates.begin_epoch()
         self._end_batch()
         self._left_loop = self._inside_epoch = False
         self._leave_loop(early=True)

@@ -71,8 +71,12 @@ if loop == "unfreezes":
 if loop == "SyncBatchNorm":
     model.parts["norm"] = nn.SyncBatchNorm(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
 if loop == "unknown scheduler":
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+if loop == "two schedulers":
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    schedulers = [warmup, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
 if loop == "data-parallel already":
     model = nn.DataParallel(model)
 if loop == "swapped arguments":
@@ -82,7 +86,7 @@ if loop == "registers a list":
 if loop == "scheduler of another optimizer":
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer.program_reentry(model, optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
-state = trainer.program_reentry(model, optimizer)
+state = trainer.program_reentry(model, optimizer, schedulers[0] if len(schedulers) > 1 else None)
 critic = Net()
 second = torch.optim.Adam(critic.parameters(), lr=0.01)
 if loop == "another optimizer":
@@ -159,6 +163,8 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
                 if parameter.grad is not None:
                     parameter.grad.nan_to_num_(0.0)
         optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
         if loop == "trainer.step for each batch":
             trainer.step(epoch)
         if loop == "steps twice":
