@@ -40,6 +40,27 @@ def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     assert {record["replicas"] for record in job.records()} == {1, 2, 4}
 
 
+@pytest.mark.slow
+def test_persistent_workers_load_each_sample_once_over_changes_of_size_and_a_loss(
+    make_members: Callable[..., Members],
+) -> None:
+    loader = json.dumps({"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"})
+    job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01, LOADER=loader)
+    trainers = job.start(3)
+    for count in (1, 2, 3):
+        job.activate(trainers[:count])
+        job.wait_step(job.last_step() + 5)
+    trainers[1].kill()
+    members = [trainers[0], trainers[2]]
+    job.wait_holding(members)
+    job.activate(members)
+    job.wait_step(job.last_step() + 5)
+    job.finish()
+    job.require_complete_stream()
+    first = {record["file"] for record in job.records() if record["rank"] == 0}
+    assert len(first) == 1
+
+
 def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_of_size(
     make_members: Callable[..., Members],
 ) -> None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_worker.errors import DatasetError
+from adascale_worker.persistent_loader import PersistentLoader
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.stream import MicroBatches, SampleStream
 
@@ -31,6 +32,7 @@ class DataFeed:
         self._group = group
         self._seed = seed
         self._length: int | None = None
+        self._kept: PersistentLoader | None = None
 
     @property
     def seed(self) -> int:
@@ -81,6 +83,14 @@ class DataFeed:
                 "set. For evaluation, use a DataLoader of your own"
             )
         self._length = length
+        if not options.get("persistent_workers"):
+            self.close()
+        elif self._kept is not None and (difference := self._kept.difference(dataset, options)):
+            raise DatasetError(
+                f"dataloader() got persistent_workers=True, and {difference} than before, so the worker "
+                "processes cannot go on: make the data set, and functions such as collate_fn, once before "
+                "the loop over epochs, or leave out persistent_workers"
+            )
         return SampleStream(length, self._seed, shuffle=shuffle)
 
     def micro_batches(
@@ -93,16 +103,30 @@ class DataFeed:
             stream: the sample stream.
             consumed: position in the stream of the first step's first sample.
             plan: replicas, local batch size and accumulation.
-            options: arguments for DataLoader.
+            options: arguments for DataLoader. With persistent_workers=True, the worker processes go on
+                until `close`, and so do the batches that they have loaded ahead, if this is the next place.
         """
+        if self._kept is not None:
+            self._kept.sampler.begin(stream, consumed, plan, self._group.rank)
+            return self._kept.begin()
+        sampler = MicroBatches(stream, consumed, plan, self._group.rank)
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
-            batch_sampler=MicroBatches(stream, consumed, plan, self._group.rank),
+            batch_sampler=sampler,
             # The loader draws the seeds of its workers from this, not from the program's random state.
             generator=torch.Generator().manual_seed(self._seed + consumed),
             **options,
         )
-        return iter(loader)
+        if not options.get("persistent_workers"):
+            return iter(loader)
+        self._kept = PersistentLoader(dataset, options, loader, sampler)
+        return self._kept.begin()
+
+    def close(self) -> None:
+        """End worker processes that go on. May be called again."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def state_dict(self) -> dict[str, int | None]:
         """Return the length of the data set (None before it is opened) and the seed."""
@@ -127,6 +151,10 @@ def require_evaluable(dataset: Sized, options: dict[str, Any]) -> None:
         raise DatasetError(
             f"evaluation() got {', '.join(sorted(conflicting))}, but the trainer chooses the batches: pass "
             "batch_size alone, or use a DataLoader of your own on each replica"
+        )
+    if options.get("persistent_workers"):
+        raise DatasetError(
+            "evaluation() got persistent_workers=True, but its worker processes end with it: leave it out"
         )
     if _indexed_length(dataset) == 0:
         raise DatasetError(f"the data set (type {type(dataset).__name__}) has 0 samples")

@@ -9,11 +9,14 @@ every step is full: a step in which a pass ends continues with samples of the ne
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from adascale_core.batch import BatchPlan
+from adascale_worker.rng_state import seed_generators
 
 
 class SampleStream:
@@ -31,6 +34,11 @@ class SampleStream:
         self._shuffle = shuffle
         self._pass = -1
         self._order: list[int] = []
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """What determines the sequence."""
+        return self.length, self._seed, self._shuffle
 
     def __getitem__(self, span: slice) -> list[int]:
         """Return the sample indices at positions `span.start` to `span.stop` of the stream."""
@@ -63,6 +71,55 @@ def _combine(seed: int, number: int) -> int:
     return ((seed + 1) * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**63
 
 
+class Batch(list[int]):
+    """The sample indices of a micro-batch.
+
+    A worker process of a DataLoader seeds its random number generators when it receives them, which is just
+    before it loads the samples. So the numbers that a data set draws there depend on the position in the
+    data, and not on what the process has loaded before. Without worker processes, the trainer seeds.
+
+    Args:
+        indices: the sample indices.
+        seed: the seed of the stream.
+        position: position in the stream of the first sample.
+    """
+
+    def __init__(self, indices: list[int], seed: int, position: int) -> None:
+        super().__init__(indices)
+        self._seed = seed
+        self._position = position
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_batch, (list(self), self._seed, self._position)
+
+
+def _receive_batch(indices: list[int], seed: int, position: int) -> list[int]:
+    # Other numbers than those of a replica, whose training draws from the same seed and position.
+    seed_generators(seed, position, rank=-1)
+    return indices
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the micro-batches of a replica.
+
+    Args:
+        order: what determines the sequence of samples.
+        position: position in the stream of the next step's, or micro-batch's, first sample of all replicas.
+        plan: replicas, local batch size and accumulation.
+        rank: index of the replica.
+    """
+
+    order: tuple[int, int, bool]
+    position: int
+    plan: BatchPlan
+    rank: int
+
+    def after_micro_batch(self) -> Place:
+        """Return the place after the next micro-batch."""
+        return replace(self, position=self.position + self.plan.replicas * self.plan.local_bsz)
+
+
 class MicroBatches(Sampler[list[int]]):
     """The endless sequence of a replica's micro-batches, as lists of sample indices.
 
@@ -74,17 +131,20 @@ class MicroBatches(Sampler[list[int]]):
     """
 
     def __init__(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
+        self.begin(stream, start, plan, rank)
+
+    def begin(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
+        """Let the next iteration begin at another place. The arguments are those of the constructor."""
         self._stream = stream
-        self._start = start
-        self._plan = plan
-        self._rank = rank
+        self.place = Place(stream.order, start, plan, rank)
 
     def __iter__(self) -> Iterator[list[int]]:
-        stride = self._plan.replicas * self._plan.local_bsz
-        first = self._start + self._rank * self._plan.local_bsz
+        stream, place = self._stream, self.place
+        local_bsz = place.plan.local_bsz
         while True:
-            yield self._stream[first : first + self._plan.local_bsz]
-            first += stride
+            first = place.position + place.rank * local_bsz
+            yield Batch(stream[first : first + local_bsz], stream.order[1], first)
+            place = place.after_micro_batch()
 
     def __len__(self) -> int:
         raise TypeError("an epoch of an elastic trainer has no fixed number of batches")

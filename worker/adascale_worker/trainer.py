@@ -540,6 +540,7 @@ class ElasticTrainer:
             dataset: a data set with `__len__` and `__getitem__`.
             shuffle: whether each pass has its own order.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
+                With persistent_workers=True, pass the same objects in each epoch.
 
         Yields:
             Micro-batches of `get_local_bsz()` samples.
@@ -547,8 +548,8 @@ class ElasticTrainer:
         Raises:
             WorkerError: the current epoch has ended, and `step` was not called.
             DatasetError: the data set has no length, no items by index, fewer samples than `max_batch_size`
-                (or `batch_size`, if that is not set), or another length than before; or an option would
-                choose the batches.
+                (or `batch_size`, if that is not set), or another length than before; an option would choose
+                the batches; or persistent workers would get another data set or options than before.
             WorkerError: `program_reentry` has not been called.
         """
         loop, trainer = self._require_loop(), self._trainer
@@ -632,6 +633,8 @@ class ElasticTrainer:
         assert self._rates is not None
         self._rates.check_schedulers()
         loop.end_epoch(epoch)
+        if self.finished:
+            self._trainer.feed.close()
 
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.
@@ -656,6 +659,7 @@ class ElasticTrainer:
 
         At the end of the process this is not needed. May be called again.
         """
+        self._trainer.feed.close()
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         if self._membership is not None:

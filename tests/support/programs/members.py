@@ -5,7 +5,8 @@ STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDT
 KEEP_GRADIENTS, to set gradients to zero instead of None; FITS, the samples of a batch that fit into memory,
 SHORT, where others fail (forward, backward, allocate, loss), after SHORT_AFTER steps, and SHORT_REPLICA, on
 which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, how the model is compiled
-("in place" or "wrapped"), after which a second compilation is an error; EVALUATES, to evaluate
+("in place" or "wrapped"), after which a second compilation is an error; LOADER, arguments of
+trainer.dataloader as JSON; EVALUATES, to evaluate
 after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many GPUs the
 replicas are.
 """
@@ -106,10 +107,11 @@ state = trainer.program_reentry(model, optimizer, scheduler, register={"ended": 
 folder.mkdir(parents=True, exist_ok=True)
 epochs = int(os.environ.get("EPOCHS", "6"))
 evaluates = os.environ.get("EVALUATES")
+loader = json.loads(os.environ.get("LOADER", "{}"))
 with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
     indices: list[int] = []
     for epoch in itertools.count(state.epoch) if evaluates == "finished" else range(state.epoch, epochs):
-        for index, x, y in trainer.dataloader(dataset):
+        for index, x, y in trainer.dataloader(dataset, **loader):
             steps, samples = trainer.steps, trainer.samples
             optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
             noise = random.random() + float(numpy.random.rand())
