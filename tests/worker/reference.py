@@ -212,7 +212,9 @@ class Reference:
 
     def estimate(self, group: int | None = None) -> Sample:
         if group is None:
-            estimates = [self.estimate(i) for i in range(len(self.sgd.param_groups))]
+            rates = [group["lr"] for group in self.sgd.param_groups]
+            counted = [i for i, lr in enumerate(rates) if lr != 0 or not any(rates)]
+            estimates = [self.estimate(i) for i in counted]
             return sum(sqr for sqr, _ in estimates), sum(var for _, var in estimates)
         return average([step[group] for step in self.samples], self.smoothings)
 

@@ -277,6 +277,64 @@ def test_frozen_parameters_are_measured_after_they_are_unfrozen(micro: int) -> N
     assert optimizer.estimate != estimate_before
 
 
+LATER: tuple[tuple[float, float], ...] = (
+    *[(0.0, 0.0)] * 3,
+    *[(0.0, 0.02)] * 4,
+    *[(0.01, 0.02)] * 4,
+    *[(0.01, 0.0)] * 3,
+)
+"""The learning rates of two groups: a warm-up that begins at 0, layers that are trained later, and an end."""
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "tensor"), [(torch.optim.SGD, False), (torch.optim.SGD, True), (torch.optim.AdamW, False)]
+)
+def test_groups_with_lr_0_do_not_count_unless_all_have_it(
+    *, micro: int, kind: type[torch.optim.Optimizer], tensor: bool
+) -> None:
+    model, reference_model = network(), network()
+    adascale = AdaScale(
+        kind(two_groups(model), lr=0.0),  # type: ignore[call-arg]
+        num_gradients_to_accumulate=micro,
+        scale=8.0,
+    )
+    reference = Reference(
+        reference_model,
+        kind(two_groups(reference_model), lr=0.0),  # type: ignore[call-arg]
+        squared_error,
+        scale=8.0,
+    )
+    data = iter(batches(micro * len(LATER)))
+    for rates in LATER:
+        for group, twin, rate in zip(adascale.param_groups, reference.sgd.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(rate, dtype=torch.float64) if tensor else rate
+            twin["lr"] = rate
+        step = [next(data) for _ in range(micro)]
+        scaled_loss(adascale, model, step)
+        reference.step(step)
+        for number in (None, 0, 1):
+            assert adascale.gain(number) == pytest.approx(reference.gain(number), rel=1e-6)
+        assert adascale.gain_tensor().item() == pytest.approx(adascale.gain(), rel=1e-12)
+        if adascale.estimate is not None:
+            assert (adascale.grad_sqr, adascale.grad_var) == pytest.approx(reference.estimate(), rel=1e-6)
+        for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    first, second = adascale.gain(0), adascale.gain(1)
+    assert adascale.gain() == first != second
+
+
+def test_a_frozen_group_does_not_count() -> None:
+    model = network()
+    adascale = AdaScale(torch.optim.SGD(two_groups(model), lr=0.05), num_gradients_to_accumulate=2)
+    scaled_loss(adascale, model, batches(2))
+    assert adascale.gain() not in (adascale.gain(0), adascale.gain(1))
+    model.first.requires_grad_(False)
+    assert adascale.gain() == adascale.gain_tensor() == adascale.gain(1)
+    scaled_loss(adascale, model, batches(2, seed=2))
+    assert adascale.gain() == adascale.gain(1)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 def test_parameters_used_by_some_batches_only(micro: int) -> None:
     class Sometimes(Net):

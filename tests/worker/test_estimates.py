@@ -22,6 +22,7 @@ from worker import reference
 
 CPU = torch.device("cpu")
 EMPTY = MovingAverages.empty(1, CPU)
+ALL = torch.tensor(True)
 
 vectors = st.lists(st.integers(-8, 8), min_size=3, max_size=3)
 numbers = st.floats(-1e3, 1e3)
@@ -86,7 +87,7 @@ def test_a_scale_that_is_not_positive_and_finite_raises(scale: float) -> None:
     with pytest.raises(ValueError, match="got scale"):
         from_consecutive_gradients(number(1), number(1), scale, 1.0)
     with pytest.raises(ValueError, match="got scale"):
-        EMPTY.gain(scale)
+        EMPTY.gain(scale, ALL)
 
 
 @given(vectors, vectors, st.integers(1, 64))
@@ -114,7 +115,7 @@ def test_two_steps_of_different_scales_weigh_the_difference_by_both() -> None:
 
 def test_there_is_no_estimate_before_the_first_step() -> None:
     assert EMPTY.on_host() == [None]
-    assert EMPTY.gain(64.0) == 1.0
+    assert EMPTY.gain(64.0, ALL) == 1.0
     assert EMPTY.gains(64.0).tolist() == [1.0]
     assert EMPTY.updated(single_group(1.0, 1.0, valid=False), 0.9).on_host() == [None]
 
@@ -223,7 +224,9 @@ def test_gains_on_a_device_are_those_on_the_host(
     expected = [1.0 if estimate is None else estimate.gain(scale) for estimate in on_host]
     assert estimates.gains(scale).tolist() == pytest.approx(expected, rel=1e-12)
     together = total(estimate for estimate in on_host if estimate is not None).gain(scale)
-    assert estimates.gain(scale).item() == pytest.approx(together, rel=1e-9)
+    assert estimates.gain(scale, ALL).item() == pytest.approx(together, rel=1e-9)
+    first = torch.tensor([True, False])
+    assert estimates.gain(scale, first).item() == pytest.approx(expected[0], rel=1e-9)
 
 
 @given(st.lists(samples, max_size=8), smoothings)

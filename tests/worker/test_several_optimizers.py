@@ -321,6 +321,22 @@ def test_the_gain_of_the_job_is_the_lowest(make_trainer: MakeTrainer) -> None:
     assert trainer.adascale.predict_gain(50.0) == min(part.predict_gain(50.0) for part in parts.values())
 
 
+def test_an_optimizer_that_trains_nothing_does_not_decide_the_gain(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    gan = Gan()
+    gan.enter(trainer)
+    train(trainer, gan, epochs=range(2))
+    parts = trainer._loop.adascale.parts  # type: ignore[union-attr]
+    (lower, slow), (higher, fast) = sorted((part.predict_gain(3.0), name) for name, part in parts.items())
+    group, rate = gan.optimizers[slow].param_groups[0], gan.optimizers[slow].param_groups[0]["lr"]
+    group["lr"] = 0.0
+    assert trainer.adascale.predict_gain(3.0) == higher > lower
+    gan.optimizers[fast].param_groups[0]["lr"] = 0.0
+    assert trainer.adascale.predict_gain(3.0) == lower, "all have it"
+    group["lr"] = rate
+    assert trainer.adascale.predict_gain(3.0) == lower
+
+
 # -- what is refused ------------------------------------------------------------------------------------
 
 

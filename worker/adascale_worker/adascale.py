@@ -151,12 +151,15 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     @property
     def estimate(self) -> GradientEstimate | None:
-        """The estimate for the gradients of all groups together; None before the first measured step."""
+        """The estimate for the gradients of all groups that are trained; None before the first measured step.
+
+        A group that is frozen, or whose lr is 0 while that of another is not, does not count.
+        """
         return self._estimator.total_estimate()
 
     @property
     def grad_sqr(self) -> float:
-        """Estimated squared norm of the true gradient, all groups; 0 without an estimate."""
+        """Estimated squared norm of the true gradient, all trained groups; 0 without an estimate."""
         estimate = self.estimate
         return 0.0 if estimate is None else estimate.grad_sqr
 
@@ -172,12 +175,17 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         From the end of the last backward pass on, it includes the gradients of this step.
 
         Args:
-            pg_idx: a parameter group. Default: all groups together, the gain to count progress by.
+            pg_idx: a parameter group. Default: all groups that are trained, the gain to count progress by.
 
         Raises:
             IndexError: there is no such group.
         """
         return self._estimator.gain(self.scale, pg_idx)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a group has a parameter that is not frozen, and its lr is not 0."""
+        return self._estimator.statistics.parameters.has_trained
 
     @property
     def lr_factor(self) -> float:
@@ -186,7 +194,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         return float(self._rule.hyperparameters_at(group, self.gain()).get("lr", 1.0))
 
     def predict_gain(self, scale: float) -> float:
-        """Return the gain of all groups together at another scale.
+        """Return the gain of all trained groups together at another scale.
 
         Raises:
             ValueError: `scale` is not a positive finite number.

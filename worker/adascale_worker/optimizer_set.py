@@ -37,10 +37,14 @@ class OptimizerSet:
     def slowest(self) -> AdaScale:
         """The optimizer with the lowest gain; its estimate is that of the job.
 
+        One that trains nothing now, because its parameters are frozen or its lr is 0, counts only if none
+        trains anything.
+
         At each scale above 1, the gain rises with the ratio of variance to squared gradient, so the optimizer
         with the lowest gain at one such scale has it at all of them. Without an estimate, the gain is 1.
         """
-        return min(self.parts.values(), key=lambda part: part.predict_gain(2.0))
+        parts = list(self.parts.values())
+        return min([p for p in parts if p.trains] or parts, key=lambda part: part.predict_gain(2.0))
 
     @property
     def estimate(self) -> GradientEstimate | None:

@@ -120,12 +120,13 @@ class GainEstimator:
         return self._current_averages().on_host()
 
     def total_estimate(self) -> GradientEstimate | None:
-        """Return the estimate of all parameter groups together; None without any."""
-        available = [estimate for estimate in self.estimates() if estimate is not None]
+        """Return the estimate of all parameter groups that are trained; None without any."""
+        groups = zip(self.estimates(), self.statistics.parameters.trained(), strict=False)
+        available = [estimate for estimate, is_trained in groups if is_trained and estimate is not None]
         return total(available) if available else None
 
     def gain(self, scale: float, group: int | None = None) -> float:
-        """Return the gain at `scale`, of a parameter group or of all groups together; 1 without an estimate.
+        """Return the gain at `scale`, of a parameter group or of all that are trained; 1 without an estimate.
 
         Raises:
             IndexError: there is no such group.
@@ -142,9 +143,11 @@ class GainEstimator:
         return 1.0 if estimate is None else estimate.gain(scale)
 
     def gain_tensor(self) -> Tensor:
-        """Return the gain of all groups together as a tensor of shape (), on the device of learning rates."""
-        averages = self._current_averages().to(self.statistics.parameters.lr_device)
-        return averages.gain(self.settings.scale)
+        """Return the gain of all trained groups together as a tensor of shape (), on the device of learning
+        rates."""
+        parameters = self.statistics.parameters
+        averages = self._current_averages().to(parameters.lr_device)
+        return averages.gain(self.settings.scale, parameters.trained_tensor()[: averages.groups])
 
     def group_gains(self) -> Sequence[float | Tensor]:
         """Return the gain of each group that has averages: tensors if the learning rates are on the

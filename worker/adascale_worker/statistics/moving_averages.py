@@ -105,9 +105,14 @@ class MovingAverages:
         """
         return _gain(*self._averages(), scale)
 
-    def gain(self, scale: float) -> Tensor:
-        """Return the gain of all groups together at `scale`, shape (), without waiting for the device."""
-        grad_sqr, grad_var = self._averages()
+    def gain(self, scale: float, counted: Tensor) -> Tensor:
+        """Return the gain of several groups together at `scale`, shape (), without waiting for the device.
+
+        Args:
+            scale: S.
+            counted: whether each group counts, shape (groups,).
+        """
+        grad_sqr, grad_var = (torch.where(counted, average, 0.0) for average in self._averages())
         return _gain(grad_sqr.sum(), grad_var.sum(), scale)
 
     def on_host(self) -> Sequence[GradientEstimate | None]:

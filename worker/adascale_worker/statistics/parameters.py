@@ -64,11 +64,35 @@ class OptimizerParameters:
 
     def has_trainable(self, device: torch.device) -> Tensor:
         """Return whether each group has a parameter that is not frozen: shape (groups,), on `device`."""
-        trainable = tuple(any(p.requires_grad for p in group) for group in self.groups())
+        trainable = tuple(self._trainable_groups())
         if self._trainable is None or self._trainable[0] != (trainable, device):
             # Cached, because the transfer to a GPU waits for it.
             self._trainable = (trainable, device), torch.tensor(trainable, device=device)
         return self._trainable[1]
+
+    def trained(self) -> list[bool]:
+        """Return whether each group is trained now, so that its gradients count in the gain of all groups.
+
+        A group is trained if it has a parameter that is not frozen, and its lr is not 0. If the lr of all
+        such groups is 0, as in the first step of a warm-up, all of them count.
+        """
+        trainable = self._trainable_groups()
+        trained = self._trainable_groups_with_lr()
+        return trained if any(trained) else trainable
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a group has a parameter that is not frozen, and its lr is not 0."""
+        return any(self._trainable_groups_with_lr())
+
+    def trained_tensor(self) -> Tensor:
+        """Return `trained` as a tensor on `lr_device`, shape (groups,), without waiting for the device."""
+        if not self.lr_is_on_device:
+            return torch.tensor(self.trained(), dtype=torch.bool)
+        trainable = self.has_trainable(self.device)
+        rates = torch.stack([group["lr"].reshape(()) for group in self._optimizer.param_groups])
+        trained = trainable & (rates != 0.0)
+        return torch.where(trained.any(), trained, trainable)
 
     @property
     def device(self) -> torch.device:
@@ -96,3 +120,13 @@ class OptimizerParameters:
         """The dtype and device of statistics, as arguments of a tensor's constructor."""
         device = self.device
         return {"dtype": accumulation_dtype(device), "device": device}
+
+    def _trainable_groups(self) -> list[bool]:
+        return [any(p.requires_grad for p in group) for group in self.groups()]
+
+    def _trainable_groups_with_lr(self) -> list[bool]:
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if rates and self.lr_is_on_device:  # Waits for a GPU once.
+            rates = torch.stack([rate.reshape(()) for rate in rates]).tolist()
+        trainable = self._trainable_groups()
+        return [has and float(rate) != 0.0 for has, rate in zip(trainable, rates, strict=True)]
