@@ -158,6 +158,14 @@ class GradientAccumulation(Accumulation):
         """Discard the gradients that are set aside, because the program deletes those of this step."""
         self._set_aside.clear()
 
+    def changed_trained(self) -> None:
+        """Delete the gradients of parameters that are frozen now, which are not averaged."""
+        self._set_aside = [(parameter, g) for parameter, g in self._set_aside if parameter.requires_grad]
+        for parameter in self._parameters:
+            if not parameter.requires_grad:
+                parameter.grad = None
+        self._set_gradient_sync()
+
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         is_complete = super().advance()

@@ -9,7 +9,7 @@ what a gain changes is in `adascale_worker.scaling_rules`, and the measurement o
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, overload
 
@@ -322,6 +322,16 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._inner.add_param_group(param_group)
         self._share_groups_and_state()
         self._estimator.restart_sampling()
+
+    def restart_statistics(self, parameters: Iterable[Tensor]) -> None:
+        """Estimate the gradients of the groups of `parameters` anew: they were frozen or unfrozen.
+
+        The present step is left out of the estimates, since it may have begun.
+        """
+        changed = set(parameters)
+        groups = [number for number, group in enumerate(self.param_groups) if changed & set(group["params"])]
+        if groups:
+            self._estimator.restart_groups(groups)
 
     # -- gradients that the training loop passes ---------------------------------------------------------
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.loop_checks import ForwardRecord
+from adascale_worker.membership_links import PeersLostError
 from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
@@ -25,6 +27,7 @@ from adascale_worker.torch_private import (
     set_timing_interval,
     timed_backward_pass,
 )
+from adascale_worker.trained_parameters import Flags, TrainedParameters
 
 TIMING_INTERVAL = 10
 """The exchange of gradients is timed in each n-th step."""
@@ -46,11 +49,14 @@ class DataParallelModel:
         device: the replica's device.
         group: the replicas.
         forward: records forward passes through the model.
+        trained: which parameters are trained.
         find_unused_parameters: as DDP's argument of this name.
         before_forward: called in each forward pass while training, when buffers are those of rank 0.
+        changed_trained: called with the parameters that are frozen or unfrozen, before a forward pass.
+        steps: returns the number of the last step.
 
     Attributes:
-        ddp: the DDP module that wraps the model. None on one replica.
+        ddp: the DDP module that wraps the model. None on one replica, and without a trained parameter.
         device: the replica's device.
         has_missed_exchange: whether this step is discarded: its gradients are not averaged, because peers
             are lost, or its batch does not fit into memory.
@@ -66,9 +72,12 @@ class DataParallelModel:
         device: torch.device,
         group: ReplicaGroup,
         forward: ForwardRecord | None = None,
+        trained: TrainedParameters | None = None,
         *,
         find_unused_parameters: bool = False,
         before_forward: Callable[[], None] = lambda: None,
+        changed_trained: Callable[[list[Tensor]], None] = lambda _: None,
+        steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self.ddp: DistributedDataParallel | None = None
         self.has_missed_exchange = False
@@ -82,8 +91,15 @@ class DataParallelModel:
         self._timed = 0
         self._local_group: dist.ProcessGroup | None = None
         self._record = forward or ForwardRecord()
+        self._trained = trained or TrainedParameters(model, group)
+        self._changed_trained = changed_trained
+        self._steps = steps
+        self._flags: Flags | None = None
+        """The trained parameters that DDP is made for; None if it was not made."""
         self._wrapped = _OriginalForward(model, before_forward, reverse_parameters=not find_unused_parameters)
         if not group.is_elastic and group.replicas > 1:
+            # With others, torch's error would name nothing.
+            self._trained.require_equal()
             self.ddp = self._wrap()
         override_call(model, _DataParallelForward(model, self))
 
@@ -99,9 +115,37 @@ class DataParallelModel:
                 parameter.grad = None
             self._local_group = self._local_group or local_process_group()
             self.ddp = self._wrap(self._local_group)
+        self._use_world()
+
+    def use_trained(self) -> None:
+        """Make DDP again if other parameters are trained than those that it was made for.
+
+        Not a collective call: all replicas make the same buckets.
+        """
+        if self._group.replicas == 1 or self._flags == self._trained.current():
+            return
+        self._local_group = self._local_group or local_process_group()
+        self._remove()
+        self.ddp = self._wrap(self._local_group)
+        self._use_world()
+
+    def follow_trained(self) -> None:
+        """Train the parameters that require gradients now, if they are not those of the last step.
+
+        Raises:
+            ReplicationError: another replica trains other parameters.
+            PeersLostError: members are lost.
+        """
+        if self._trained.have_changed:
+            changed = self._trained.follow(self._steps())
+            self.use_trained()
+            self._changed_trained(changed)
+
+    def _use_world(self) -> None:
         world = dist.group.WORLD
         assert world is not None
-        replace_process_group(self.ddp, world)
+        if self.ddp is not None:
+            replace_process_group(self.ddp, world)
 
     def prepare(self) -> None:
         """Make DDP, and map the memory of its buckets, before the other replicas wait for this one."""
@@ -121,11 +165,12 @@ class DataParallelModel:
         """Call the model's original forward, through DDP on several replicas."""
         self._record.called = True
         if not self.has_missed_exchange and not self._group.has_failed:
-            if self.ddp is not None:
-                self._exchanges += self.ddp.require_backward_grad_sync
             try:
+                self.follow_trained()
+                if self.ddp is not None:
+                    self._exchanges += self.ddp.require_backward_grad_sync
                 return (self.ddp or self._wrapped.forward)(*args, **kwargs)
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError, PeersLostError) as error:
                 if not self._group.is_failure(error) and not self.handles_shortage(error):
                     raise
         # The step is discarded before the optimizer uses its gradients.
@@ -161,11 +206,14 @@ class DataParallelModel:
     def _remove(self) -> None:
         if self.ddp is not None and self._local_group is not None:
             abandon(self.ddp, self._local_group)
-            self.ddp = None
+            self.ddp = self._flags = None
 
     def _wrap(
         self, group: dist.ProcessGroup | None = None, *, is_ahead: bool = False
-    ) -> DistributedDataParallel:
+    ) -> DistributedDataParallel | None:
+        self._flags = self._trained.current()
+        if not any(self._flags):
+            return None
         options: dict[str, Any] = {}
         if group is not None and "init_sync" in inspect.signature(DistributedDataParallel).parameters:
             # The members get parameters and buffers with the rest of the state.

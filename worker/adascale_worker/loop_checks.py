@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import ReplicationError, WorkerError
@@ -65,6 +66,9 @@ class BatchChecks:
 
     def begin_generation(self) -> None:
         """Nothing depends on the number of replicas."""
+
+    def observe(self) -> None:
+        """Nothing depends on which parameters are trained."""
 
     def begin_epoch(self) -> None:
         """Record that a step was made, or a loop over batches begins."""
@@ -127,8 +131,9 @@ class LoopChecks:
         self._optimizer = optimizer
         self._forward = forward
         self._group = group
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._parameters: list[Tensor] = []
+        self._observed: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
         self._at_first_micro_batch = at_first_micro_batch
         self._has_set_aside = has_set_aside
         self._has_backward = False
@@ -141,17 +146,11 @@ class LoopChecks:
         self.passes_per_batch = 0
         """The most backward passes for one batch so far; 0 if unknown."""
         self._warnings = OneTimeWarnings()
-        # Two parameters, in case one of them is not used in every pass.
-        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        candidates = [p for p in self._parameters if id(p) in optimized] or self._parameters
-        ends = candidates[:1] + candidates[-1:]
-        self._observed = list({id(parameter): parameter for parameter in ends}.values())
-        for parameter in self._observed:
-            parameter.register_hook(_BackwardHook(self.arriving_gradient, parameter))
         self._model = model
         self._requires_all = requires_all
         self._unused: UnusedParameters | None = None
-        self.begin_generation()
+        self._has_searched_unused = False
+        self.observe()
 
     @property
     def has_stepped(self) -> bool:
@@ -165,10 +164,34 @@ class LoopChecks:
 
     # -- events -----------------------------------------------------------------------------------------
 
+    def observe(self) -> None:
+        """Observe the parameters that are trained now."""
+        trained: list[Tensor] = [p for p in self._model.parameters() if p.requires_grad]
+        if list(map(id, trained)) == list(map(id, self._parameters)):
+            return
+        self._parameters = trained
+        for hook in self._hooks:
+            hook.remove()
+        # Two parameters, in case one of them is not used in every pass.
+        groups = self._optimizer.param_groups
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
+        candidates = [p for p in self._parameters if id(p) in optimized] or self._parameters
+        ends = candidates[:1] + candidates[-1:]
+        self._observed = list({id(parameter): parameter for parameter in ends}.values())
+        self._hooks = [
+            parameter.register_hook(_BackwardHook(self.arriving_gradient, parameter))
+            for parameter in self._observed
+        ]
+        if self._unused is not None:
+            self._unused.remove_hooks()
+            self._unused = None
+        self._has_searched_unused = False
+        self.begin_generation()
+
     def begin_generation(self) -> None:
-        """Look for unused parameters in the next step, if it is the first on several replicas."""
-        if self._group.replicas > 1 and self._requires_all:
-            self._requires_all = False
+        """Look for unused parameters in the next step, if it is the first of these on several replicas."""
+        if self._group.replicas > 1 and self._requires_all and not self._has_searched_unused:
+            self._has_searched_unused = True
             self._unused = UnusedParameters(self._model, self._group.replicas)
 
     def begin_epoch(self) -> None:
@@ -257,8 +280,6 @@ class LoopChecks:
         if not self._forward.called:
             self._check_gradients_are_averaged()
         self._forward.called = False
-        if any(parameter.requires_grad for parameter in self._frozen.values()):
-            self._check_frozen()
         if self._unused is not None and any(parameter.grad is not None for parameter in self._parameters):
             self._unused.check()
             self._unused = None
@@ -281,21 +302,6 @@ class LoopChecks:
                 f"optimizer.step() was called {CHECKED_STEPS} times without gradients, which changes "
                 "nothing: call loss.backward() before it, with a loss that is computed from the model"
             )
-
-    def _check_frozen(self) -> None:
-        names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        found = f"requires_grad of parameter {names[0]!r}{more} was set after program_reentry"
-        remedy = (
-            "Call program_reentry while all parameters that are trained later require gradients, and give "
-            "those that are not trained yet a parameter group with lr=0"
-        )
-        if self._group.replicas > 1:
-            raise ReplicationError(f"{found}, so its gradients are not averaged over the replicas. {remedy}")
-        self._warnings.warn(
-            "frozen", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
-        )
 
     def _check_gradients_are_averaged(self) -> None:
         if all(parameter.grad is None for parameter in self._parameters):
@@ -352,14 +358,18 @@ class UnusedParameters:
     def _arrived(self, name: str) -> None:
         self._missing.pop(name, None)
 
+    def remove_hooks(self) -> None:
+        """Stop observing the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
     def check(self) -> None:
         """Check that no parameter is unused, and stop observing them.
 
         Raises:
             ReplicationError: some are.
         """
-        for hook in self._hooks:
-            hook.remove()
+        self.remove_hooks()
         missing = [name for name, parameter in self._missing.items() if parameter.requires_grad]
         if not missing:
             return
@@ -388,14 +398,7 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
             "the optimizer has no parameter of the model, so training would not change the model: make the "
             "optimizer from model.parameters(), after the last statement that replaces the model"
         )
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        OneTimeWarnings().warn(
-            "not optimized",
-            f"parameter {left[0]!r}{more} of the model requires gradients, but is not in the optimizer, so "
-            "it stays as it is: give it to the optimizer, or call requires_grad_(False) on it",
-        )
+    warn_of_parameters_outside(model, optimizer)
     shapes = [
         tuple(parameter.shape)
         for group in optimizer.param_groups
@@ -414,6 +417,19 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
     OneTimeWarnings().warn(
         "parameters", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
     )
+
+
+def warn_of_parameters_outside(model: torch.nn.Module, optimizer: HasGroups) -> None:
+    """Warn of parameters of the model that require gradients, but are not in the optimizer."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        OneTimeWarnings().warn(
+            "not optimized",
+            f"parameter {left[0]!r}{more} of the model requires gradients, but is not in the optimizer, so "
+            "it stays as it is: give it to the optimizer, or call requires_grad_(False) on it",
+        )
 
 
 def check_synchronized_norms(model: torch.nn.Module, device: torch.device, replicas: int) -> None:

@@ -14,7 +14,12 @@ from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.hyperparameters import Choice, Hyperparameters
 from adascale_worker.learning_rates import LearningRates
-from adascale_worker.loop_checks import BatchChecks, ForwardRecord, LoopChecks
+from adascale_worker.loop_checks import (
+    BatchChecks,
+    ForwardRecord,
+    LoopChecks,
+    warn_of_parameters_outside,
+)
 from adascale_worker.loss_scaling import scaler_of
 from adascale_worker.membership import Membership
 from adascale_worker.model_buffers import ModelBuffers
@@ -26,6 +31,7 @@ from adascale_worker.program_state import ProgramState, Stateful
 from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
 from adascale_worker.shutdown import FastExit
 from adascale_worker.shutdown_request import ShutdownRequest
+from adascale_worker.trained_parameters import TrainedParameters
 from adascale_worker.training_loop import TrainingLoop
 
 
@@ -82,17 +88,28 @@ def make_loop(parts: ProgramParts, trainer: TrainerComponents, options: LoopOpti
 
 def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: LoopOptions) -> MadeLoop:
     group, model, optimizer = trainer.group, parts.model, parts.optimizers[""]
-    forward, buffers = ForwardRecord(), ModelBuffers(model)
+    forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
+
+    def changed_trained(parameters: list[torch.Tensor]) -> None:
+        adascale.restart_statistics(parameters)
+        adascale.change_model(parallel.ddp)
+        accumulation.changed_trained()
+        checks.observe()
+        warn_of_parameters_outside(model, adascale)
+
     parallel = DataParallelModel(
         model,
         options.device,
         group,
         forward,
+        trained,
         find_unused_parameters=options.find_unused_parameters,
         before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
+        changed_trained=changed_trained,
+        steps=lambda: trainer.progress.step,
     )
     adascale = AdaScale(optimizer, model=parallel.ddp, **_adascale_options(trainer, options))
-    program = _program_state(parts, adascale, trainer, options)
+    program = _program_state(parts, adascale, trained, trainer, options)
     accumulation = GradientAccumulation(adascale, parallel, model)
     checks = LoopChecks(
         model,
@@ -142,7 +159,8 @@ def _several_optimizers(parts: ProgramParts, trainer: TrainerComponents, options
             for name, optimizer in parts.optimizers.items()
         }
     )
-    program = _program_state(parts, optimizers, trainer, options)
+    trained = TrainedParameters(parts.model, trainer.group)
+    program = _program_state(parts, optimizers, trained, trainer, options)
     accumulation = SeveralAccumulations(optimizers, models, trainer.group)
     loop = SeveralOptimizersLoop(
         trainer,
@@ -176,7 +194,11 @@ def _adascale_options(trainer: TrainerComponents, options: LoopOptions) -> dict[
 
 
 def _program_state(
-    parts: ProgramParts, optimizers: Optimizers, trainer: TrainerComponents, options: LoopOptions
+    parts: ProgramParts,
+    optimizers: Optimizers,
+    trained: TrainedParameters,
+    trainer: TrainerComponents,
+    options: LoopOptions,
 ) -> ProgramState:
     declared = Hyperparameters.read(parts, parts.scheduler)
     registered = dict(options.registered)
@@ -186,6 +208,7 @@ def _program_state(
         parts.scheduler,
         registered,
         LearningRates(parts.optimizers, parts.schedulers, registered.values()),
+        trained,
         declared,
         options.hyperparameters,
     )

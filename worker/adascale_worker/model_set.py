@@ -76,6 +76,12 @@ class ModelSet:
         """Use the process group of the generation that was formed."""
         self.has_missed_exchange = self.lacks_memory = False
 
+    def use_trained(self) -> None:
+        """Nothing depends on which parameters are trained."""
+
+    def follow_trained(self) -> None:
+        """Nothing depends on which parameters are trained."""
+
     def disconnect(self) -> None:
         """Nothing is bound to the process group."""
 

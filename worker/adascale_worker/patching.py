@@ -90,7 +90,7 @@ def _refuse_param_group(_param_group: dict[str, Any]) -> None:
     """
     raise WorkerError(
         "optimizer.add_param_group was called after program_reentry: add all parameter groups before it, "
-        "with lr=0 for those that are not trained yet"
+        "with requires_grad_(False) or lr=0 for those that are not trained yet"
     )
 
 

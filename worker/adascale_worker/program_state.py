@@ -21,6 +21,7 @@ from adascale_worker.learning_rates import LearningRates
 from adascale_worker.optimizer_set import Optimizers, SchedulerSet
 from adascale_worker.patching import Scheduler
 from adascale_worker.state_tree import UnsupportedStateError, flatten
+from adascale_worker.trained_parameters import TrainedParameters
 
 _EXTRA_STATE = "_extra_state"
 """How the name of the state ends that `torch.nn.Module.get_extra_state` returns."""
@@ -46,6 +47,7 @@ class ProgramState:
         scheduler: the learning rate scheduler, or several. None if the program has none.
         registered: other objects to save and restore, by name.
         rates: finds what else changes the learning rates.
+        trained: which parameters are trained.
         hyperparameters: the values that the program made optimizer and scheduler with.
         choice: which hyperparameters are used after a checkpoint was restored, if they differ.
     """
@@ -55,6 +57,7 @@ class ProgramState:
     scheduler: Scheduler | SchedulerSet | None
     registered: Mapping[str, Stateful]
     rates: LearningRates
+    trained: TrainedParameters
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     choice: Choice = "checkpoint"
     differences: list[Difference] = field(default_factory=list)
@@ -118,6 +121,11 @@ class ProgramState:
                     continue_schedule(scheduler)
         self.load_registered(state["registered"])
         self.rates.accept()
+
+    def load_trained(self, state: Mapping[str, list[str]] | None) -> None:
+        """Restore which parameters are trained. Earlier versions have not saved it."""
+        if state is not None:
+            self.differences.extend(self.trained.load_state_dict(state, self.choice))
 
     def parameter_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, which the optimizer's state has by number."""

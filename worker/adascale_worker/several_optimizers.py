@@ -254,6 +254,11 @@ class SeveralOptimizersLoop(TrainingLoop):
                     self._count_skipped_step()
 
     def _begin_step(self) -> None:
+        trained = self._program.trained
+        if trained.have_changed:
+            changed = trained.follow(self.steps)
+            for part in self._accumulation.parts:
+                part.adascale.restart_statistics(changed)
         # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
         self._trainer.group.copy_from_rank_0(list(self._program.model.buffers()))
         self._undo.record()

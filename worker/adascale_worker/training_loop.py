@@ -212,11 +212,15 @@ class TrainingLoop:
         if failure is not None:
             raise error_of_kind(*failure)
         trainer.checkpointing.keep_final(is_final=is_final)
+        if not is_restored:
+            self._program.trained.require_equal()
         # Also without a checkpoint: each rank may have made another seed, or other registered objects.
         if group.replicas > 1:
             self._transfer([0])
         if not is_restored:
             trainer.planner.begin(trainer.settings.bounds)
+        self._program.trained.begin_generation(self._program.trained.encoded())
+        self._use_trained()
         return bool(is_restored)
 
     def _require_later_generation(self) -> None:
@@ -297,8 +301,11 @@ class TrainingLoop:
         self._state_generation = assignment.generation
         self._exchange.end()
         # What a member decides between two steps does not change the number of its state.
-        reasons = group.gather(trainer.progress.finish_reason)
-        trainer.progress.finish_reason = next((reason for reason in reasons if reason is not None), None)
+        trained = self._program.trained
+        rows = group.gather([trainer.progress.finish_reason, trained.encoded()])
+        trainer.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
+        trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
+        self._use_trained()
         trainer.checkpointing.begin_generation()
         self._agreement = Agreement()
         self._checks.begin_generation()
@@ -309,6 +316,12 @@ class TrainingLoop:
             # Batches of the new plan come from the trainer, so the program uses their size.
             trainer.planner.acknowledge()
         self.adascale.flags = self._requests().flags()
+
+    def _use_trained(self) -> None:
+        """Use the parameters that are trained in the restored state."""
+        self._model.use_trained()
+        self.adascale.change_model(self._model.ddp)
+        self._checks.observe()
 
     def _transfer(self, sources: Sequence[int]) -> None:
         """Copy the state of the ranks `sources`, which is the same, to all others."""
@@ -353,8 +366,11 @@ class TrainingLoop:
 
     def explain_stall(self) -> str | None:
         """Return an error message if the present step cannot end because others have left their loop."""
-        if not self._inside_epoch or self.evaluations.is_evaluating or self._trainer.group.has_failed:
+        if self.evaluations.is_evaluating or self._trainer.group.has_failed:
             return None
+        failure = self._program.trained.find_failure(self._trainer.progress.step)
+        if failure is not None or not self._inside_epoch:
+            return failure
         self.evaluations.announce_training(is_waiting=True)
         return self._departures.find_failure(self._trainer.progress.step)
 
@@ -661,6 +677,7 @@ class TrainingLoop:
         Raises:
             PeersLostError: members are lost.
         """
+        self._program.trained.record()
         if self._agreement.finish and not self._trainer.finished:
             self._finish_request.agree()
             self._save_final()
@@ -791,9 +808,12 @@ class TrainingLoop:
             trainer.telemetry.step_timer.pause()
 
     def _begin_step(self) -> None:
-        """Prepare for putting the state back if the next step fails."""
+        """Prepare for the next step, and for putting the state back if it fails."""
         if self._buffers is not None:
             self._buffers.begin_step()
+        if self._trainer.group.replicas == 1:
+            # Gradients may come from another method of the model. On several replicas that is refused.
+            self._model.follow_trained()
 
     def _begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
@@ -889,6 +909,7 @@ class TrainingLoop:
         trainer = self._trainer
         self.evaluations.announce_passed([trainer.progress.epoch - 1, math.inf])
         self._accumulation.restart_step()
+        self._program.trained.record()
         if trainer.finished:
             self._save_final()
             return

@@ -50,6 +50,7 @@ class TrainingState:
             "program": self._program.state_dict(),
             # Not with the program, whose state is copied in each step of several optimizers.
             "parameters": self._program.parameter_names(),
+            "trained": self._program.trained.state_dict(),
             "progress": trainer.progress.state_dict(),
             "plan": [plan.replicas, plan.local_bsz, plan.accumulation],
             "fitting_local_bsz": trainer.planner.fitting,
@@ -80,6 +81,7 @@ class TrainingState:
         self._program.load_state_dict(state["program"])
         # Earlier versions have not saved them.
         self._program.require_parameters(state.get("parameters", []))
+        self._program.load_trained(state.get("trained"))
         trainer.progress.load_state_dict(state["progress"])
         trainer.feed.load_state_dict(state["data"])
         trainer.telemetry.step_timer.load_state_dict(state["step_times"])

@@ -202,6 +202,7 @@ class GainEstimator:
 
     def finish_measurement(self) -> None:
         """Add the estimates of this step to the averages. Call before the optimizer uses the gradients."""
+        self.statistics.parameters.record_trainable()
         measurement = self.statistics.finish_step(divided=self.gradients_are_divided)
         self._averages = self._averages.to(self.statistics.parameters.lr_device)
         if measurement.estimate is not None:
@@ -226,6 +227,13 @@ class GainEstimator:
         """Measure all of the next steps, as at the start, because the parameters have changed."""
         self._sampling_start = self._steps
         self.begin_step()
+
+    def restart_groups(self, groups: Sequence[int]) -> None:
+        """Discard the averages of some groups, whose parameters have changed, and leave this step out."""
+        self._averages = self._averages.without(groups)
+        self.statistics.parameters.record_trainable()
+        self._sampling_start = self._steps
+        self.statistics.leave_out_step()
 
     def stop(self) -> None:
         """Remove all hooks from the parameters. The gain does not change from then on."""

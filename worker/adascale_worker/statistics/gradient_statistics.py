@@ -90,6 +90,7 @@ class GradientStatistics:
         self.joinable: Joinable | None = None
         self._step_number = 0
         self._is_measuring = False
+        self._is_left_out = False
         self._begins_pair = False
         self._all_reduce: StatisticsAllReduce | None = None
         self._previous_gradient = PreviousGradient(self._metric)
@@ -119,6 +120,7 @@ class GradientStatistics:
         """
         self._settings, self._step_number, self._is_measuring = settings, step_number, measuring
         self._begins_pair = begins_pair
+        self._is_left_out = False
         self.discard_step()
         self._metric.begin_step()
         if settings.micro_gradients > 1 or not measuring:
@@ -137,6 +139,12 @@ class GradientStatistics:
             self._previous_gradient.clear()
             all_reduce.wait()
         self.reader.begin_step(measuring=self._is_measuring)
+
+    def leave_out_step(self) -> None:
+        """Leave this step out of the estimates, because other parameters are trained in it than before."""
+        self._is_left_out = True
+        self._previous_gradient.clear()
+        self._fingerprint = None
 
     def read_micro_gradient(self, gradients: LocalGradients) -> None:
         """Read a local gradient that does not complete the step."""
@@ -283,7 +291,9 @@ class GradientStatistics:
             local = LocalStatistics(self._compare_with_previous(), averaged, complete=True)
         else:
             local = LocalStatistics(
-                self.reader.micro_gradient_sqr_norms(), averaged, complete=self.reader.has_read_all
+                self.reader.micro_gradient_sqr_norms(),
+                averaged,
+                complete=self.reader.has_read_all and not self._is_left_out,
             )
         self._scale_of_scaler = self._loss_scale.from_scaler()
         self._record_fingerprint()

@@ -69,6 +69,11 @@ class MovingAverages:
             torch.cat([self._sums, new._sums], -1), torch.cat([self._counts, new._counts], -1)
         )
 
+    def without(self, groups: Sequence[int]) -> "MovingAverages":
+        """Return the same averages without those of `groups`."""
+        kept = torch.tensor([group not in groups for group in range(self.groups)], device=self._sums.device)
+        return MovingAverages(torch.where(kept, self._sums, 0.0), torch.where(kept, self._counts, 0.0))
+
     def updated(self, step: StepEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverages":
         """Return the averages with the estimates of one more step.
 

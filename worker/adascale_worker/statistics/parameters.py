@@ -42,7 +42,9 @@ class OptimizerParameters:
     def __init__(self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool = True) -> None:
         self._optimizer = optimizer
         self._scales_lr_alone = scales_lr_alone
-        self._trainable: tuple[tuple[tuple[bool, ...], torch.device], Tensor] | None = None
+        self._trainable: list[bool] | None = None
+        """Whether each group had a parameter that was not frozen in the last step; None before it."""
+        self._cached: tuple[tuple[list[bool], torch.device], Tensor] | None = None
 
     def groups(self) -> list[list[Tensor]]:
         """Return the parameters by parameter group."""
@@ -64,32 +66,34 @@ class OptimizerParameters:
 
     def has_trainable(self, device: torch.device) -> Tensor:
         """Return whether each group has a parameter that is not frozen: shape (groups,), on `device`."""
-        trainable = tuple(self._trainable_groups())
-        if self._trainable is None or self._trainable[0] != (trainable, device):
-            # Cached, because the transfer to a GPU waits for it.
-            self._trainable = (trainable, device), torch.tensor(trainable, device=device)
-        return self._trainable[1]
+        return self._on_device(self._trainable_groups(), device)
+
+    def record_trainable(self) -> None:
+        """Use the parameters that are not frozen now for `trained`, because the optimizer makes a step.
+
+        Later, the program may freeze them while it trains parameters of another optimizer.
+        """
+        self._trainable = self._trainable_groups()
 
     def trained(self) -> list[bool]:
         """Return whether each group is trained now, so that its gradients count in the gain of all groups.
 
-        A group is trained if it has a parameter that is not frozen, and its lr is not 0. If the lr of all
-        such groups is 0, as in the first step of a warm-up, all of them count.
+        A group is trained if it had a parameter that was not frozen in the last step, and its lr is not 0. If
+        the lr of all such groups is 0, as in the first step of a warm-up, all of them count.
         """
-        trainable = self._trainable_groups()
-        trained = self._trainable_groups_with_lr()
-        return trained if any(trained) else trainable
+        trained = self._trainable_with_lr()
+        return trained if any(trained) else self._last_trainable()
 
     @property
     def has_trained(self) -> bool:
-        """Whether a group has a parameter that is not frozen, and its lr is not 0."""
-        return any(self._trainable_groups_with_lr())
+        """Whether a group is trained now, with a lr that is not 0."""
+        return any(self._trainable_with_lr())
 
     def trained_tensor(self) -> Tensor:
         """Return `trained` as a tensor on `lr_device`, shape (groups,), without waiting for the device."""
         if not self.lr_is_on_device:
             return torch.tensor(self.trained(), dtype=torch.bool)
-        trainable = self.has_trainable(self.device)
+        trainable = self._on_device(self._last_trainable(), self.device)
         rates = torch.stack([group["lr"].reshape(()) for group in self._optimizer.param_groups])
         trained = trainable & (rates != 0.0)
         return torch.where(trained.any(), trained, trainable)
@@ -124,9 +128,19 @@ class OptimizerParameters:
     def _trainable_groups(self) -> list[bool]:
         return [any(p.requires_grad for p in group) for group in self.groups()]
 
-    def _trainable_groups_with_lr(self) -> list[bool]:
+    def _last_trainable(self) -> list[bool]:
+        known, current = self._trainable or [], self._trainable_groups()
+        flags = [*known, *current[len(known) :]]  # The program may have added groups.
+        return flags if any(flags) else [True] * len(flags)
+
+    def _trainable_with_lr(self) -> list[bool]:
         rates = [group["lr"] for group in self._optimizer.param_groups]
         if rates and self.lr_is_on_device:  # Waits for a GPU once.
             rates = torch.stack([rate.reshape(()) for rate in rates]).tolist()
-        trainable = self._trainable_groups()
-        return [has and float(rate) != 0.0 for has, rate in zip(trainable, rates, strict=True)]
+        return [has and float(lr) != 0.0 for has, lr in zip(self._last_trainable(), rates, strict=True)]
+
+    def _on_device(self, flags: list[bool], device: torch.device) -> Tensor:
+        if self._cached is None or self._cached[0] != (flags, device):
+            # Cached, because the transfer to a GPU waits for it.
+            self._cached = (flags, device), torch.tensor(flags, dtype=torch.bool, device=device)
+        return self._cached[1]

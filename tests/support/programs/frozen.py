@@ -1,0 +1,73 @@
+"""A training program that freezes and unfreezes parameters, and records its steps.
+
+Environment: JOURNAL, the folder of the records; REPLICA, a name for its files; BOUNDS, arguments of the
+trainer as JSON; EPOCHS; STEP_SECONDS, the minimum duration of a step; FROZEN, the names that are frozen at
+the beginning; CHANGES, the names that are frozen from a place on, each only if the program is there, as JSON:
+{"step 3": [...], "micro 3": in its second micro-batch, "begin 1": before the loop of epoch 1, "end 1": after
+it}.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from adascale_worker import ElasticTrainer
+from support.training import network, samples, sgd
+
+folder, replica = Path(os.environ["JOURNAL"]), os.environ["REPLICA"]
+folder.mkdir(parents=True, exist_ok=True)
+changes = json.loads(os.environ.get("CHANGES", "{}"))
+trainer = ElasticTrainer(**json.loads(os.environ["BOUNDS"]))
+model = network()
+
+
+def freeze(names: list[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
+
+
+def change(place: str) -> None:
+    if place in changes:
+        freeze(changes[place])
+
+
+freeze(json.loads(os.environ.get("FROZEN", "[]")))
+optimizer = sgd(model)
+state = trainer.program_reentry(model, optimizer)
+with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
+    micro, indices = 0, []
+    for epoch in range(state.epoch, int(os.environ["EPOCHS"])):
+        change(f"begin {epoch}")
+        for index, x, y in trainer.dataloader(samples()):
+            change(f"step {trainer.steps}")
+            if micro == 1:
+                change(f"micro {trainer.steps}")
+            start = trainer.samples
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            indices += index.tolist()
+            micro += 1
+            if trainer.made_step:
+                record = {
+                    "step": trainer.steps,
+                    "samples": [start, trainer.samples],
+                    "indices": indices[-micro * len(index) :],
+                    "generation": trainer.generation,
+                    "epoch": epoch,
+                    "gain": trainer.adascale.gain(),
+                }
+                journal.write(json.dumps(record) + "\n")
+                micro = 0
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        change(f"end {epoch}")
+        trainer.step(epoch)
+parameters = [parameter.detach() for parameter in model.parameters()]
+torch.save(parameters, folder / "parameters.pt")
+digest = hashlib.sha256(torch.cat([each.flatten() for each in parameters]).numpy().tobytes()).hexdigest()
+(folder / f"weights-{replica}-{os.getpid()}").write_text(digest)

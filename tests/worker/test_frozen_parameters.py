@@ -1,0 +1,288 @@
+"""Parameters that are frozen and unfrozen while a program trains."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from adascale_worker.errors import ReplicationError
+from support.members import Members
+from support.training import (
+    ACCUMULATING,
+    FIXED,
+    MakeTrainer,
+    equal,
+    learn,
+    network,
+    parameters_of,
+    samples,
+    sgd,
+    train,
+)
+
+PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "frozen.py"
+FIRST, SECOND = ["0.weight", "0.bias"], ["3.weight", "3.bias"]
+SMALL = {"batch_size": 8}
+MICRO_BATCHES = {"batch_size": 12, "local_bsz_bounds": [2, 3]}
+"""On two replicas, a step has two micro-batches of 3 samples on each."""
+
+
+def freeze(model: nn.Module, names: list[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
+
+
+# -- one replica ----------------------------------------------------------------------------------------
+
+
+def test_parameters_are_frozen_and_unfrozen_as_in_a_plain_loop(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    freeze(model, FIRST)
+    twin = copy.deepcopy(model)
+    optimizer, plain = sgd(model), sgd(twin)
+    places: dict[int, list[str]] = {2: [], 5: SECOND, 7: ["0.weight"], 8: [], 10: [*FIRST, "3.bias"]}
+    trainer.program_reentry(model, optimizer)
+    batches = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(2):
+            for _, x, y in trainer.dataloader(samples()):
+                freeze(model, places.get(trainer.steps, frozen_of(model)))
+                optimizer.zero_grad()
+                learn(model, x, y)
+                optimizer.step()
+                batches.append((x, y))
+            trainer.step(epoch)
+    trainer.close()
+    for step, (x, y) in enumerate(batches):
+        freeze(twin, places.get(step, frozen_of(twin)))
+        plain.zero_grad()
+        learn(twin, x, y)
+        plain.step()
+    assert len(batches) == 12
+    assert equal(parameters_of(model), parameters_of(twin))
+
+
+@pytest.mark.parametrize("micro", [0, 1, 2])
+def test_statistics_are_made_again_and_the_step_of_the_change_is_left_out(
+    make_trainer: MakeTrainer, micro: int
+) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    freeze(model, FIRST)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+            if number == 3 + micro:
+                assert trainer.adascale.estimate is not None
+                freeze(model, [])
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+            if number == 5:
+                assert trainer.adascale.estimate is None
+    estimate = trainer.adascale.estimate
+    assert estimate is not None
+    assert not estimate.biased
+
+
+def test_a_parameter_that_is_frozen_in_a_step_keeps_its_value(make_trainer: MakeTrainer) -> None:
+    """The gradients of its earlier micro-batches, and the momentum of gradients of zero, do not change it."""
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    before = None
+    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+        if number == 4:
+            freeze(model, FIRST)
+            before = parameters_of(model)
+        optimizer.zero_grad(set_to_none=False)
+        learn(model, x, y)
+        optimizer.step()
+    after = parameters_of(model)
+    assert before is not None
+    assert equal(before[:2], after[:2])
+    assert not any(map(torch.equal, before[2:], after[2:]))
+
+
+def test_what_is_trained_is_restored_from_a_checkpoint(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Also if it was changed after the loop, just before trainer.step, which saves."""
+
+    def run(folder: Path, epochs: range, change_after: int | None) -> nn.Module:
+        trainer = make_trainer(**ACCUMULATING, epochs=epochs.stop, checkpoint_dir=folder)
+        model = network()
+        freeze(model, FIRST)
+        optimizer = sgd(model)
+        assert trainer.program_reentry(model, optimizer).epoch == epochs.start
+        for epoch in epochs:
+            for _, x, y in trainer.dataloader(samples()):
+                optimizer.zero_grad()
+                learn(model, x, y)
+                optimizer.step()
+            if epoch == change_after:
+                freeze(model, ["3.weight"])
+            trainer.step(epoch)
+        trainer.close()
+        return model
+
+    whole = run(tmp_path / "whole", range(3), 0)
+    run(tmp_path / "parts", range(1), 0)
+    again = run(tmp_path / "parts", range(1, 3), None)
+    assert [p.requires_grad for p in again.parameters()] == [True, True, False, True]
+    assert equal(parameters_of(again), parameters_of(whole))
+
+
+@pytest.mark.parametrize("choice", ["checkpoint", "program"])
+def test_a_program_that_was_edited_is_told_what_is_used(
+    make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str], choice: str
+) -> None:
+    def enter(frozen: list[str], epoch: int) -> nn.Module:
+        trainer = make_trainer(**FIXED, epochs=epoch + 1, checkpoint_dir=tmp_path)
+        model = network()
+        freeze(model, frozen)
+        optimizer = sgd(model)
+        trainer.program_reentry(model, optimizer, hyperparameters=choice)
+        trained = [parameter.requires_grad for parameter in model.parameters()]
+        train(trainer, model, optimizer, epochs=range(epoch, epoch + 1))
+        assert [parameter.requires_grad for parameter in model.parameters()] == trained
+        trainer.close()
+        return model
+
+    enter(["3.bias"], 0)
+    capsys.readouterr()
+    model = enter(["0.bias"], 1)
+    used = ["3.bias"] if choice == "checkpoint" else ["0.bias"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == used
+    assert (
+        "adascale: requires_grad of '0.bias' is True in the checkpoint, False in the program; requires_grad "
+        "of '3.bias' is False in the checkpoint, True in the program. Training continues with the values of "
+        f"the {choice}"
+    ) in capsys.readouterr().out
+
+
+def test_a_model_without_a_trained_parameter_waits_for_one(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**FIXED)
+    model = network()
+    freeze(model, FIRST + SECOND)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    freeze(model, FIRST)
+    before = parameters_of(model)
+    train(trainer, model, optimizer)
+    assert equal(before[:2], parameters_of(model)[:2])
+    assert not any(map(torch.equal, before[2:], parameters_of(model)[2:]))
+
+
+# -- several replicas -------------------------------------------------------------------------------------
+
+CHANGES = {
+    "steps": {"step 3": [], "step 7": FIRST, "step 9": ["3.bias"]},
+    "micro-batches": {"micro 3": [], "micro 7": FIRST, "micro 9": ["3.bias"]},
+    "epochs": {"begin 1": [], "end 1": SECOND},
+    "nothing for a moment": {"begin 1": FIRST + SECOND, "step 6": SECOND},
+}
+
+
+def require_plain(job: Members, changes: dict[str, list[str]], epochs: int) -> None:
+    """Check that the weights are those of a plain loop with the whole batches."""
+    steps: dict[int, list[int]] = {}
+    epoch_of = {record["step"]: record["epoch"] for record in job.records()}
+    kept = {record["step"]: record["generation"] for record in job.records()}
+    for record in job.records():
+        kept[record["step"]] = max(kept[record["step"]], record["generation"])
+    for record in job.records():
+        if record["generation"] == kept[record["step"]]:
+            steps.setdefault(record["step"], []).extend(record["indices"])
+    model = network()
+    freeze(model, FIRST)
+    optimizer = sgd(model)
+    _, features, targets = samples().tensors
+    epoch = 0
+    for step in range(1, max(steps) + 1):
+        while epoch < epoch_of[step]:
+            freeze(model, changes.get(f"end {epoch}", frozen_of(model)))
+            epoch += 1
+            freeze(model, changes.get(f"begin {epoch}", frozen_of(model)))
+        freeze(model, changes.get(f"step {step - 1}", frozen_of(model)))
+        order = torch.tensor(steps[step])
+        optimizer.zero_grad()
+        learn(model, features[order], targets[order])
+        optimizer.step()
+    found = torch.load(job.folder / "journal" / "parameters.pt")
+    for own, expected in zip(found, model.parameters(), strict=True):
+        assert torch.allclose(own, expected, atol=1e-5)
+
+
+def frozen_of(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def options_of(changes: dict[str, list[str]], bounds: dict[str, object], epochs: int) -> dict[str, object]:
+    return {
+        "PROGRAM": PROGRAM,
+        "BOUNDS": json.dumps(bounds),
+        "EPOCHS": epochs,
+        "FROZEN": json.dumps(FIRST),
+        "CHANGES": json.dumps(changes),
+    }
+
+
+@pytest.mark.parametrize("name", ["steps", "epochs", "micro-batches", "nothing for a moment"])
+def test_two_replicas_freeze_and_unfreeze_as_a_plain_loop(
+    make_members: Callable[..., Members], name: str
+) -> None:
+    changes = CHANGES[name]
+    job = make_members(**options_of(changes, MICRO_BATCHES if "micro" in name else SMALL, 3))
+    job.activate(job.start(2))
+    assert len(job.finish()) == 1, "both replicas have the same weights"
+    if name != "micro-batches":
+        require_plain(job, changes, 3)
+    gains = {record["step"]: set() for record in job.records()}
+    for record in job.records():
+        gains[record["step"]].add(record["gain"])
+    assert all(len(each) == 1 for each in gains.values()), gains
+    assert "Warning" not in job.output()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_replica_that_joins_after_a_change_trains_what_the_others_train(
+    make_members: Callable[..., Members], victim: int
+) -> None:
+    """Its program begins with other parameters, and is past the places where they change."""
+    changes = CHANGES["steps"]
+    calm = make_members("calm", **options_of(changes, SMALL, 4))
+    calm.activate(calm.start(2))
+    expected = calm.finish()
+    job = make_members("killed", **options_of(changes, SMALL, 4), STEP_SECONDS=0.05)
+    *members, spare = job.start(3)
+    job.activate(members)
+    job.wait_step(5)
+    members[victim].kill()
+    job.wait_holding([members[1 - victim]])
+    job.activate([members[1 - victim], spare])
+    assert job.finish() == expected
+    require_plain(job, changes, 4)
+
+
+def test_a_job_grows_and_shrinks_while_its_program_freezes_parameters(
+    make_members: Callable[..., Members],
+) -> None:
+    changes = {f"step {step}": [FIRST, [], SECOND, ["0.bias"]][step // 2 % 4] for step in range(0, 60, 2)}
+    job = make_members(**options_of(changes, MICRO_BATCHES, 12), STEP_SECONDS=0.02)
+    trainers = job.start(3)
+    for count in (1, 2, 3, 2):
+        job.activate(trainers[:count])
+        job.wait_step(job.last_step() + 5)
+    assert len(job.finish()) == 1
+    require_plain(job, changes, 12)
