@@ -7,12 +7,13 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
-from adascale_worker.errors import ReplicationError
+from adascale_core.gain import GradientEstimate
 from support.members import Members
 from support.training import (
     ACCUMULATING,
@@ -29,8 +30,10 @@ from support.training import (
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "frozen.py"
 FIRST, SECOND = ["0.weight", "0.bias"], ["3.weight", "3.bias"]
-SMALL = {"batch_size": 8}
-MICRO_BATCHES = {"batch_size": 12, "local_bsz_bounds": [2, 3]}
+BOUNDS: dict[str, object] = {"batch_size": 8}
+SCALED_ON_TWO: dict[str, object] = {"batch_size": 4, "max_batch_size": 8, "local_bsz_bounds": [4, 4]}
+"""On two replicas, each step has scale 2."""
+MICRO_BATCHES: dict[str, object] = {"batch_size": 12, "local_bsz_bounds": [2, 3]}
 """On two replicas, a step has two micro-batches of 3 samples on each."""
 
 
@@ -119,6 +122,8 @@ def test_a_parameter_that_is_frozen_in_a_step_keeps_its_value(make_trainer: Make
 def test_what_is_trained_is_restored_from_a_checkpoint(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Also if it was changed after the loop, just before trainer.step, which saves."""
 
+    estimates: dict[str, list[GradientEstimate | None]] = {"whole": [], "parts": []}
+
     def run(folder: Path, epochs: range, change_after: int | None) -> nn.Module:
         trainer = make_trainer(**ACCUMULATING, epochs=epochs.stop, checkpoint_dir=folder)
         model = network()
@@ -130,6 +135,8 @@ def test_what_is_trained_is_restored_from_a_checkpoint(make_trainer: MakeTrainer
                 optimizer.zero_grad()
                 learn(model, x, y)
                 optimizer.step()
+                if trainer.made_step:
+                    estimates[folder.name].append(trainer.adascale.estimate)
             if epoch == change_after:
                 freeze(model, ["3.weight"])
             trainer.step(epoch)
@@ -141,11 +148,16 @@ def test_what_is_trained_is_restored_from_a_checkpoint(make_trainer: MakeTrainer
     again = run(tmp_path / "parts", range(1, 3), None)
     assert [p.requires_grad for p in again.parameters()] == [True, True, False, True]
     assert equal(parameters_of(again), parameters_of(whole))
+    assert estimates["parts"] == estimates["whole"]
+    assert [number for number, each in enumerate(estimates["whole"]) if each is None] == [4]
 
 
 @pytest.mark.parametrize("choice", ["checkpoint", "program"])
 def test_a_program_that_was_edited_is_told_what_is_used(
-    make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str], choice: str
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    choice: Literal["checkpoint", "program"],
 ) -> None:
     def enter(frozen: list[str], epoch: int) -> nn.Module:
         trainer = make_trainer(**FIXED, epochs=epoch + 1, checkpoint_dir=tmp_path)
@@ -194,16 +206,12 @@ CHANGES = {
 }
 
 
-def require_plain(job: Members, changes: dict[str, list[str]], epochs: int) -> None:
+def require_plain(job: Members, changes: dict[str, list[str]]) -> None:
     """Check that the weights are those of a plain loop with the whole batches."""
     steps: dict[int, list[int]] = {}
     epoch_of = {record["step"]: record["epoch"] for record in job.records()}
-    kept = {record["step"]: record["generation"] for record in job.records()}
     for record in job.records():
-        kept[record["step"]] = max(kept[record["step"]], record["generation"])
-    for record in job.records():
-        if record["generation"] == kept[record["step"]]:
-            steps.setdefault(record["step"], []).extend(record["indices"])
+        steps.setdefault(record["step"], []).extend(record["indices"])
     model = network()
     freeze(model, FIRST)
     optimizer = sgd(model)
@@ -221,7 +229,7 @@ def require_plain(job: Members, changes: dict[str, list[str]], epochs: int) -> N
         optimizer.step()
     found = torch.load(job.folder / "journal" / "parameters.pt")
     for own, expected in zip(found, model.parameters(), strict=True):
-        assert torch.allclose(own, expected, atol=1e-5)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
 def frozen_of(model: nn.Module) -> list[str]:
@@ -243,15 +251,11 @@ def test_two_replicas_freeze_and_unfreeze_as_a_plain_loop(
     make_members: Callable[..., Members], name: str
 ) -> None:
     changes = CHANGES[name]
-    job = make_members(**options_of(changes, MICRO_BATCHES if "micro" in name else SMALL, 3))
+    job = make_members(**options_of(changes, MICRO_BATCHES if "micro" in name else BOUNDS, 3))
     job.activate(job.start(2))
     assert len(job.finish()) == 1, "both replicas have the same weights"
     if name != "micro-batches":
-        require_plain(job, changes, 3)
-    gains = {record["step"]: set() for record in job.records()}
-    for record in job.records():
-        gains[record["step"]].add(record["gain"])
-    assert all(len(each) == 1 for each in gains.values()), gains
+        require_plain(job, changes)
     assert "Warning" not in job.output()
 
 
@@ -261,10 +265,13 @@ def test_a_replica_that_joins_after_a_change_trains_what_the_others_train(
 ) -> None:
     """Its program begins with other parameters, and is past the places where they change."""
     changes = CHANGES["steps"]
-    calm = make_members("calm", **options_of(changes, SMALL, 4))
+    calm = make_members("calm", **options_of(changes, SCALED_ON_TWO, 4))
     calm.activate(calm.start(2))
     expected = calm.finish()
-    job = make_members("killed", **options_of(changes, SMALL, 4), STEP_SECONDS=0.05)
+    gains = {(record["step"], record["gain"]) for record in calm.records()}
+    assert len(gains) == calm.last_step(), "both replicas have the same gains"
+    assert {gain for _, gain in gains if gain > 1.0}
+    job = make_members("killed", **options_of(changes, SCALED_ON_TWO, 4), STEP_SECONDS=0.05)
     *members, spare = job.start(3)
     job.activate(members)
     job.wait_step(5)
@@ -272,7 +279,7 @@ def test_a_replica_that_joins_after_a_change_trains_what_the_others_train(
     job.wait_holding([members[1 - victim]])
     job.activate([members[1 - victim], spare])
     assert job.finish() == expected
-    require_plain(job, changes, 4)
+    assert job.require_complete_stream() == calm.require_complete_stream()
 
 
 def test_a_job_grows_and_shrinks_while_its_program_freezes_parameters(
@@ -285,4 +292,5 @@ def test_a_job_grows_and_shrinks_while_its_program_freezes_parameters(
         job.activate(trainers[:count])
         job.wait_step(job.last_step() + 5)
     assert len(job.finish()) == 1
-    require_plain(job, changes, 12)
+    require_plain(job, changes)
+    assert job.require_complete_stream() == 48

@@ -57,7 +57,7 @@ with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journ
                 record = {
                     "step": trainer.steps,
                     "samples": [start, trainer.samples],
-                    "indices": indices[-micro * len(index) :],
+                    "indices": indices[-trainer.get_local_bsz() * trainer.accumulation :],
                     "generation": trainer.generation,
                     "epoch": epoch,
                     "gain": trainer.adascale.gain(),

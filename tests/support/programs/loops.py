@@ -66,7 +66,9 @@ if loop == "the optimizer has another model":
     model = Net()
 if loop == "a part is not optimized":
     model.parts["other"] = nn.Linear(6, 2)
-if loop == "unfreezes":
+if loop == "begins with other parameters on one rank" and trainer.rank == 1:
+    model.parts["head"].weight.requires_grad_(False)
+if loop.startswith("unfreezes"):
     model.parts["head"].bias.requires_grad_(False)
 if loop == "SyncBatchNorm":
     model.parts["norm"] = nn.SyncBatchNorm(2)
@@ -109,8 +111,10 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
         batches = trainer.dataloader(samples())
     for _, x, y in batches:
         count += 1
-        if loop == "unfreezes" and count == 5:
+        if loop.startswith("unfreezes") and count == 5 and (trainer.rank == 0 or "one rank" not in loop):
             model.parts["head"].bias.requires_grad_(True)
+        if loop == "unfreezes others on one rank" and count == 5 and trainer.rank == 1:
+            model.parts["head"].weight.requires_grad_(False)
         if loop == "accumulates":
             (nn.functional.cross_entropy(logits(x), y) / 4).backward()
             if count % 4 == 0:

@@ -71,7 +71,8 @@ class MovingAverages:
 
     def without(self, groups: Sequence[int]) -> "MovingAverages":
         """Return the same averages without those of `groups`."""
-        kept = torch.tensor([group not in groups for group in range(self.groups)], device=self._sums.device)
+        numbers = torch.arange(self.groups, device=self._sums.device)
+        kept = ~torch.isin(numbers, torch.tensor(groups, device=self._sums.device))
         return MovingAverages(torch.where(kept, self._sums, 0.0), torch.where(kept, self._counts, 0.0))
 
     def updated(self, step: StepEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverages":
