@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -30,6 +33,39 @@ JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("pytho
 )
 def test_the_gpus_are_those_of_cuda_visible_devices(visible: str, devices: list[str]) -> None:
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == devices
+
+
+@pytest.mark.parametrize(
+    ("files", "probe", "devices"),
+    [
+        (["nvidia0", "nvidiactl"], "print(4)", ["0", "1", "2", "3"]),
+        (["kfd"], "import os; print(os.environ['COUNT'])", ["0", "1"]),
+        (["nvidiactl", "null"], "print(4)", []),
+        (["nvidia0"], "print(0)", []),
+        (["nvidia0"], "raise ImportError('no torch')", []),
+        (["nvidia0"], "print('no number')", []),
+    ],
+)
+def test_without_nvidia_smi_torch_is_asked_if_a_gpu_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], probe: str, devices: list[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in files:
+        (tmp_path / name).touch()
+    command = [sys.executable, "-c", probe]
+    assert machine.visible_gpus({"COUNT": "2"}, tmp_path, command) == devices
+
+
+def test_the_probe_of_torch_prints_a_number() -> None:
+    printed = subprocess.run(machine.TORCH_PROBE, capture_output=True, text=True, check=True).stdout
+    assert int(printed) >= 0
+
+
+def test_on_rocm_the_gpus_are_those_of_its_own_variable() -> None:
+    environ = {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert machine.visible_gpus(environ) == ["2", "3"]
+    assert machine.gpu_environment(environ, "3") == dict.fromkeys(environ, "3")
+    assert machine.gpu_environment({}, "3") == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adascale_worker import process_group, stuck_collective
-from adascale_worker.device import gpu_names
+from adascale_worker.device import describe_shared_gpu, gpu_names
 from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import (
     CheckpointError,
@@ -24,7 +24,7 @@ from adascale_worker.errors import (
     kind_of_error,
 )
 from adascale_worker.membership_links import PeersLostError
-from adascale_worker.process_group import ReplicaGroup, backend_of, has_equal_values, is_lost_peer
+from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values, is_lost_peer
 from support.launch import free_port
 
 PROGRAM = """
@@ -193,19 +193,30 @@ def test_a_lost_peer_is_recognized_by_the_message(message: str, expected: bool) 
     assert is_lost_peer(RuntimeError(message)) == expected
 
 
-@pytest.mark.parametrize(
-    ("gpus", "expected"), [("abc", False), ("aba", True), ("aaa", True), ("abb", True), ("a", False)]
-)
-def test_all_ranks_learn_whether_two_have_the_same_gpu(gpus: str, expected: bool) -> None:
+@pytest.mark.parametrize("gpus", ["abc", "aba", "a"])
+def test_all_ranks_learn_which_gpu_each_has(gpus: str) -> None:
     wait = timedelta(seconds=100)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
 
-    def answer(rank: int) -> bool:
+    def answer(rank: int) -> list[str]:
         store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
-        return has_equal_values(store, "generation-3/gpu", rank, len(gpus), f"GPU-{gpus[rank]}")
+        return exchange_values(store, "generation-3/gpu", rank, len(gpus), f"GPU-{gpus[rank]}")
 
     with ThreadPoolExecutor(len(gpus)) as ranks:
-        assert list(ranks.map(answer, range(len(gpus)))) == [expected] * len(gpus)
+        assert list(ranks.map(answer, range(len(gpus)))) == [[f"GPU-{gpu}" for gpu in gpus]] * len(gpus)
+
+
+@pytest.mark.parametrize(
+    ("used", "free"),
+    [(["a", "b"], ""), (["a", "a"], "cuda:1, cuda:2"), (["a", "a", "b", "c"], ""), (["a", "b", "b"], "")],
+)
+def test_a_replica_that_shares_a_gpu_although_others_are_free_says_so(used: list[str], free: str) -> None:
+    visible = {"cuda:0": "a", "cuda:1": "b", "cuda:2": "c"}
+    message = describe_shared_gpu("cuda:0", "a", used, visible)
+    assert (message is not None) == bool(free)
+    if message is not None:
+        assert message.startswith("2 replicas share the GPU cuda:0 and")
+        assert f"but no replica uses {free}: give each replica a GPU of its own" in message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,3 +39,22 @@ def gpu_names(device: torch.device) -> tuple[str, str]:
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     address = f"{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
     return str(properties.uuid), f"{socket.gethostname()} {boot} {address}"
+
+
+def describe_shared_gpu(device: str, own: str, used: Sequence[str], visible: Mapping[str, str]) -> str | None:
+    """Return the warning about a replica that shares its GPU although others are free, else None.
+
+    Args:
+        device: the GPU of the replica, as in `cuda:0`.
+        own: its id.
+        used: the id of the GPU of each replica.
+        visible: the ids of the GPUs that this process sees, by their names.
+    """
+    free = [name for name, each in visible.items() if each not in used]
+    if used.count(own) < 2 or not free:
+        return None
+    return (
+        f"{used.count(own)} replicas share the GPU {device} and exchange gradients through the memory of "
+        f"the host, but no replica uses {', '.join(free)}: give each replica a GPU of its own, with "
+        "CUDA_VISIBLE_DEVICES or ElasticTrainer(device=...)"
+    )

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from adascale_worker import gloo_sockets, gloo_threads, stuck_collective
 from adascale_worker.agent_channel import Assignment
-from adascale_worker.device import gpu_names
+from adascale_worker.device import describe_shared_gpu, gpu_names
 from adascale_worker.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError, listen
 from adascale_worker.torch_private import (
@@ -79,6 +79,7 @@ class ReplicaGroup:
         self._device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
+        self._has_warned_of_gpu = False
         self._formed = False
         self._failed = False
         self._lock = threading.Lock()
@@ -160,10 +161,12 @@ class ReplicaGroup:
                     )
                 if self._device.type == "cuda":
                     key = f"generation-{self.generation}/gpu"
-                    self._share_a_gpu = any(
-                        has_equal_values(store, f"{key}-{number}", self.rank, self.replicas, name)
+                    used = [
+                        exchange_values(store, f"{key}-{number}", self.rank, self.replicas, name)
                         for number, name in enumerate(gpu_names(self._device))
-                    )
+                    ]
+                    self._share_a_gpu = any(len(set(each)) < self.replicas for each in used)
+                    self._warn_of_shared_gpu(used[0])
                 self._initialize(store, FORMATION_TIMEOUT)
                 created = gloo_sockets.open_sockets() - before
                 own_port = [*gloo_sockets.listening_ports(created), 0][0]
@@ -177,6 +180,20 @@ class ReplicaGroup:
                 self._sockets_before = None
         if self._failed:
             raise PeersLostError
+
+    def _warn_of_shared_gpu(self, used: Sequence[str]) -> None:
+        """Print that this replica shares its GPU although others are free, once.
+
+        Args:
+            used: the id of the GPU of each rank.
+        """
+        visible = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        message = describe_shared_gpu(
+            str(self._device), used[self.rank], used, {str(each): gpu_names(each)[0] for each in visible}
+        )
+        if message is not None and not self._has_warned_of_gpu:
+            self._has_warned_of_gpu = True
+            print(f"adascale: rank {self.rank}: {message}", file=sys.stderr, flush=True)
 
     def _authenticate(self, greeting: Sequence[int], secret: str) -> list[list[int]]:
         """Return the greetings of all ranks, of which each has proven that it knows the secret.
@@ -511,8 +528,8 @@ def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
     return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
 
 
-def has_equal_values(store: TCPStore, key: str, rank: int, ranks: int, value: str) -> bool:
-    """Return whether two ranks have the same `value`. All ranks call this, and get the same answer.
+def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str) -> list[str]:
+    """Return the `value` of each rank. All ranks call this.
 
     Args:
         store: of the ranks.
@@ -523,7 +540,7 @@ def has_equal_values(store: TCPStore, key: str, rank: int, ranks: int, value: st
     """
     keys = [f"{key}/{each}" for each in range(ranks)]
     store.set(keys[rank], value)
-    return len(set(store.multi_get(keys))) < ranks
+    return [each.decode() for each in store.multi_get(keys)]
 
 
 _CONNECTION_ERRORS = (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.machine import ADDRESS
+from adascale_controller.local.machine import ADDRESS, gpu_environment
 from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
@@ -68,7 +68,7 @@ class Agents:
         """Start the agent of `rank`."""
         environ = {**self._environ, names.ENV_REPLICA: str(rank)}
         if self._devices:
-            environ["CUDA_VISIBLE_DEVICES"] = self._devices[rank]
+            environ |= gpu_environment(environ, self._devices[rank])
         # -P: a file in the user's folder must not shadow a library.
         command = [sys.executable, "-P", "-m", "adascale_worker.agent", "--", *self._command.command]
         log = self._folder.replica_log(rank).absolute()

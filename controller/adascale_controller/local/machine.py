@@ -5,10 +5,25 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
 
 ADDRESS = "127.0.0.1"
 """The address at which the processes of a run reach each other."""
+VISIBLE_DEVICES: Final = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""The variables that limit which GPUs a process sees. On ROCm, the first has precedence if it is set."""
+DEVICE_FILES: Final = ("nvidia[0-9]*", "kfd", "dxg")
+"""Those of NVIDIA and AMD, and of both under WSL."""
+TORCH_PROBE: Final = (
+    sys.executable,
+    "-P",
+    "-c",
+    "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)",
+)
+PROBE_TIMEOUT: Final = 120.0
+"""Seconds for the import of torch, from a slow disk too."""
 MIN_CPU_REPLICAS = 4
 """The default limit of replicas without a GPU is not lower than this, even with fewer cores."""
 
@@ -20,12 +35,20 @@ def cpu_cores() -> int:
     return os.cpu_count() or 1
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that this process may use, as values for CUDA_VISIBLE_DEVICES.
+def visible_gpus(
+    environ: Mapping[str, str], device_files: Path = Path("/dev"), probe: Sequence[str] = TORCH_PROBE
+) -> list[str]:
+    """Return the GPUs that this process may use, as values for the variables `VISIBLE_DEVICES`.
 
-    They are listed by nvidia-smi, because importing torch takes seconds.
+    They are listed by nvidia-smi, because importing torch takes seconds. Containers with compute capability
+    only and ROCm lack it, so torch is asked in a child process if there is a device file of a GPU.
+
+    Args:
+        environ: the environment variables.
+        device_files: the folder of device files.
+        probe: the command of the child process; it prints how many GPUs torch can use.
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = next((environ[name] for name in VISIBLE_DEVICES if name in environ), None)
     if visible is not None:
         devices = [device.strip() for device in visible.split(",")]
         # Like CUDA, ignore the devices after the first invalid one.
@@ -36,8 +59,33 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
-    return re.findall(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", listed, flags=re.MULTILINE)
+        listed = ""
+    found = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", listed, flags=re.MULTILINE)
+    if found or not any(any(device_files.glob(pattern)) for pattern in DEVICE_FILES):
+        return found
+    return [str(number) for number in range(_count_gpus(environ, probe))]
+
+
+def gpu_environment(environ: Mapping[str, str], device: str) -> dict[str, str]:
+    """Return the variables that show one GPU to a process.
+
+    Args:
+        environ: its other variables. One that ROCm reads first must not keep another value.
+        device: a result of `visible_gpus`.
+    """
+    names = [name for name in VISIBLE_DEVICES if name in environ] or ["CUDA_VISIBLE_DEVICES"]
+    return dict.fromkeys(names, device)
+
+
+def _count_gpus(environ: Mapping[str, str], probe: Sequence[str]) -> int:
+    """Return the number that `probe` prints; 0 if it fails, as without torch."""
+    try:
+        printed = subprocess.run(
+            probe, env=dict(environ), capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=True
+        ).stdout
+        return int(printed)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
 
 
 def default_replica_limit(devices: Sequence[str]) -> int:
