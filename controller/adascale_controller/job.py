@@ -16,6 +16,7 @@ from adascale_core import names
 from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import job_id
 from adascale_core.messages import JobSpec
+from adascale_core.replica_gpus import requested_gpus
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Job:
         ttl_seconds_after_finished: seconds until a cluster deletes a finished job; None for never.
         checkpoint: where its state is saved.
         cluster_only_env: descriptions of the environment variables that only a cluster can resolve.
+        gpus: how many GPUs a replica requests.
     """
 
     id: str
@@ -78,6 +80,7 @@ class Job:
     ttl_seconds_after_finished: int | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster_only_env: tuple[str, ...] = ()
+    gpus: int = 0
 
     @property
     def checkpoint_url(self) -> str | None:
@@ -130,6 +133,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
             interval_seconds=checkpoint.interval_seconds,
         ),
         cluster_only_env=tuple(_cluster_only_env(container)),
+        gpus=requested_gpus((container.model_extra or {}).get("resources")),
     )
 
 

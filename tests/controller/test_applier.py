@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,17 @@ def test_telemetry_keeps_its_rate_and_is_never_held_up(moments: list[tuple[float
         taken = len(applier.take_telemetry([(training_job(), actions)] * count, now))
         assert min(count, int(least) - 1) <= taken <= most + 1
         least, most = least - taken, most - taken
+
+
+@pytest.mark.parametrize("gpus", ["1", "8"])
+def test_gpus_that_a_replica_does_not_use_are_named_in_an_event(gpus: str) -> None:
+    world = World()
+    worker = {**world.worker(), "resources": {"limits": {"nvidia.com/gpu": gpus}}}
+    world.submit(template={"spec": {"containers": [worker]}})
+    world.run_cycles(3)
+    reasons = [event.reason for event in world.events]
+    assert "Started" in reasons
+    assert reasons.count("UnusedGPUs") == (gpus == "8")
 
 
 def telemetry_of(world: World, name: str) -> ObservedJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -102,6 +103,15 @@ def test_a_valid_job_is_shown_with_its_replica_counts(tmp_path: Path) -> None:
     assert ["2", "150", "to", "250", "1", "300", "to", "500", "1.67"] in rows
     assert ["10", "100", "1", "1,000", "3.33"] in rows
     assert "not valid: 11 to 12" in shown.stdout
+
+
+def test_gpus_that_a_replica_does_not_use_are_warned_of(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", ["python"])
+    resources = r"\1resources: {limits: {nvidia.com/gpu: 8}}\n\g<0>"
+    job.write_text(re.sub(r"^( +)command:", resources, job.read_text(), flags=re.MULTILINE))
+    shown = adascale("validate", job)
+    assert shown.returncode == 0, shown.stderr
+    assert "Warning: a replica has 8 GPUs and uses 1 of them, because it is one process on" in shown.stdout
 
 
 def test_the_example_job_is_valid() -> None:

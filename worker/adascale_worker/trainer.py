@@ -31,6 +31,7 @@ from adascale_client import MetricsServiceClient
 from adascale_core.batch import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
+from adascale_core.replica_gpus import describe_unused_gpus
 from adascale_worker import environment
 from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
@@ -169,6 +170,10 @@ class ElasticTrainer:
             assignment = environment.read_assignment(os.environ)
             self.device = select_device(device, assignment.local_rank)
             """The device of this replica's model and batches."""
+            if channel is not None and self.device.type == "cuda":
+                unused = describe_unused_gpus(torch.cuda.device_count())
+                if unused is not None:
+                    print(f"adascale: {unused}", file=sys.stderr, flush=True)
             group = ReplicaGroup(assignment, self.device, is_elastic=channel is not None)
             if type(seed) is not int or not -(2**63) <= seed < 2**64:
                 raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")

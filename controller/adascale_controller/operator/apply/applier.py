@@ -21,6 +21,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.messages import Allocation, JobSpec
+from adascale_core.replica_gpus import describe_unused_gpus
 from adascale_core.views import DecisionView, JobView
 
 logger = logging.getLogger(__name__)
@@ -233,3 +234,6 @@ class Applier:
         self._on_written(Resource.JOBS, created, True)
         for warning in template_warnings(workload):
             await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
+        unused = describe_unused_gpus(workload.job.gpus)
+        if unused is not None:
+            await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
