@@ -16,13 +16,12 @@ unexport PYTHONDONTWRITEBYTECODE
 UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
-# Tests that call torch or the Kubernetes client. Left out are slow tests of whole processes, and those of
-# the command line, which need newer versions of typer and rich to be free of warnings.
-LOWEST_TESTS := $(filter-out $(addprefix tests/worker/test_,adascale_frameworks.py agent.py agent_protocol.py benchmarks.py \
-	checkpoint.py concurrent_checkpoints.py end_of_program.py object_store.py reentry.py reporter.py shutdown.py trainer_process.py \
-	trainer_ranks.py), \
-	$(wildcard tests/worker/test_*.py)) tests/api/test_token_review.py $(filter-out tests/controller/test_local_% \
-	tests/controller/test_cli.py tests/controller/test_display.py tests/controller/test_operator_world.py tests/controller/test_simulate% tests/controller/test_docs.py,$(wildcard tests/controller/test_*.py))
+# In-process tests of what uses private parts of torch (worker/adascale_worker/torch_private.py), and of the
+# Kubernetes client.
+LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_adam adascale_ranks \
+	data_parallel hyperparameters patching previous_gradient program_gradients) \
+	tests/api/test_token_review.py \
+	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster lease node_capacity)
 
 .PHONY: help
 help: ## list the targets

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker import torch_private
@@ -85,6 +86,27 @@ def test_a_store_is_served_on_a_socket_that_already_listens() -> None:
         )
         server.set("key", "value")
         assert client.get("key") == b"value"
+
+
+def test_a_default_group_after_a_failed_formation_has_the_first_name_a_store_and_another_timeout() -> None:
+    names = []
+    for _ in range(2):
+        torch_private.reset_group_names()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        names.append(dist.distributed_c10d._get_process_group_name(dist.group.WORLD))
+        torch_private.set_collective_timeout(timedelta(seconds=20))
+        torch_private.default_store().set("key", "value")
+        assert torch_private.default_store().get("key") == b"value"
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo",
+                store=dist.HashStore(),  # type: ignore[attr-defined]
+                rank=0,
+                world_size=2,
+                timeout=timedelta(seconds=0.1),
+            )
+    assert names[0] == names[1]
 
 
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs a torch with NCCL")
