@@ -71,22 +71,11 @@ def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: P
     assert "Traceback" not in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("code", "output"),
-    [
-        ("for x in", "SyntaxError: invalid syntax"),
-        pytest.param(
-            "import argparse; p = argparse.ArgumentParser(); p.add_argument('--data', required=True); "
-            "p.parse_args()",
-            "error: the following arguments are required: --data",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
 def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_once(
-    tmp_path: Path, state: Path, code: str, output: str
+    tmp_path: Path, state: Path
 ) -> None:
-    job = write_job(tmp_path / "job.yaml", ["python", "-c", code])
+    output = "SyntaxError: invalid syntax"
+    job = write_job(tmp_path / "job.yaml", ["python", "-c", "for x in"])
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     before, first, second = run.stdout.split("The last lines of its output:")
@@ -96,29 +85,9 @@ def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_o
     assert output in second
 
 
-ADAGRAD = """
-import torch
-from adascale_worker import ElasticTrainer
-
-trainer = ElasticTrainer()
-model = torch.nn.Linear(6, 2)
-trainer.program_reentry(model, torch.optim.Adagrad(model.parameters()))
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "output"),
-    [
-        pytest.param(
-            ADAGRAD, "adascale: got Adagrad; AdaScale scales torch.optim.SGD", marks=pytest.mark.slow
-        ),
-        ("print('trained')", "finished without calling program_reentry of an ElasticTrainer"),
-    ],
-)
-def test_a_program_that_must_be_changed_is_not_restarted(
-    tmp_path: Path, state: Path, code: str, output: str
-) -> None:
-    job = write_job(tmp_path / "job.yaml", ["python", "-c", code])
+def test_a_program_that_must_be_changed_is_not_restarted(tmp_path: Path, state: Path) -> None:
+    output = "finished without calling program_reentry of an ElasticTrainer"
+    job = write_job(tmp_path / "job.yaml", ["python", "-c", "print('trained')"])
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     assert "(exit code 78); it is not restarted, because it would fail again" in run.stdout
@@ -127,23 +96,14 @@ def test_a_program_that_must_be_changed_is_not_restarted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "code", "reason"),
-    [
-        ("os._exit", 78, "ended with exit code 0, but not by the end of its training"),
-        ("break", 77, "adascale: rank 0 left its loop over trainer.dataloader()"),
-    ],
-)
-def test_a_rank_that_ends_alone_fails_the_job_with_its_reason(
-    tmp_path: Path, state: Path, end: str, code: int, reason: str
-) -> None:
-    env = {"END": end, "ON_RANK": "0", "EPOCHS": "10000"}
+def test_a_rank_that_ends_alone_fails_the_job_with_its_reason(tmp_path: Path, state: Path) -> None:
+    env = {"END": "break", "ON_RANK": "0", "EPOCHS": "10000"}
     bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
     job = write(tmp_path / "job.yaml", env, minReplicas=2, maxReplicas=2, **bounds)
     run = adascale("run", job, "--state-dir", state, "--port", 0, timeout=150)
     assert run.returncode == 1, run.stdout
-    assert f"(exit code {code}); it is not restarted, because it would fail again" in run.stdout
-    assert reason in " ".join(run.stdout.split())
+    assert "(exit code 77); it is not restarted, because it would fail again" in run.stdout
+    assert "adascale: rank 0 left its loop over trainer.dataloader()" in " ".join(run.stdout.split())
     assert "Traceback" not in run.stdout
 
 
@@ -167,22 +127,6 @@ def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
         behind, waiting = stalls()
         assert re.fullmatch(rf"is at {re.escape(str(HANGS))}, line \d+, in __getitem__", behind)
         assert waiting == "waits for the others"
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_an_error_that_names_the_way_out(
-    tmp_path: Path, state: Path
-) -> None:
-    job = write(tmp_path / "job.yaml", {"END": "break", "REQUIRED": "1", "EPOCHS": "1", "AT": "99"})
-    assert adascale("run", job, "--state-dir", state, "--port", 0).returncode == 0
-    code = ADAGRAD.replace("Linear(6, 2)", "Linear(6, 3)").replace("Adagrad(", "SGD(lr=0.1, params=")
-    other = write_job(tmp_path / "other.yaml", ["python", "-c", code], batchSize=8)
-    run = adascale("run", other, "--state-dir", state, "--port", 0)
-    assert run.returncode == 1
-    assert "adascale: the checkpoint was saved from another model" in run.stdout
-    assert "adascale run --fresh" in run.stdout
-    assert "it is not restarted" in run.stdout
-    assert run.stdout.endswith("Correct the cause, and run the command again\n")
 
 
 @pytest.mark.slow

@@ -347,18 +347,6 @@ def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_killed_run_exit_and_the_next_run_starts(tmp_path: Path, state: Path) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "sleep")
-    with running(job, state) as run:
-        pids = [run.pid("service"), run.pid("agent"), run.wait_for_trainer()]
-        run.process.kill()
-        run.process.wait()
-        with running(job, state) as again:
-            again.wait_for_trainer()
-            assert all(map(has_exited, pids))
-
-
-@pytest.mark.slow
 def test_a_killed_service_is_restarted_at_the_same_address(tmp_path: Path, state: Path) -> None:
     with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
         trainer, service = run.wait_for_trainer(), run.pid("service")

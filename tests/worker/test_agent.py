@@ -81,6 +81,15 @@ def job(tmp_path: Path) -> Iterator[Job]:
     running.end()
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service for agents that exit before their program has a trainer. It has allocated one replica."""
+    running = Service(tmp_path_factory.mktemp("service"))
+    running.allocate(1, 1)
+    yield running
+    running.stop(signal.SIGKILL)
+
+
 def has_exited(pid: int) -> bool:
     """Whether a process does not exist, or is a zombie."""
     try:
@@ -113,6 +122,7 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
     assert first.wait() == 0
     view = job.service.job()
     assert view["complete"]
+    assert view["latest"]["step"] == job.journal.last_step()
     attempts = job.journal.attempts(0)
     assert [(attempt.header["generation"], attempt.header["replicas"]) for attempt in attempts] == [
         (1, 1),
@@ -126,17 +136,6 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
         following.header["step"] - attempt.header["step"] for attempt, following in pairwise(attempts)
     ] + [len(attempts[-1].steps)], "a change of replicas undoes no step"
     assert (view["failures"], view["disruptions"]) == (0, 0)
-
-
-@pytest.mark.slow
-def test_a_job_finishes_when_its_progress_reaches_its_scale_invariant_steps(job: Job) -> None:
-    job.service.allocate(1, 1)
-    (agent,) = job.start(0, **FINISHES, ADASCALE_SCALE_INVARIANT_STEPS=50)
-    assert agent.wait() == 0
-    view = job.service.job()
-    assert view["complete"]
-    assert view["latest"]["step"] == job.journal.last_step()
-    assert view["latest"]["progress"] >= 50
 
 
 @pytest.mark.slow
@@ -281,21 +280,6 @@ def test_training_continues_while_the_service_is_down_and_reports_arrive_afterwa
     assert len(job.journal.attempts()) == 1, "the trainer was not restarted"
 
 
-def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -> None:
-    job.service.allocate(1, 1)
-    run = subprocess.run(
-        [sys.executable, "-m", "adascale_worker.agent", "--", sys.executable, "-c", "print('hello')"],
-        env={**os.environ, **job.service.environ},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert run.returncode == EXIT_INVALID_PROGRAM
-    assert "finished without calling program_reentry" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "environ", "code", "message"),
     [
@@ -316,19 +300,15 @@ def test_a_program_that_makes_no_trainer_is_an_error(job: Job, tmp_path: Path) -
     ],
 )
 def test_an_invalid_command_or_environment_is_an_error(
-    job: Job, command: list[str], environ: dict[str, str], code: int, message: str
+    service: Service, tmp_path: Path, command: list[str], environ: dict[str, str], code: int, message: str
 ) -> None:
-    job.service.allocate(1, 1)
-    run = subprocess.run(
-        [sys.executable, "-m", "adascale_worker.agent", "--", *command],
-        env={**os.environ, **job.service.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    log = tmp_path / "termination-log"
+    run = run_agent(service, *command, ADASCALE_TERMINATION_LOG=str(log), **environ)
     assert (run.returncode, message in run.stderr) == (code, True), run.stderr
     assert "Traceback" not in run.stderr
+    written = TerminationMessage.parse(log.read_text())
+    assert written is not None
+    assert (written.generation, written.exit_code, message in written.log) == (0, code, True)
 
 
 def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
@@ -358,42 +338,32 @@ def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "environ", "expected"),
+    ("script", "code", "log"),
     [
         (
-            ["sh", "-c", "echo no data; exit 3"],
-            {},
-            (3, "no data\nsh -c echo no data; exit 3 ended before it called program_reentry (exit code 3)"),
+            "echo no data; exit 3",
+            3,
+            "no data\n{command} ended before it called program_reentry (exit code 3)",
         ),
-        (["true"], {}, (78, "true finished without calling program_reentry")),
-        (
-            ["sh", "-c", "kill -SEGV $$"],
-            {},
-            (
-                139,
-                "sh -c kill -SEGV $$ ended before it called program_reentry (killed by SIGSEGV)",
-            ),
-        ),
-        (["no-such"], {}, (127, "'no-such' cannot be started: No such file or directory")),
-        (["true"], {"ADASCALE_REPLICA": "x"}, (78, "ADASCALE_REPLICA is 'x'")),
+        ("true", 78, "{command} finished without calling program_reentry"),
+        ("kill -SEGV $$", 139, "{command} ended before it called program_reentry (killed by SIGSEGV)"),
     ],
-    ids=["fails", "makes no trainer", "crashes", "does not exist", "invalid environment"],
+    ids=["fails", "makes no trainer", "crashes"],
 )
 def test_the_termination_message_states_why_an_agent_exits(
-    job: Job, command: list[str], environ: dict[str, str], expected: tuple[int, str]
+    service: Service, tmp_path: Path, script: str, code: int, log: str
 ) -> None:
-    job.service.allocate(1, 1)
-    log = job.folder / "termination-log"
-    run = run_agent(job, *command, ADASCALE_TERMINATION_LOG=str(log), **environ)
-    message = TerminationMessage.parse(log.read_text())
+    file = tmp_path / "termination-log"
+    run = run_agent(service, "sh", "-c", script, ADASCALE_TERMINATION_LOG=str(file))
+    assert "Traceback" not in run.stderr
+    message = TerminationMessage.parse(file.read_text())
     assert message is not None
-    assert (message.generation, message.exit_code) == (0, run.returncode)
-    assert (message.exit_code, message.log[: len(expected[1])]) == expected
+    assert (message.generation, message.exit_code, run.returncode) == (0, code, code)
+    assert message.log.startswith(log.format(command=f"sh -c {script}"))
 
 
-def test_a_termination_log_that_cannot_be_written_does_not_change_the_exit_code(job: Job) -> None:
-    job.service.allocate(1, 1)
-    run = run_agent(job, "sh", "-c", "exit 3", ADASCALE_TERMINATION_LOG="/no/such/folder")
+def test_a_termination_log_that_cannot_be_written_does_not_change_the_exit_code(service: Service) -> None:
+    run = run_agent(service, "sh", "-c", "exit 3", ADASCALE_TERMINATION_LOG="/no/such/folder")
     assert run.returncode == 3
     assert "cannot write the termination message to /no/such/folder" in run.stderr
     assert "Traceback" not in run.stderr
@@ -449,11 +419,11 @@ def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> No
     assert (spec["max_batch_size"], spec["local_bsz_bounds"]) == (None, [12, 24])
 
 
-def run_agent(job: Job, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_agent(service: Service, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run an agent until it exits by itself."""
     return subprocess.run(
         [sys.executable, "-m", "adascale_worker.agent", "--", *command],
-        env={**os.environ, **job.service.environ, **environ},
+        env={**os.environ, **service.environ, **environ},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -537,8 +507,7 @@ def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None
     assert len(job.journal.attempts()) == 2
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_job_that_another_service_has_continued_saves_again(job: Job, replicas: int) -> None:
+def test_a_job_that_another_service_has_continued_saves_again(job: Job) -> None:
     """Its checkpoint is of a later generation than those of this service."""
     job.service.allocate(7, 1)
     (elsewhere,) = job.start(0, **LONG)
@@ -551,14 +520,13 @@ def test_a_job_that_another_service_has_continued_saves_again(job: Job, replicas
         path.unlink()
     job.service.start()
 
-    job.service.allocate(1, replicas)
-    agents = job.start(*range(replicas), **LONG)
-    job.wait_for_training(8, replicas=replicas)
+    job.service.allocate(1, 1)
+    (agent,) = job.start(0, **LONG)
+    job.wait_for_training(8)
     assert job.journal.attempts()[-1].header["step"] == continued_at
     assert (job.generation(), job.service.job()["disruptions"]) == (8, 1)
-    for agent in agents:
-        agent.process.terminate()
-    assert [agent.wait() for agent in agents] == [75] * replicas
+    agent.process.terminate()
+    assert agent.wait() == 75
     assert saved_step(job.folder) == job.journal.last_step() > continued_at
 
 
