@@ -15,8 +15,6 @@ PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "loops.py")
 NOT_AVERAGED = r"adascale: the gradients of this step do not come from a call of model\(\.\.\.\).* 2 replicas"
 WARNING = r"RuntimeWarning: the gradients of this step do not come.* On 1 replica this has no effect"
 
-REPLICAS = [1, pytest.param(2, marks=pytest.mark.slow)]
-
 
 def run(loop: str, replicas: int = 1, **environ: object) -> tuple[int, str]:
     """Run the program, and return its exit code and its output."""
@@ -65,9 +63,8 @@ SLOW_BYPASSES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["method", *SLOW_BYPASSES])
-def test_a_forward_pass_that_bypasses_the_model_is_refused_on_two_replicas(loop: str) -> None:
-    require_refused(run(loop, replicas=2), NOT_AVERAGED)
+def test_a_forward_pass_that_bypasses_the_model_is_refused_on_two_replicas() -> None:
+    require_refused(run("method", replicas=2), NOT_AVERAGED)
 
 
 @pytest.mark.slow
@@ -247,9 +244,13 @@ def test_a_sync_batchnorm_on_the_cpu_is_refused_on_two_replicas_and_warned_of_on
         ("one iterator for all epochs", r"trainer\.step\(1\) was called, but epoch 1 has had no batch"),
     ],
 )
-@pytest.mark.parametrize("replicas", REPLICAS)
-def test_a_wrong_loop_is_refused(loop: str, message: str, replicas: int) -> None:
-    require_refused(run(loop, replicas), f"adascale: .*{message}")
+def test_a_wrong_loop_is_refused(loop: str, message: str) -> None:
+    require_refused(run(loop), f"adascale: .*{message}")
+
+
+@pytest.mark.slow
+def test_a_wrong_loop_is_refused_on_two_replicas() -> None:
+    require_refused(run("steps twice", replicas=2), r"adascale: optimizer\.step\(\) was called twice")
 
 
 SKIPPING_LOOPS = (
@@ -259,10 +260,12 @@ SKIPPING_LOOPS = (
 )
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize(
-    "loop",
-    ["plain", *(pytest.param(loop, marks=pytest.mark.slow) for loop in ("GAN", *SKIPPING_LOOPS))],
+    ("loop", "replicas"),
+    [
+        ("plain", 1),
+        *(pytest.param(loop, 2, marks=pytest.mark.slow) for loop in ("plain", "GAN", *SKIPPING_LOOPS)),
+    ],
 )
 def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> None:
     output = require_trained(run(loop, replicas))
@@ -274,14 +277,11 @@ def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", REPLICAS)
-def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(
-    replicas: int, tmp_path: Path
-) -> None:
-    result = run("NaN", replicas, STATE=tmp_path, MAX_NONFINITE_STEPS=5)
+def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(tmp_path: Path) -> None:
+    result = run("NaN", STATE=tmp_path, MAX_NONFINITE_STEPS=5)
     require_refused(result, r"weights are NaN or infinite after each of 5 consecutive steps, up to step 24:")
     assert result[1].count("RuntimeWarning: weights are NaN or infinite after step 20.") == 1, result[1]
-    code, output = run("plain", replicas, STATE=tmp_path)
+    code, output = run("plain", STATE=tmp_path)
     assert code == 0, output
     batches = re.search(r"trained (\d+) batches", output)
     assert batches
