@@ -58,21 +58,6 @@ def test_the_readme_has_each_field_of_a_job() -> None:
     assert {name for row in table_with(README, "backoffLimit") for name in code_names(row[0])} == set(FIELDS)
 
 
-@pytest.mark.parametrize("row", table_with(README, "backoffLimit"), ids=lambda row: row[0])
-def test_the_readme_has_the_default_of_each_field(row: Row) -> None:
-    for name, default in zip(code_names(row[0]), row[1].split(", "), strict=True):
-        field = FIELDS[name]
-        if field.is_required():
-            assert default == "required"
-        elif name != "checkpoint":
-            assert default == ("unset" if field.default is None else str(field.default).lower())
-
-
-def test_the_readme_has_the_checkpoint_interval() -> None:
-    (row,) = (row for row in table_with(README, "backoffLimit") if code_names(row[0]) == ["checkpoint"])
-    assert f"({names.DEFAULT_CHECKPOINT_INTERVAL:g})" in row[2]
-
-
 @pytest.mark.parametrize("field", [str(field.alias) for field in Checkpoint.model_fields.values()])
 def test_each_checkpoint_setting_is_documented(field: str) -> None:
     assert re.search(rf"\b{field}\b", README + KUBERNETES)
