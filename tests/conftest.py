@@ -6,6 +6,11 @@ import signal
 import pytest
 from hypothesis import settings
 
+from support.examples import examples
+
+# Each test computes little. Threads that wait for each other would take most of the processor time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell without job control has what it starts in the background ignore Ctrl-C, and so would each process
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -13,7 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Nothing is asserted about speed, so an example of a property may take any time. Hypothesis has a profile for
 # CI, in which it would draw the same examples each time.
-settings.register_profile("without-deadline", settings.get_profile("default"), deadline=None)
+settings.register_profile(
+    "without-deadline", settings.get_profile("default"), deadline=None, max_examples=examples(50)
+)
 settings.load_profile("without-deadline")
 
 

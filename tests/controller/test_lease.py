@@ -22,6 +22,7 @@ from adascale_controller.operator.runtime.lease import (
     Spec,
     UnansweredError,
 )
+from support.examples import examples
 
 T = TypeVar("T")
 
@@ -477,7 +478,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20))
 @given(connections, events)
 def test_at_most_one_operator_runs_and_exactly_one_after_the_faults(
     made: list[tuple[list[float], list[str]]], events: list[tuple[float, int, str]]

@@ -25,6 +25,7 @@ from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core import names
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import Allocation, ReplicaState
+from support.examples import examples
 from support.world import World
 
 COUNTS = st.integers(0, 4)
@@ -255,17 +256,9 @@ def _raise(*_: object) -> None:
     raise
 
 
-@pytest.mark.parametrize(
-    ("machine", "examples"),
-    [
-        (OperatorMachine, 8),
-        (OperatorMachineWithTypes, 8),
-        pytest.param(OperatorMachine, 100, marks=pytest.mark.slow),
-        pytest.param(OperatorMachineWithTypes, 50, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("machine", [OperatorMachine, OperatorMachineWithTypes])
 def test_the_job_reaches_the_requested_state_whatever_happens(
-    monkeypatch: pytest.MonkeyPatch, machine: type[OperatorMachine], examples: int
+    monkeypatch: pytest.MonkeyPatch, machine: type[OperatorMachine]
 ) -> None:
     def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
         decided = OperatorMachine.decided
@@ -275,7 +268,7 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
 
     monkeypatch.setattr(DecisionProblem, "decide", decide)
     monkeypatch.setattr(error_isolation.logger, "exception", _raise)
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=25))
 
 
 def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.messages import StepTime
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.views import JobView
+from support.examples import examples
 from support.observed_jobs import NOW, indexed_job, job, observed, pod, report, view
 
 Nodes = Sequence[Mapping[str, Any]]
@@ -135,7 +136,7 @@ def _requested(decision: Decision | None) -> object:
     return decision and (decision.replicas, decision.accelerator)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(CHANGES)
 def test_after_any_changes_the_decisions_are_those_that_a_look_at_everything_finds(
     changes: Sequence[Any],

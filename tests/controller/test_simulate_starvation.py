@@ -15,6 +15,7 @@ from adascale_controller.simulation.profiles import read_application
 from adascale_core.simulation.application import ProfiledApplication
 from adascale_core.simulation.cluster import PlacementMode
 from adascale_core.simulation.engine import Settings, Submission, simulate
+from support.examples import examples
 from support.workload import write_profiles
 
 workloads = st.lists(
@@ -33,7 +34,7 @@ def applications(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Profiled
 
 @pytest.mark.slow
 @given(workloads, clusters, costs, st.sampled_from(PlacementMode))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_a_job_starts_as_soon_as_a_place_is_left_by_earlier_jobs_and_runs_to_its_end(
     applications: dict[str, ProfiledApplication],
     drawn: Sequence[tuple[int, str]],

@@ -11,6 +11,7 @@ from adascale_core.batch import BatchPlan
 from adascale_core.batched_fit import MAX_BATCH, MIN_BATCH, fit_all
 from adascale_core.messages import StepTime
 from adascale_core.throughput import StepTimeModel
+from support.examples import examples
 
 step_times = st.builds(
     StepTime,
@@ -61,7 +62,7 @@ def assert_same(found: StepTimeModel | None, expected: StepTimeModel | None) -> 
 
 
 @given(st.lists(questions, min_size=1, max_size=6))
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 def test_models_of_many_jobs_are_those_of_each_job(
     drawn: Sequence[tuple[Sequence[StepTime], Sequence[StepTime]]],
 ) -> None:
@@ -71,7 +72,7 @@ def test_models_of_many_jobs_are_those_of_each_job(
 
 
 @given(st.lists(questions, min_size=MIN_BATCH, max_size=MIN_BATCH + 4), questions)
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 def test_a_model_does_not_depend_on_the_jobs_that_are_fitted_with_it(
     drawn: Sequence[tuple[Sequence[StepTime], Sequence[StepTime]]],
     other: tuple[Sequence[StepTime], Sequence[StepTime]],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from adascale_core.capacity import NodeCapacity, ReplicaCapacity
 from adascale_core.packing import Demand, Node
+from support.examples import examples
 
 GPU = "nvidia.com/gpu"
 ONE = Demand({GPU: 1})
@@ -351,7 +352,7 @@ def equal_demands(draw: st.DrawFn) -> dict[str, Demand]:
 
 
 @given(some_nodes, equal_demands(), some_counts)
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_equal_replicas_fit_if_any_packing_exists(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:

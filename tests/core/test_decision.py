@@ -29,6 +29,7 @@ from adascale_core.job_utility import (
 from adascale_core.packing import Demand, Node
 from adascale_core.prediction import Prediction, predict
 from adascale_core.throughput import StepTimeModel
+from support.examples import examples
 from support.job_states import (
     ANY,
     CLEAR,
@@ -455,7 +456,7 @@ def test_a_decision_is_unchanged_once_it_is_applied(jobs: Sequence[JobState], ca
 
 
 @given(several_jobs, capacities)
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 def test_repeated_decisions_converge(jobs: Sequence[JobState], capacity: int) -> None:
     """Every change increases the total utility, so no decision repeats."""
     decisions: list[dict[str, int]] = []
@@ -492,7 +493,7 @@ def test_unmeasured_and_recently_changed_jobs_keep_their_count_if_capacity_allow
 
 
 @given(several_jobs, capacities)
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 def test_no_other_allocation_has_a_higher_utility(jobs: Sequence[JobState], capacity: int) -> None:
     """Compared with all allocations, by the sum of the utilities."""
     jobs = [
@@ -526,7 +527,7 @@ def test_a_job_that_fits_alone_runs_at_the_latest_when_all_earlier_jobs_are_comp
 
 
 @given(several_jobs, capacities)
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_more_capacity_never_lowers_the_count_of_a_job_that_is_alone(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
@@ -535,7 +536,7 @@ def test_more_capacity_never_lowers_the_count_of_a_job_that_is_alone(
 
 
 @given(several_jobs, capacities)
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_more_capacity_never_lowers_the_total_utility_of_the_same_jobs(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
@@ -552,7 +553,7 @@ def test_more_capacity_never_lowers_the_total_utility_of_the_same_jobs(
 
 
 @given(several_jobs, capacities)
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_with_equal_smallest_counts_more_capacity_never_stops_a_job(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
@@ -658,7 +659,7 @@ def test_on_nodes_a_decision_is_unchanged_once_it_is_applied(
 
 
 @given(jobs_on_nodes())
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 def test_on_nodes_repeated_decisions_converge(
     case: tuple[Sequence[JobState], Sequence[Node], Demands],
 ) -> None:

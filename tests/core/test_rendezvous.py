@@ -39,6 +39,7 @@ from adascale_core.rendezvous import (
     expire,
     register,
 )
+from support.examples import examples
 
 WAITING, RUNNING, HOLDING, REENTERING, LOST = (
     ReplicaState.WAITING,
@@ -1233,5 +1234,5 @@ class SimulatedJob(RuleBasedStateMachine):
 
 def test_the_invariants_hold_under_random_faults() -> None:
     run_state_machine_as_test(
-        SimulatedJob, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
+        SimulatedJob, settings=settings(max_examples=examples(50), stateful_step_count=50)
     )

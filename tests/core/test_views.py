@@ -16,6 +16,7 @@ from adascale_core.views import (
     ReplicaView,
     StoredReports,
 )
+from support.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
@@ -34,7 +35,7 @@ def test_a_view_is_equal_after_a_round_trip_through_json(view: Message) -> None:
     assert json.dumps(type(view).from_json(json.loads(text)).to_json()) == text
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(views)
 def test_unknown_members_are_ignored(view: Message) -> None:
     text = json.dumps(view.to_json())

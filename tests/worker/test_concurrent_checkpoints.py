@@ -25,6 +25,7 @@ from adascale_worker.storage.interface import (
     Storage,
     StorageFullError,
 )
+from support.examples import examples
 
 INFO = CheckpointInfo(
     step=0, progress=0.0, epoch=0, replicas=4, generation=3, finished=False, saved_at=1.76e9
@@ -109,7 +110,7 @@ class Turns:
             return True
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.sampled_from([100, 101]), min_size=2, max_size=6),
     st.lists(st.integers(0, 5), min_size=1, max_size=120),

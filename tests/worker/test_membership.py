@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.examples import examples
 from support.members import REPLACED_CODES, Members, Trainer
 from support.training import samples
 
@@ -94,7 +95,6 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
 @pytest.mark.parametrize(
     ("victim", "width", "gpus"),
     [
-        pytest.param(0, 16, 0, marks=pytest.mark.slow),
         (1, 16, 0),
         (0, 50_000, 0),
         pytest.param(0, 50_000, 1, marks=pytest.mark.gpu, id="replicas share a GPU, with gloo"),
@@ -141,9 +141,11 @@ def test_a_killed_member_costs_no_step_and_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends_epoch", [False, True], ids=["in an epoch", "last of an epoch"])
-@pytest.mark.parametrize("fails", [False, True], ids=["has the sums", "has lost the sums"])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("late", "fails", "ends_epoch"),
+    # Each pair of values of two of them.
+    [(0, False, False), (0, True, True), (1, False, True), (1, True, False)],
+)
 def test_survivors_agree_on_the_later_step_if_only_one_has_finished_it(
     make_members: Callable[..., Members], late: int, fails: bool, ends_epoch: bool
 ) -> None:
@@ -196,13 +198,11 @@ def results_by_rank(job: Members) -> dict[tuple[int, int], tuple[object, ...]]:
     }
 
 
-ENDS = ["epochs", "finished"]
-"""After what the loops of programs end."""
 FINISHES = {"EPOCHS": 3, "BOUNDS": json.dumps({"batch_size": 12, "epochs": 3}), "STEP_SECONDS": 0.01}
 
 
 @pytest.mark.parametrize(
-    ("victim", "end"), [(0, "epochs"), *(pytest.param(2, end, marks=pytest.mark.slow) for end in ENDS)]
+    ("victim", "end"), [(0, "epochs"), pytest.param(2, "finished", marks=pytest.mark.slow)]
 )
 def test_the_replacement_of_a_member_lost_while_the_end_is_saved_saves_it_too(
     make_members: Callable[..., Members], tmp_path: Path, victim: int, end: str
@@ -325,7 +325,7 @@ def test_a_state_that_has_arrived_in_part_replaces_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(1)))
 def test_weights_and_samples_survive_kills_and_freezes_at_any_moment(
     make_members: Callable[..., Members], tmp_path: Path, seed: int
 ) -> None:
