@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from e2e.local_run import PACED, ROOT, adascale, running, write_job
+from support.fast_python import PYTHON
 from support.launch import wait_until
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "finishes.py"
@@ -24,7 +25,7 @@ def state(tmp_path: Path) -> Path:
 def write(path: Path, env: dict[str, str], **spec: Any) -> Path:
     """Write a job of `finishes.py`."""
     environ = {"PYTHONPATH": str(ROOT / "tests"), **env}
-    return write_job(path, ["python", str(PROGRAM)], environ, batchSize=8, **spec)
+    return write_job(path, [*PYTHON, str(PROGRAM)], environ, batchSize=8, **spec)
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
     env = {"PYTHONPATH": str(ROOT / "tests"), "ON_RANK": "1", "SECONDS": "1000"}
     bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
     spec: dict[str, Any] = {"batchSize": 8, "minReplicas": 2, "maxReplicas": 2, **bounds}
-    job = write_job(tmp_path / "job.yaml", ["python", str(HANGS)], env, **spec)
+    job = write_job(tmp_path / "job.yaml", [*PYTHON, str(HANGS)], env, **spec)
 
     def stalls() -> list[str]:
         return sorted(replica["stall"] for replica in run.job().get("replicas", ()))
@@ -132,7 +133,7 @@ def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
 @pytest.mark.slow
 def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, state: Path) -> None:
     job = write_job(
-        tmp_path / "job.yaml", ["python", str(PACED)], {"PACE": "0.02", "UNUSED": "1", "NOISE": "8"},
+        tmp_path / "job.yaml", [*PYTHON, str(PACED)], {"PACE": "0.02", "UNUSED": "1", "NOISE": "8"},
         maxReplicas=2, maxBatchSize=64, localBszBounds={"lower": 4, "upper": 32},
         scaleInvariantSteps=100_000,
     )  # fmt: skip

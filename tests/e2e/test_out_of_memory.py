@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e.local_run import ROOT, adascale, write_job
+from support.fast_python import PYTHON
 
 PROGRAM = ROOT / "tests" / "chaos" / "program.py"
 
@@ -23,7 +24,7 @@ def test_a_job_learns_what_fits_without_losing_or_repeating_a_sample(tmp_path: P
     }
     job = write_job(
         tmp_path / "job.yaml",
-        ["python", str(PROGRAM)],
+        [*PYTHON, str(PROGRAM)],
         env,
         batchSize=16,
         maxBatchSize=32,

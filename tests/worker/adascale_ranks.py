@@ -1,6 +1,8 @@
-"""Runs many short cases in one set of spawned gloo ranks, because spawning takes seconds."""
+"""Runs many short cases in one set of gloo ranks, each in a process of its own."""
 
+import importlib
 import os
+import subprocess
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,29 +12,53 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.multiprocessing.spawn import spawn
 
 from adascale_worker import gloo_threads
+from support.fast_python import PYTHON
 
 TIMEOUT = timedelta(seconds=20)
 
 Cases = Mapping[str, Callable[[], None]]
 
 
-def run_cases(cases: Cases, world_size: int, folder: Path) -> dict[str, list[str]]:
+def run_cases(module: str, name: str, world_size: int, folder: Path) -> dict[str, list[str]]:
     """Run each case on all ranks, one after the other.
+
+    Args:
+        module, name: where the cases are.
+        world_size: number of ranks.
+        folder: for the files of the ranks.
 
     Returns:
         for each case, the tracebacks of the ranks on which it failed; empty for a case that passes.
     """
-    spawn(_rank, (world_size, dict(cases), str(folder)), nprocs=world_size)
+    tests = Path(__file__).parents[1]
+    program = "import sys; from worker.adascale_ranks import run_rank; run_rank(*sys.argv[1:])"
+    arguments = [module, name, str(world_size), str(folder)]
+    ranks = [
+        subprocess.Popen(
+            [*PYTHON, "-c", program, str(rank), *arguments],
+            cwd=tests,
+            env={**os.environ, "PYTHONPATH": str(tests)},
+        )
+        for rank in range(world_size)
+    ]
+    assert [rank.wait() for rank in ranks] == [0] * world_size
     return {
-        name: [file.read_text() for rank in range(world_size) if (file := folder / f"{name}.{rank}").exists()]
-        for name in cases
+        case: [file.read_text() for rank in range(world_size) if (file := folder / f"{case}.{rank}").exists()]
+        for case in cases_of(module, name)
     }
 
 
-def _rank(rank: int, world_size: int, cases: dict[str, Callable[[], None]], folder: str) -> None:
+def cases_of(module: str, name: str) -> Cases:
+    """Return the cases of this name in a module."""
+    cases: Cases = getattr(importlib.import_module(module), name)
+    return cases
+
+
+def run_rank(rank_text: str, module: str, name: str, world_size_text: str, folder: str) -> None:
+    """Run the cases on one rank."""
+    rank, world_size, cases = int(rank_text), int(world_size_text), cases_of(module, name)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("error")

@@ -444,7 +444,7 @@ RANKS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_cases(RANKS, 2, tmp_path_factory.mktemp("ranks"))
+    return run_cases("worker.test_adascale_frameworks", "RANKS", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow

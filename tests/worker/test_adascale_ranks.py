@@ -8,7 +8,7 @@ from worker.adascale_ranks import run_cases
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("ranks"))
+    return run_cases("worker.adascale_cases", "CASES", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -18,7 +18,7 @@ def test_on_two_ranks(name: str, failures: dict[str, list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def sharded_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_cases(SHARDED_CASES, 2, tmp_path_factory.mktemp("ranks"))
+    return run_cases("worker.adascale_cases", "SHARDED_CASES", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
