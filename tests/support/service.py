@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from support.fast_python import Program
 from support.launch import wait_until
 
 TOKEN = "a-token-for-tests"
@@ -28,7 +27,7 @@ class Service:
     def __init__(self, folder: Path, job: str = "default.test") -> None:
         self._folder = folder
         self._job = job
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
         self.port = 0
         self.start()
 
@@ -46,37 +45,28 @@ class Service:
         """Start the service, on the same port as before."""
         port_file = self._folder / "port"
         port_file.unlink(missing_ok=True)
-        with (self._folder / "api.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "adascale_api", "--port", str(self.port)),
-                    *(
-                        "--database",
-                        f"sqlite:///{self._folder / 'api.sqlite'}",
-                        "--port-file",
-                        str(port_file),
-                    ),
-                ],
-                env={**os.environ, "ADASCALE_TOKEN": TOKEN},
-                stdout=log,
-                stderr=log,
-            )
-        process = self._process
-        wait_until(lambda: port_file.exists() or process.poll() is not None, "the start of the service")
-        assert port_file.exists(), (self._folder / "api.log").read_text()
+        database = f"sqlite:///{self._folder / 'api.sqlite'}"
+        options = ["--port", str(self.port), "--database", database, "--port-file", str(port_file)]
+        environ = {**os.environ, "ADASCALE_TOKEN": TOKEN}
+        log = self._folder / "api.log"
+        process = self._process = Program(["-m", "adascale_api", *options], environ, log)
+        wait_until(lambda: port_file.exists() or process.code is not None, "the start of the service")
+        assert port_file.exists(), log.read_text()
         self.port = int(port_file.read_text())
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send a signal, and wait for the service to exit."""
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(10)
+        if (process := self._process) is not None:
+            self.send_signal(number)
+            wait_until(lambda: process.code is not None, "the end of the service", 10)
+            process.close()
             self._process = None
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the service."""
         assert self._process is not None
-        self._process.send_signal(number)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def allocate(self, generation: int, replicas: int) -> None:
         """Set an allocation, as the controller does."""

@@ -1,4 +1,6 @@
-"""A `python` that has torch imported already, which takes most of the time of short programs.
+"""A `python` that has torch and the metrics service imported already.
+
+That takes most of the time of short programs.
 
 `PYTHON` replaces `[sys.executable]` at the beginning of a command. It starts `command.py`, a process without
 imports. That asks `server.py`, which is started once for each process of pytest, to fork, and to run the
