@@ -38,6 +38,7 @@ class Part:
 
 
 PARTS = (
+    Part("fast tests, with ten times the examples", ("make", "test"), {"ADASCALE_RELEASE_CHECK": "1"}),
     Part("slow tests, with ten times the examples", ("make", "test-slow"), {"ADASCALE_RELEASE_CHECK": "1"}),
     Part("200 faults on one machine", ("make", "chaos", "CHAOS=--runs 25 --faults 200"), {}),
     Part(

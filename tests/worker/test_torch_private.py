@@ -93,7 +93,7 @@ def test_a_default_group_after_a_failed_formation_has_the_first_name_a_store_and
     for _ in range(2):
         torch_private.reset_group_names()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        names.append(dist.distributed_c10d._get_process_group_name(dist.group.WORLD))
+        names.append(dist.distributed_c10d._get_default_group().group_name)
         torch_private.set_collective_timeout(timedelta(seconds=20))
         torch_private.default_store().set("key", "value")
         assert torch_private.default_store().get("key") == b"value"
