@@ -228,6 +228,39 @@ def test_a_sync_batchnorm_on_the_cpu_is_refused_on_two_replicas_and_warned_of_on
     assert len(re.findall(f"RuntimeWarning: {message}", require_trained(run("SyncBatchNorm")))) == 1
 
 
+# -- gradients that are averaged once more -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ("Accelerate", r"the model .*, or a part of it, was wrapped in DistributedDataParallel, which"),
+        ("calls a wrapper from before", r"the model .* was called by DistributedDataParallel, which"),
+    ],
+)
+def test_a_model_that_is_wrapped_again_is_refused(loop: str, message: str) -> None:
+    code, output = run(loop, replicas=2)
+    assert code == TORCHRUN_FAILED, output
+    assert len(re.findall(f"adascale: {message}", output)) == 2, output
+
+
+@pytest.mark.slow
+def test_gradients_that_something_else_averages_once_more_are_refused_on_two_replicas() -> None:
+    message = (
+        r"adascale: the gradient of the parameter 'parts.head.weight' is 0\.[45]\d* times the mean over the"
+    )
+    result = run("something else averages", replicas=2)
+    require_refused(result, message)
+    assert len(re.findall(message, result[1])) == 2, "both ranks name the reason"
+
+
+@pytest.mark.slow
+def test_accelerate_can_prepare_a_model_without_wrapping_it() -> None:
+    output = require_trained(run("Accelerate without a wrapper", replicas=2))
+    assert "Warning" not in output
+
+
 # -- steps and epochs -----------------------------------------------------------------------------------
 
 

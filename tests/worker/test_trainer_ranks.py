@@ -50,6 +50,12 @@ def test_micro_batches_on_two_replicas_equal_a_step_with_the_large_batch(
     assert results[0]["difference"] < 1e-6
 
 
+def test_a_program_may_change_gradients_before_and_after_they_are_averaged(
+    results: list[dict[str, Any]],
+) -> None:
+    assert [result["steps_with_changed_gradients"] for result in results] == [4, 4]
+
+
 @pytest.mark.parametrize("kind", ["copied", "saved_and_loaded"])
 def test_a_copy_of_the_model_uses_its_own_parameters(results: list[dict[str, Any]], kind: str) -> None:
     """Averaging of weights and `torch.save(model)` require this."""

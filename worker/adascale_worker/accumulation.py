@@ -16,6 +16,8 @@ from adascale_core.batch import BatchPlan
 from adascale_worker.adascale import AdaScale
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import WorkerError
+from adascale_worker.exchange_check import ExchangeCheck
+from adascale_worker.process_group import ReplicaGroup
 
 
 class Accumulation(ABC):
@@ -71,6 +73,14 @@ class Accumulation(ABC):
     def put_back(self) -> None:
         """Put the gradients back that are set aside, for the optimizer's step."""
 
+    @abstractmethod
+    def begin_generation(self) -> None:
+        """Begin with other replicas."""
+
+    @abstractmethod
+    def check_exchange(self) -> None:
+        """Check that the gradients of a complete step are the means over the replicas. A collective call."""
+
 
 class GradientAccumulation(Accumulation):
     """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch.
@@ -79,15 +89,23 @@ class GradientAccumulation(Accumulation):
         optimizer: AdaScale around the program's optimizer.
         model: the program's model.
         program_model: the program's model itself.
+        group: the replicas.
     """
 
-    def __init__(self, optimizer: AdaScale, model: DataParallelModel, program_model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        optimizer: AdaScale,
+        model: DataParallelModel,
+        program_model: torch.nn.Module,
+        group: ReplicaGroup,
+    ) -> None:
         super().__init__()
         self._optimizer = optimizer
         self._model = model
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
         both = [*program_model.parameters(), *optimized]
         self._parameters = list({id(parameter): parameter for parameter in both}.values())
+        self._exchange = ExchangeCheck(program_model, group)
         self._set_aside: list[tuple[Tensor, Tensor]] = []
         self._has_pass = self._has_lost_pass = False
         """Whether there was a backward pass for the present micro-batch, and the program has deleted it."""
@@ -115,6 +133,7 @@ class GradientAccumulation(Accumulation):
         self._has_pass = self._has_lost_pass = False
         self._set_gradient_sync()
         self.discard_set_aside()
+        self._exchange.discard()
         self._optimizer.zero_grad()
 
     def before_backward(self) -> None:
@@ -133,9 +152,12 @@ class GradientAccumulation(Accumulation):
         if self._accumulation > 1:
             self._optimizer.sum_gradients_again()
             self.put_back()
+        if self.at_last_micro_batch and not self._model.has_missed_exchange:
+            self._exchange.begin_pass()
 
     def after_backward(self) -> None:
         """Let the program see the mean gradient of the step in its last micro-batch, else none."""
+        self._exchange.end_pass()
         if self._accumulation == 1:
             return
         self._has_pass = True
@@ -149,6 +171,21 @@ class GradientAccumulation(Accumulation):
         for parameter, gradient in self._set_aside:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self._set_aside.clear()
+
+    def begin_generation(self) -> None:
+        """Begin with other replicas."""
+        self._exchange.begin_generation()
+
+    def check_exchange(self) -> None:
+        """Check that the gradients of a complete step are the means over the replicas.
+
+        A collective call in the first steps of a generation.
+
+        Raises:
+            ReplicationError: they are not.
+            PeersLostError: members are lost.
+        """
+        self._exchange.compare()
 
     def zeroed_later(self) -> None:
         """Record that the program calls `zero_grad` in a micro-batch that is not the first of its step."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.loop_checks import ForwardRecord
 from adascale_worker.membership_links import PeersLostError
+from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
@@ -64,6 +65,7 @@ class DataParallelModel:
             zero.
         handles_shortage: returns whether an error is handled that may mean that a batch does not fit.
         local_bsz: returns the local batch size.
+        other_parallelism: finds wrappers around the model.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class DataParallelModel:
         changed_trained: Callable[[list[Tensor]], None] = lambda _: None,
         steps: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.other_parallelism = OtherParallelism([model], own=_OriginalForward)
         self.ddp: DistributedDataParallel | None = None
         self.has_missed_exchange = False
         self.lacks_memory = False
@@ -164,6 +167,7 @@ class DataParallelModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's original forward, through DDP on several replicas."""
         self._record.called = True
+        self.other_parallelism.check_call()
         if not self.has_missed_exchange and not self._group.has_failed:
             try:
                 self.follow_trained()

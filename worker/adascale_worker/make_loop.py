@@ -64,6 +64,7 @@ class MadeLoop:
     Args:
         loop: the loop.
         program: the state of the program.
+        models: makes the program's models data-parallel.
         accumulation: has the gradients of a step.
         patch: replaces methods of the program's optimizers and models.
         has_stepped: returns whether an optimizer has made a step for the present batch.
@@ -71,6 +72,7 @@ class MadeLoop:
 
     loop: TrainingLoop
     program: ProgramState
+    models: DataParallelModel | ModelSet
     accumulation: Accumulation
     patch: Callable[[], None]
     has_stepped: Callable[[], bool]
@@ -110,7 +112,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
     )
     adascale = AdaScale(optimizer, model=parallel.ddp, **_adascale_options(trainer, options))
     program = _program_state(parts, adascale, trained, trainer, options)
-    accumulation = GradientAccumulation(adascale, parallel, model)
+    accumulation = GradientAccumulation(adascale, parallel, model, group)
     checks = LoopChecks(
         model,
         adascale,
@@ -147,7 +149,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
             accumulation.zeroed_later,
         )
 
-    return MadeLoop(loop, program, accumulation, patch, lambda: checks.has_stepped)
+    return MadeLoop(loop, program, parallel, accumulation, patch, lambda: checks.has_stepped)
 
 
 def _several_optimizers(parts: ProgramParts, trainer: TrainerComponents, options: LoopOptions) -> MadeLoop:
@@ -177,6 +179,7 @@ def _several_optimizers(parts: ProgramParts, trainer: TrainerComponents, options
     return MadeLoop(
         loop,
         program,
+        models,
         accumulation,
         lambda: loop.patch(parts.optimizers, parts.models),
         lambda: any(part.has_stepped for part in accumulation.parts),

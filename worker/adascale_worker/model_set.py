@@ -7,7 +7,7 @@ averaged for each optimizer instead, after the pass (`optimizer_gradients`), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.device_clock import PendingTimes, clock_of
+from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
@@ -39,10 +40,11 @@ class ModelSet:
 
     def __init__(
         self,
-        models: Iterable[torch.nn.Module],
+        models: Sequence[torch.nn.Module],
         device: torch.device,
         group: ReplicaGroup,
     ) -> None:
+        self.other_parallelism = OtherParallelism(models)
         self._has_missed_exchange = False
         self.lacks_memory = False
         self.handles_shortage: Callable[[BaseException], bool] = lambda _: False
@@ -136,6 +138,7 @@ class ModelSet:
         kwargs: dict[str, Any],
     ) -> Any:
         """Call a model's original forward."""
+        self.other_parallelism.check_call()
         if not self.has_missed_exchange and not self._group.has_failed:
             try:
                 return original(*args, **kwargs)

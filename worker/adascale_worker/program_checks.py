@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.other_parallelism import require_unwrapped
 from adascale_worker.patching import Scheduler
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
@@ -46,11 +46,7 @@ def require_program(
                 "torch.optim.Optimizer, or with dicts of several by name "
                 "(program_reentry({name: model, ...}, {name: optimizer, ...}), see docs/training.md)"
             )
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        raise WorkerError(
-            f"program_reentry got a model of type {type(model).__name__}, but it makes the model "
-            "data-parallel itself: pass the model before it is wrapped"
-        )
+    require_unwrapped(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise WorkerError(

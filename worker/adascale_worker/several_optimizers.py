@@ -83,6 +83,12 @@ class SeveralAccumulations(Accumulation):
     def put_back(self) -> None:
         """Do nothing: no gradients are set aside."""
 
+    def begin_generation(self) -> None:
+        """Do nothing: nothing depends on the replicas of the last generation."""
+
+    def check_exchange(self) -> None:
+        """Do nothing: the gradients are taken out of `.grad` before they are averaged."""
+
     def begin_batch(self) -> None:
         """Count a batch that the program gets."""
         self.batch += 1

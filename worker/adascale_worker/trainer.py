@@ -56,6 +56,7 @@ from adascale_worker.make_loop import LoopOptions, make_loop
 from adascale_worker.membership import Membership
 from adascale_worker.membership_links import listen
 from adascale_worker.optimizer_set import OptimizerSet
+from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import kind_of
 from adascale_worker.patching import Scheduler, patch_scheduler
 from adascale_worker.process_group import ReplicaGroup
@@ -148,6 +149,7 @@ class ElasticTrainer:
         self._loop: TrainingLoop | None = None
         self._watchdog: StepWatchdog | None = None
         self._other_optimizers: OtherOptimizers | None = None
+        self._other_parallelism: OtherParallelism | None = None
         self._backward_guard: BackwardGuard | None = None
         self._accumulation: Accumulation | None = None
         self._parts: ProgramParts | None = None
@@ -430,6 +432,8 @@ class ElasticTrainer:
             lambda: trainer.group.replicas,
         )
         self._other_optimizers.install()
+        self._other_parallelism = made.models.other_parallelism
+        self._other_parallelism.install()
         loop.comparison.others = self._other_optimizers.parameters
         self._loop, self._accumulation, self._parts = loop, accumulation, parts
         self._watchdog = StepWatchdog(
@@ -675,6 +679,8 @@ class ElasticTrainer:
         self._stop_watchdog()
         if self._other_optimizers is not None:
             self._other_optimizers.uninstall()
+        if self._other_parallelism is not None:
+            self._other_parallelism.uninstall()
         self._shutdown_request.uninstall()
         self._uncaught_errors.uninstall()
         self._exit_status.uninstall()

@@ -309,6 +309,7 @@ class TrainingLoop:
         trainer.checkpointing.begin_generation()
         self._agreement = Agreement()
         self._checks.begin_generation()
+        self._accumulation.begin_generation()
         self._overtake()
         self._announce_place()
         self.begin()
@@ -549,6 +550,7 @@ class TrainingLoop:
         try:
             # The exchange must have succeeded before anything is changed.
             adascale = self._require_one_optimizer()
+            self._accumulation.check_exchange()
             adascale.exchange_statistics()
             trainer.group.wait_for_device()
             trainer.checkpointing.before_step()

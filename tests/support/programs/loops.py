@@ -9,13 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from adascale_worker import ElasticTrainer, weight_checks
+from adascale_worker.torch_private import call_at_end_of_backward
 from support.gan import Gan, noise_of
 from support.training import samples
 
 loop = os.environ["LOOP"]
+if loop.startswith("Accelerate"):
+    from accelerate import Accelerator
 steps = int(os.environ.get("STEPS", "60"))
 
 
@@ -32,6 +36,18 @@ class Net(nn.Module):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.parts["head"](x), y)
+
+
+def average_once_more(parameter: nn.Parameter) -> None:
+    """Average the gradient of a parameter over the replicas once more, as data parallelism does."""
+
+    def average() -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(dist.get_world_size())
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
+
+    parameter.register_hook(lambda _: call_at_end_of_backward(average))
 
 
 trainer = ElasticTrainer(
@@ -81,6 +97,10 @@ if loop == "two schedulers":
     schedulers = [warmup, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
 if loop == "data-parallel already":
     model = nn.DataParallel(model)
+wrapped: Any = None
+if loop == "calls a wrapper from before":
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    model = wrapped.module
 if loop == "swapped arguments":
     trainer.program_reentry(optimizer, model)  # type: ignore[arg-type]
 if loop == "registers a list":
@@ -89,6 +109,13 @@ if loop == "scheduler of another optimizer":
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer.program_reentry(model, optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
 state = trainer.program_reentry(model, optimizer, schedulers[0] if len(schedulers) > 1 else None)
+if loop == "Accelerate":
+    model = Accelerator(cpu=True).prepare(model)
+if loop == "Accelerate without a wrapper":
+    model = Accelerator(cpu=True).prepare_model(model, evaluation_mode=True)
+if loop == "something else averages":
+    for parameter in model.parameters():
+        average_once_more(parameter)
 critic = Net()
 second = torch.optim.Adam(critic.parameters(), lr=0.01)
 if loop == "another optimizer":
@@ -98,7 +125,7 @@ if loop == "adds a parameter group":
     optimizer.add_param_group({"params": [outside]})
 if loop == "two models":
     trainer.program_reentry(Net(), optimizer)
-logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else model
+logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else wrapped or model
 if loop in ("changes weights on one rank", "changes lr on one rank"):
     weight_checks.COMPARISON_INTERVAL = 0.0
 if loop == "evaluation mode":

@@ -44,6 +44,17 @@ class Net(nn.Module):
         return out
 
 
+class ToType(nn.Module):
+    """Converts its input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
 def digest(tensors: list[Tensor]) -> str:
     return hashlib.sha256(
         torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().tobytes()
@@ -118,6 +129,32 @@ def micro_batches() -> dict[str, Any]:
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             largest = max(largest, (ours - theirs).abs().max().item())
     return {"plan": plan, "difference": largest, "weights_of_micro_batches": digest(list(model.parameters()))}
+
+
+def changes_gradients() -> dict[str, Any]:
+    """Change gradients in hooks before they are averaged, and after backward(), which is not refused."""
+    trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
+    torch.manual_seed(3)
+    first = nn.Linear(6, 16)
+    model = nn.Sequential(first, nn.ReLU(), ToType(torch.bfloat16), nn.Linear(16, 2).to(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+    trainer.program_reentry(model, optimizer, register={"scaler": scaler})
+
+    def clamp(bias: Tensor) -> None:
+        assert bias.grad is not None
+        bias.grad.clamp_(-0.01, 0.01)
+
+    first.weight.register_hook(lambda gradient: 2.0 * gradient)
+    first.bias.register_post_accumulate_grad_hook(clamp)
+    for x, y in trainer.dataloader(dataset):
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(x).float(), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+    return {"steps_with_changed_gradients": trainer.steps}
 
 
 def copies_of_the_model() -> dict[str, Any]:
@@ -243,6 +280,7 @@ for case in (
     evaluation_on_all,
     model_with_unused_parameters,
     micro_batches,
+    changes_gradients,
     copies_of_the_model,
     other_seeds,
     evaluation_on_rank_0,
