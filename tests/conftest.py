@@ -11,8 +11,8 @@ from support.examples import examples
 # Each test computes little. Threads that wait for each other would take most of the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell without job control has what it starts in the background ignore Ctrl-C, and nohup a closed terminal. So
-# would each process that a test starts and interrupts.
+# A shell without job control has what it starts in the background ignore Ctrl-C, and nohup has it ignore a closed
+# terminal. So would each process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

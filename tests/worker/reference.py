@@ -23,15 +23,31 @@ def squared_norm(gradient: Gradient) -> float:
     return sum(x * x for x in gradient)
 
 
-def mean(gradients: Sequence[Gradient]) -> Gradient:
-    return [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
+def mean(gradients: Sequence[Gradient], weights: Sequence[float] | None = None) -> Gradient:
+    weights = [1.0] * len(gradients) if weights is None else weights
+    total = sum(weights)
+    return [
+        sum(w * x for w, x in zip(weights, column, strict=True)) / total
+        for column in zip(*gradients, strict=True)
+    ]
 
 
-def sample(micro_gradients: Sequence[Gradient], scale: float) -> Sample:
-    """Return the unbiased estimates from the n >= 2 micro-gradients of a step at `scale`."""
-    n = len(micro_gradients)
-    mean_of_sqr = sum(squared_norm(g) for g in micro_gradients) / n
-    sqr_of_mean = squared_norm(mean(micro_gradients))
+def sample(
+    micro_gradients: Sequence[Gradient], scale: float, weights: Sequence[float] | None = None
+) -> Sample:
+    """Return the unbiased estimates from the n >= 2 micro-gradients of a step at `scale`.
+
+    With weights, the step's gradient is their weighted mean, and a micro-gradient of weight w has 1/w of the
+    variance of one of weight 1, as a mean over w tokens has. Those of weight 0 do not count. Then
+    E[L] = |G|^2 + n V / W and E[M] = |G|^2 + V / W, with L the weighted mean of |g|^2, M the square of the
+    weighted mean, V the variance at weight 1, and W the sum of the weights. So the formulas are those of
+    equal weights.
+    """
+    weights = [1.0] * len(micro_gradients) if weights is None else weights
+    n = sum(w > 0 for w in weights)
+    weighted = [w * squared_norm(g) for w, g in zip(weights, micro_gradients, strict=True)]
+    mean_of_sqr = sum(weighted) / sum(weights)
+    sqr_of_mean = squared_norm(mean(micro_gradients, weights))
     grad_sqr = (n * sqr_of_mean - mean_of_sqr) / (n - 1)
     grad_var = (mean_of_sqr - sqr_of_mean) * scale / (n - 1)
     return grad_sqr, grad_var
@@ -162,15 +178,18 @@ class Reference:
         by_parameter = dict(zip(map(id, parameters), found, strict=True))
         return [[by_parameter.get(id(p)) for p in group] for group in self.groups()]
 
-    def step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> None:
         groups = self.groups()
         gradients = [self.micro_gradients(batch) for batch in batches]
-        self.measure([[_flat(group, own) for group, own in zip(g, groups, strict=True)] for g in gradients])
+        self.measure(
+            [[_flat(group, own) for group, own in zip(g, groups, strict=True)] for g in gradients], weights
+        )
+        shares = [1.0] * len(batches) if weights is None else weights
         for number, parameters in enumerate(groups):
             for index, parameter in enumerate(parameters):
-                parts = [g[number][index] for g in gradients]
-                present = [part for part in parts if part is not None]
-                parameter.grad = sum(present, torch.zeros_like(parameter)) / len(parts) if present else None
+                parts = [(w, g[number][index]) for w, g in zip(shares, gradients, strict=True)]
+                present = [w * part for w, part in parts if part is not None]
+                parameter.grad = sum(present, torch.zeros_like(parameter)) / sum(shares) if present else None
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         if self.adam is not None:
@@ -183,7 +202,9 @@ class Reference:
         for group, rate in zip(self.sgd.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def measure(self, micro_gradients: Sequence[Sequence[Gradient]]) -> None:
+    def measure(
+        self, micro_gradients: Sequence[Sequence[Gradient]], weights: Sequence[float] | None = None
+    ) -> None:
         """Add the estimates of a step, from its gradients by micro-batch and group."""
         if self.adam is not None:
             divisors = self.adam.divisors()
@@ -196,7 +217,9 @@ class Reference:
         theta = smoothing(self.scale) if self.smoothing is None else self.smoothing
         groups = len(micro_gradients[0])
         if len(micro_gradients) > 1:
-            self.samples.append([sample([g[i] for g in micro_gradients], self.scale) for i in range(groups)])
+            self.samples.append(
+                [sample([g[i] for g in micro_gradients], self.scale, weights) for i in range(groups)]
+            )
             self.smoothings.append(theta)
             return
         if self.previous is not None:

@@ -242,7 +242,7 @@ def test_a_sync_batchnorm_on_the_cpu_is_refused_on_two_replicas_and_warned_of_on
 def test_a_model_that_is_wrapped_again_is_refused(loop: str, message: str) -> None:
     code, output = run(loop, replicas=2)
     assert code == TORCHRUN_FAILED, output
-    assert len(re.findall(f"adascale: {message}", output)) == 2, output
+    assert re.search(f"adascale: {message}", output), output
 
 
 @pytest.mark.slow

@@ -26,6 +26,26 @@ LATE = PROGRAMS / "late.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 
 
+@pytest.mark.slow
+def test_a_killed_member_costs_no_bit_if_micro_batches_have_weights(
+    make_members: Callable[..., Members],
+) -> None:
+    """The replacement does not know the weight of the steps before."""
+    options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, "WEIGHTED": 1}
+    calm = make_members("calm", **options)
+    calm.activate(calm.start(2))
+    expected = calm.finish()
+    job = make_members("killed", **options)
+    first, lost, spare = job.start(3)
+    job.activate([first, lost])
+    job.wait_step(job.last_step() + 3)
+    lost.kill()
+    job.wait_holding([first])
+    job.activate([first, spare])
+    assert job.finish() == expected
+    assert job.require_complete_stream() == calm.require_complete_stream()
+
+
 def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     make_members: Callable[..., Members],
 ) -> None:

@@ -93,9 +93,9 @@ def test_gradients_are_averaged_once_more_only_if_no_pass_reaches_the_optimizer(
     calls: list[str] = []
     average = OptimizerGradients.average
 
-    def counted(part: OptimizerGradients, accumulation: int) -> None:
+    def counted(part: OptimizerGradients, *arguments: Any) -> None:
         calls.append(part.name)
-        average(part, accumulation)
+        average(part, *arguments)
 
     monkeypatch.setattr(OptimizerGradients, "average", counted)
     gan = Gan()

@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both replicas."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_python(PROGRAMS / "ranks.py", replicas=2, OUT=folder)
+    run_python(PROGRAMS / "ranks.py", replicas=2, OUT=folder, PYTHONPATH=PROGRAMS.parents[1])
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -48,6 +48,17 @@ def test_micro_batches_on_two_replicas_equal_a_step_with_the_large_batch(
 ) -> None:
     assert results[0]["plan"] == [2, 4, 2]
     assert results[0]["difference"] < 1e-6
+
+
+def test_micro_batches_of_unequal_weight_on_two_replicas_equal_a_step_with_the_large_batch(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        assert result["weighted_steps"] == 4
+        assert result["weighted_difference"] < 1e-6
+        assert result["difference_of_two_optimizers"] < 1e-6
+        ours, theirs = result["weighted_estimates"]
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 def test_a_program_may_change_gradients_before_and_after_they_are_averaged(

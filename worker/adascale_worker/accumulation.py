@@ -17,13 +17,19 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import WorkerError
 from adascale_worker.exchange_check import ExchangeCheck
+from adascale_worker.micro_batch_weights import MicroBatchWeights
 from adascale_worker.process_group import ReplicaGroup
 
 
 class Accumulation(ABC):
-    """Counts the micro-batches of a step, and keeps the gradients of those before the last."""
+    """Counts the micro-batches of a step, and keeps the gradients of those before the last.
 
-    def __init__(self) -> None:
+    Args:
+        weights: of the micro-batches.
+    """
+
+    def __init__(self, weights: MicroBatchWeights) -> None:
+        self.weights = weights
         self.micro_batch = 0
         """Index of the present micro-batch in its step."""
         self._accumulation = 1
@@ -46,7 +52,12 @@ class Accumulation(ABC):
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         self.micro_batch = (self.micro_batch + 1) % self._accumulation
+        self.weights.finish_micro_batch(completes_step=self.at_first_micro_batch)
         return self.at_first_micro_batch
+
+    def begin_batch(self) -> None:
+        """Begin with a batch that the program gets."""
+        self.weights.begin_micro_batch()
 
     @abstractmethod
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
@@ -75,7 +86,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def begin_generation(self) -> None:
-        """Begin with other replicas."""
+        """Begin with other replicas. A collective call."""
 
     @abstractmethod
     def check_exchange(self) -> None:
@@ -99,7 +110,7 @@ class GradientAccumulation(Accumulation):
         program_model: torch.nn.Module,
         group: ReplicaGroup,
     ) -> None:
-        super().__init__()
+        super().__init__(MicroBatchWeights(group, optimizer.weigh_pass))
         self._optimizer = optimizer
         self._model = model
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -123,6 +134,7 @@ class GradientAccumulation(Accumulation):
             scale: its scale S.
         """
         self._accumulation = plan.accumulation
+        self.weights.set_plan(plan)
         self._optimizer.set_num_gradients_to_accumulate(plan.accumulation)
         self._optimizer.update_scale(scale, plan.replicas)
         self.restart_step()
@@ -132,6 +144,7 @@ class GradientAccumulation(Accumulation):
         self.micro_batch = 0
         self._has_pass = self._has_lost_pass = False
         self._set_gradient_sync()
+        self.weights.restart_step()
         self.discard_set_aside()
         self._exchange.discard()
         self._optimizer.zero_grad()
@@ -149,16 +162,26 @@ class GradientAccumulation(Accumulation):
                 "torch.autograd.grad, or let a step have one micro-batch (local_bsz_bounds with a larger "
                 "upper bound, or a max_batch_size up to which the replicas need no accumulation)"
             )
-        if self._accumulation > 1:
-            self._optimizer.sum_gradients_again()
-            self.put_back()
+        self._optimizer.sum_gradients_again()
+        self.put_back()
+        self.weights.begin_pass()
         if self.at_last_micro_batch and not self._model.has_missed_exchange:
             self._exchange.begin_pass()
 
     def after_backward(self) -> None:
-        """Let the program see the mean gradient of the step in its last micro-batch, else none."""
+        """Let the program see the mean gradient of the step in its last micro-batch, else none.
+
+        Raises:
+            WorkerError: some micro-batches of the step have a weight, and others have none.
+            PeersLostError: members are lost.
+        """
         self._exchange.end_pass()
-        if self._accumulation == 1:
+        is_weighted = self.weights.end_pass()
+        if is_weighted and self.at_last_micro_batch and not self._model.has_missed_exchange:
+            self.weights.exchange()
+            assert self.weights.of_step is not None
+            self._optimizer.weigh_step(self.weights.of_step)
+        if self._accumulation == 1 and self.weights.of_step is None:
             return
         self._has_pass = True
         if self.at_last_micro_batch:
@@ -173,8 +196,9 @@ class GradientAccumulation(Accumulation):
         self._set_aside.clear()
 
     def begin_generation(self) -> None:
-        """Begin with other replicas."""
+        """Begin with other replicas. A collective call."""
         self._exchange.begin_generation()
+        self.weights.begin_generation()
 
     def check_exchange(self) -> None:
         """Check that the gradients of a complete step are the means over the replicas.
@@ -183,8 +207,10 @@ class GradientAccumulation(Accumulation):
 
         Raises:
             ReplicationError: they are not.
+            WorkerError: some micro-batches of the step have a weight, and others have none.
             PeersLostError: members are lost.
         """
+        self.weights.exchange_later()
         self._exchange.compare()
 
     def zeroed_later(self) -> None:
@@ -194,6 +220,7 @@ class GradientAccumulation(Accumulation):
     def discard_set_aside(self) -> None:
         """Discard the gradients that are set aside, because the program deletes those of this step."""
         self._set_aside.clear()
+        self.weights.begin_micro_batch()
 
     def changed_trained(self) -> None:
         """Delete the gradients of parameters that are frozen now, which are not averaged."""

@@ -23,7 +23,7 @@ from adascale_core.gain import GradientEstimate, require_scale, require_smoothin
 from adascale_worker.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.statistics.loss_scale import GradScaler
 from adascale_worker.statistics.sampling import Sampling
-from adascale_worker.statistics.step_settings import StepSettings
+from adascale_worker.statistics.step_settings import StepSettings, StepWeights
 from adascale_worker.statistics.uneven_inputs import StatisticsJoinHook
 from adascale_worker.supported_optimizers import (
     UnsupportedOptimizerError,
@@ -311,7 +311,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def sum_gradients_again(self) -> None:
         """Undo `scale_grad_by_num_grads_to_accum` of this step, before another backward pass."""
         if self._estimator.gradients_are_divided:
-            divide_in_place(self._gradients(), 1.0 / self._estimator.settings.accumulation)
+            divide_in_place(self._gradients(), 1.0 / self._estimator.statistics.divisor)
             self._estimator.gradients_are_divided = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -335,15 +335,16 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     # -- gradients that the training loop passes ---------------------------------------------------------
 
-    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor]) -> None:
+    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
         """Read the gradient of a micro-batch that does not complete the step, with `observes_backward=False`.
 
         Args:
             gradients: of this rank alone, not averaged, by parameter.
+            weight: by which the loss of the micro-batch was multiplied.
         """
-        self._estimator.statistics.read_micro_gradient(gradients)
+        self._estimator.statistics.read_micro_gradient(gradients, weight)
 
-    def measure(self, gradients: Mapping[Tensor, Tensor]) -> None:
+    def measure(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
         """Measure a step, with `observes_backward=False`. A collective call.
 
         `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
@@ -351,13 +352,34 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         Args:
             gradients: of the last micro-batch, of this rank alone, by parameter.
+            weight: by which its loss was multiplied.
         """
         self._estimator.discard_measurement()
-        self._estimator.statistics.measure(gradients)
+        self._estimator.statistics.measure(gradients, weight)
 
     def discard_measurement(self) -> None:
         """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
         self._estimator.discard_measurement()
+
+    # -- micro-batches of unequal weight -----------------------------------------------------------------
+
+    def weigh_pass(self, weight: float) -> None:
+        """Set by what the loss of the present backward pass is multiplied, before its gradients arrive.
+
+        Only where gradients are read on arrival: in a loop that accumulates, or with a
+        `DistributedDataParallel` whose gradients are views of its buckets.
+        """
+        self._estimator.statistics.reader.weigh_pass(weight)
+
+    def weigh_step(self, weights: StepWeights) -> None:
+        """Set the weights of this step, after its last backward pass.
+
+        With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
+        G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
+        `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
+
+        """
+        self._estimator.statistics.weigh_step(weights)
 
     def unhook(self) -> None:
         """Remove all hooks from the parameters. The gain does not change from then on."""
@@ -410,10 +432,10 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._estimator.discard_step()
 
     def _divide_gradients(self) -> None:
-        accumulation = self._estimator.settings.accumulation
-        if accumulation > 1 and not self._estimator.gradients_are_divided:
+        divisor = self._estimator.statistics.divisor
+        if divisor != 1.0 and not self._estimator.gradients_are_divided:
             with self._estimator.statistics.own_change_of_gradients():
-                divide_in_place(self._gradients(), float(accumulation))
+                divide_in_place(self._gradients(), divisor)
             self._estimator.gradients_are_divided = True
 
     def _gradients(self) -> list[Tensor]:

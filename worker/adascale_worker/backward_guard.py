@@ -8,11 +8,13 @@ Before and after a pass, the trainer prepares the gradients of a step that has s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from adascale_worker.membership_links import PeersLostError
 from adascale_worker.torch_private import let_clipping_find_no_gradients
 
 
@@ -69,12 +71,18 @@ class BackwardGuard:
             self._run(*args, **kwargs)
         finally:
             self._is_inside = False
-        self._after()
+        with self._handled():
+            self._after()
 
     def _run(self, *args: Any, **kwargs: Any) -> None:
         assert self._original is not None
-        try:
+        with self._handled():
             self._original(*args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
+
+    @contextmanager
+    def _handled(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError, PeersLostError) as error:
             if not self._handles(error):
                 raise

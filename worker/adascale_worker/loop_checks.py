@@ -114,6 +114,7 @@ class LoopChecks:
         group: the replicas.
         at_first_micro_batch: returns whether the next backward pass is the first of its step.
         has_set_aside: returns whether gradients of this step are set aside, so that `.grad` is None.
+        arrived: called when a gradient of the optimizer's parameters arrives, in any pass.
         requires_all: whether every parameter needs a gradient in every step, as DDP requires by default.
     """
 
@@ -125,6 +126,7 @@ class LoopChecks:
         group: ReplicaGroup,
         at_first_micro_batch: Callable[[], bool] = lambda: True,
         has_set_aside: Callable[[], bool] = lambda: False,
+        arrived: Callable[[], None] = lambda: None,
         *,
         requires_all: bool = True,
     ) -> None:
@@ -136,6 +138,7 @@ class LoopChecks:
         self._hooks: list[RemovableHandle] = []
         self._at_first_micro_batch = at_first_micro_batch
         self._has_set_aside = has_set_aside
+        self._arrived = arrived
         self._has_backward = False
         self._earlier_batches = 0
         self._batches = BatchChecks(group)
@@ -219,6 +222,7 @@ class LoopChecks:
 
     def arriving_gradient(self, parameter: Tensor) -> None:
         """Record a backward pass. Called before the gradient is added to `parameter.grad`."""
+        self._arrived()
         if 0 < self._steps <= CHECKED_STEPS and not accumulates_gradient(parameter):
             return  # torch.autograd.grad calls the same hooks
         if parameter.grad is None:

@@ -120,6 +120,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
         group,
         lambda: accumulation.at_first_micro_batch,
         lambda: accumulation.has_set_aside,
+        accumulation.weights.gradient_arrived,
         requires_all=not options.find_unused_parameters,
     )
     loop = TrainingLoop(

@@ -114,15 +114,15 @@ class ModelSet:
         with self._measured_exchange():
             self._group.average(tensors)
 
-    def any_of(self, values: Sequence[bool]) -> list[bool]:
-        """Return for each value whether it is true on a replica. A collective call; measures its time.
+    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Return the sums over the replicas of `numbers`. A collective call; measures its time.
 
         Does not wait for the device.
         """
         if self._group.replicas == 1:
-            return list(values)
+            return tuple(numbers)
         with self._measured_exchange():
-            return [count > 0.0 for count in self._group.sum([float(value) for value in values])]
+            return self._group.sum(numbers)
 
     @contextmanager
     def _measured_exchange(self) -> Iterator[None]:

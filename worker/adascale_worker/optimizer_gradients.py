@@ -23,6 +23,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.gradient_exchange import averaged
 from adascale_worker.loop_checks import CHECKED_STEPS
 from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.statistics.step_settings import StepWeights
 
 
 class OptimizerGradients:
@@ -92,19 +93,22 @@ class OptimizerGradients:
             self._hidden[parameter] = parameter.grad
             parameter.grad = None
 
-    def after_backward(self, batch: int, number: int) -> None:
+    def after_backward(self, batch: int, number: int) -> bool:
         """Add the gradients of a pass to those of this batch.
 
         Args:
             batch: the number of the present batch.
             number: of the pass for this batch, from 0.
+
+        Returns:
+            whether there are any.
         """
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         hidden, self._hidden = self._hidden, {}
         for parameter, gradient in hidden.items():
             parameter.grad = gradient
         if self.has_stepped or not found:
-            return
+            return False
         for gradient in found.values():
             if gradient.is_sparse:
                 raise WorkerError(
@@ -116,6 +120,7 @@ class OptimizerGradients:
             self._first_pass = number
         _add(self._local, found)
         self._found = found
+        return True
 
     def hide(self) -> None:
         """Let the program find no gradients, in a micro-batch that does not complete a step."""
@@ -144,12 +149,15 @@ class OptimizerGradients:
         """Return the gradients of earlier micro-batches that `.grad` does not include."""
         return {p: gradient for p, gradient in self._earlier.items() if p not in self._included}
 
-    def average(self, accumulation: int) -> None:
+    def average(self, accumulation: int, weights: StepWeights | None = None, weight: float = 1.0) -> None:
         """Add the mean over micro-batches and replicas of new gradients to `.grad`. A collective call.
 
         Args:
             accumulation: micro-batches per step.
+            weights: of the step; None without weights.
+            weight: by which the losses of this micro-batch are multiplied.
         """
+        divisor = float(accumulation) if weights is None else weights.divisor
         new, self._found = self._found, {}
         missing = self._missing_earlier()
         _add(new, missing)
@@ -161,13 +169,15 @@ class OptimizerGradients:
             before, gradient = parameter.grad, new.get(parameter)
             # AdaScale measures the sum over the micro-batches, and divides it in place.
             if gradient is not None:
-                is_shared = accumulation > 1 and self._group.replicas == 1
+                is_shared = divisor != 1.0 and self._group.replicas == 1
                 added = gradient.clone() if is_shared else gradient
-                parameter.grad = added if before is None else torch.add(gradient, before, alpha=accumulation)
-            elif before is not None and accumulation > 1:
-                parameter.grad = before * accumulation
+                parameter.grad = added if before is None else torch.add(gradient, before, alpha=divisor)
+            elif before is not None and divisor != 1.0:
+                parameter.grad = before * divisor
         self.is_averaged = True
-        self.adascale.measure(self._local)
+        if weights is not None:
+            self.adascale.weigh_step(weights)
+        self.adascale.measure(self._local, weight)
         self.adascale.scale_grad_by_num_grads_to_accum()
 
     # -- what the program does ----------------------------------------------------------------------------
@@ -254,9 +264,13 @@ class OptimizerGradients:
                 "decide by trainer.steps, which is the same for all micro-batches of a step"
             )
 
-    def finish_micro_batch(self) -> None:
-        """Keep the gradients of a micro-batch that does not complete a step."""
-        self.adascale.read_micro_gradient(self._local)
+    def finish_micro_batch(self, weight: float = 1.0) -> None:
+        """Keep the gradients of a micro-batch that does not complete a step.
+
+        Args:
+            weight: by which its losses are multiplied.
+        """
+        self.adascale.read_micro_gradient(self._local, weight)
         _add(self._earlier, self._local)
         self._local = {}
         self.is_averaged = False

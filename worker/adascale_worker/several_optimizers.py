@@ -19,6 +19,7 @@ from adascale_core.batch import BatchPlan
 from adascale_worker.accumulation import Accumulation
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership_links import PeersLostError, StateNumber
+from adascale_worker.micro_batch_weights import MicroBatchWeights
 from adascale_worker.model_set import ModelSet
 from adascale_worker.optimizer_gradients import OptimizerGradients
 from adascale_worker.optimizer_set import OptimizerSet
@@ -39,7 +40,7 @@ class SeveralAccumulations(Accumulation):
     """
 
     def __init__(self, optimizers: OptimizerSet, models: ModelSet, group: ReplicaGroup) -> None:
-        super().__init__()
+        super().__init__(MicroBatchWeights(group))
         self._models = models
         self._group = group
         self.parts = [
@@ -64,6 +65,7 @@ class SeveralAccumulations(Accumulation):
             scale: its scale S.
         """
         self._accumulation = plan.accumulation
+        self.weights.set_plan(plan)
         for part in self.parts:
             part.adascale.set_num_gradients_to_accumulate(plan.accumulation)
             part.adascale.update_scale(scale, plan.replicas)
@@ -72,6 +74,7 @@ class SeveralAccumulations(Accumulation):
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
         self.micro_batch = 0
+        self.weights.restart_step()
         for part in self.parts:
             try:
                 part.discard()
@@ -84,13 +87,15 @@ class SeveralAccumulations(Accumulation):
         """Do nothing: no gradients are set aside."""
 
     def begin_generation(self) -> None:
-        """Do nothing: nothing depends on the replicas of the last generation."""
+        """Begin with other replicas. A collective call."""
+        self.weights.begin_generation()
 
     def check_exchange(self) -> None:
         """Do nothing: the gradients are taken out of `.grad` before they are averaged."""
 
     def begin_batch(self) -> None:
         """Count a batch that the program gets."""
+        super().begin_batch()
         self.batch += 1
         self._passes = 0
 
@@ -101,6 +106,7 @@ class SeveralAccumulations(Accumulation):
         self._is_inside_pass = self.is_active()
         if not self._is_inside_pass:
             return
+        self.weights.begin_pass()
         try:
             for part in self.parts:
                 part.before_backward(completes_step=self.at_last_micro_batch)
@@ -122,7 +128,9 @@ class SeveralAccumulations(Accumulation):
         number, self._passes = self._passes, self._passes + 1
         try:
             for part in self.parts:
-                part.after_backward(self.batch, number)
+                if part.after_backward(self.batch, number):
+                    self.weights.gradient_arrived()
+            self.weights.end_pass()
             if self.at_last_micro_batch and not models.has_missed_exchange:
                 self._average({part: part.awaits_average(number) for part in self.parts})
             else:
@@ -141,14 +149,19 @@ class SeveralAccumulations(Accumulation):
             self._average({part: part.lacks_earlier})
 
     def _average(self, awaits: Mapping[OptimizerGradients, bool]) -> None:
-        """Average the gradients of the optimizers for which a replica has some.
+        """Average the gradients of the optimizers for which a replica has some. A collective call.
 
         Args:
             awaits: for each optimizer, whether this replica has some.
+
+        Raises:
+            WorkerError: some micro-batches of the step have a weight, and others have none.
         """
-        for part, has_any in zip(awaits, self._models.any_of(list(awaits.values())), strict=True):
-            if has_any:
-                part.average(self._accumulation)
+        numbers = self._models.sum([*map(float, awaits.values()), *self.weights.sums()])
+        self.weights.agree(numbers[len(awaits) :])
+        for part, count in zip(awaits, numbers, strict=False):
+            if count > 0.0:
+                part.average(self._accumulation, self.weights.of_step, self.weights.factor)
 
     def zeroed(self, parameters: Sequence[Tensor]) -> None:
         """Record that the program has deleted the gradients of `parameters`."""
@@ -220,7 +233,7 @@ class SeveralOptimizersLoop(TrainingLoop):
         if leads:
             self._checks.check_step(inside_epoch=True)
         if not self._accumulation.at_last_micro_batch:
-            part.finish_micro_batch()
+            part.finish_micro_batch(self._accumulation.weights.factor)
             return
         group, flags = self._trainer.group, self._requests().flags()
         if leads:

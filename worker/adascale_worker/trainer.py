@@ -282,6 +282,32 @@ class ElasticTrainer:
         self._trainer.planner.acknowledge()
         return self._trainer.planner.plan.local_bsz
 
+    def weighted(self, loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+        """Return the loss of a micro-batch for `backward()`, if batches of the same size weigh differently.
+
+        For a loss that is a mean over a number that differs between batches, such as valid tokens. The
+        gradient of a step is then sum(w g) / sum(w) over all its micro-batches on all replicas, with their
+        weights w and the gradients g of their losses: that of the whole batch, however it is divided.
+
+            loss = cross_entropy(model(x), y, ignore_index=-1)  # a mean over the valid tokens
+            trainer.weighted(loss, (y != -1).sum()).backward()
+
+        Args:
+            loss: of the present micro-batch, a mean; with a GradScaler, before `scaler.scale`.
+            weight: the number that it is a mean over, at least 0. Reading a tensor waits for its device.
+
+        Returns:
+            `loss`, times a factor in proportion to `weight`.
+
+        Raises:
+            WorkerError: `weight` is negative or not finite, the steps before had no weights, or
+                `program_reentry` has not been called. If only some of the losses of a step have a weight, or
+                those of one micro-batch have different ones, `backward()` or `optimizer.step()` raises it.
+        """
+        self._require_loop()
+        assert self._accumulation is not None
+        return self._accumulation.weights.weighted(loss, weight)
+
     def log(self, **metrics: torch.Tensor | float) -> None:
         """Log values of a micro-batch, for the next report to the metrics service.
 

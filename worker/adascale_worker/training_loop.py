@@ -819,6 +819,7 @@ class TrainingLoop:
 
     def _begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
+        self._accumulation.begin_batch()
 
     def _end_batch(self) -> None:
         """Complete what the program has done for its last batch.

@@ -8,7 +8,7 @@ which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, 
 ("in place" or "wrapped"), after which a second compilation is an error; LOADER, arguments of
 trainer.dataloader as JSON; EVALUATES, to evaluate
 after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many GPUs the
-replicas are.
+replicas are; WEIGHTED, to give each micro-batch a weight.
 """
 
 import hashlib
@@ -118,6 +118,8 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
             x, y = (x + 0.01 * noise).to(trainer.device), y.to(trainer.device)
             loss = nn.functional.cross_entropy(model(x), y)
             require_memory(len(x), "loss")
+            if "WEIGHTED" in os.environ:
+                loss = trainer.weighted(loss, 100 + int(index.sum()) % 7)
             loss.backward()
             optimizer.step()
             if not per_epoch:

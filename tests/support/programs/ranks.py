@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale_worker import ElasticTrainer
 from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.stream import SampleStream
+from worker import reference
 
 OUT = Path(os.environ["OUT"])
 generator = torch.Generator().manual_seed(1)
@@ -129,6 +131,98 @@ def micro_batches() -> dict[str, Any]:
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             largest = max(largest, (ours - theirs).abs().max().item())
     return {"plan": plan, "difference": largest, "weights_of_micro_batches": digest(list(model.parameters()))}
+
+
+def weighted_micro_batches() -> dict[str, Any]:
+    """Compare micro-batches of unequal weight with one large batch, and estimates with the reference."""
+    trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    labels = torch.where(torch.arange(64) % 5 < 3, dataset.tensors[1], -1)
+    labels[:3] = -1
+    own: list[list[int]] = []
+
+    def learn(model: nn.Module, indices: list[int], *, alone: bool) -> float:
+        targets = labels[indices]
+        weight = int((targets != -1).sum())
+        output = model(features[indices])
+        losses = nn.functional.cross_entropy(output, targets, ignore_index=-1, reduction="sum")
+        loss = losses / max(weight, 1)
+        (loss if alone else trainer.weighted(loss, weight)).backward()
+        return weight
+
+    def gradient_of(indices: list[int]) -> tuple[float, list[float]]:
+        twin.zero_grad()
+        weight = learn(twin, indices, alone=True)
+        gradients = [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
+        return weight, torch.cat(gradients).tolist()
+
+    largest, estimates = 0.0, []
+    indexed = TensorDataset(torch.arange(64), features)
+    for indices, _ in trainer.dataloader(indexed, shuffle=False):
+        own.append(indices.tolist())
+        optimizer.zero_grad()
+        learn(model, own[-1], alone=False)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if not trainer.made_step:
+            continue
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, own[-trainer.accumulation :])
+        weights, gradients = zip(*[gradient_of(each) for part in both for each in part], strict=True)
+        if trainer.steps == 1:
+            estimates = [
+                (trainer.adascale.grad_sqr, trainer.adascale.grad_var),
+                reference.sample(gradients, trainer.adascale.scale, weights),
+            ]
+        gradient_of([index for part in both for each in part for index in each])
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        twin_optimizer.step()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            largest = max(largest, (ours - theirs).abs().max().item())
+    return {"weighted_difference": largest, "weighted_steps": trainer.steps, "weighted_estimates": estimates}
+
+
+def weighted_losses_of_two_optimizers() -> dict[str, Any]:
+    """Compare micro-batches of unequal weight with one large batch, with an optimizer for each layer."""
+    trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
+    torch.manual_seed(3)
+    models = {"first": nn.Linear(6, 4), "last": nn.Linear(4, 2)}
+    twins = copy.deepcopy(models)
+    optimizers, plain = (
+        {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in each.items()}
+        for each in (models, twins)
+    )
+    trainer.program_reentry(dict(models), dict(optimizers))
+
+    def learn(models: dict[str, nn.Linear], indices: Tensor, *, alone: bool) -> None:
+        labels = torch.where(indices % 5 < 3, dataset.tensors[1][indices], -1)
+        output = models["last"](models["first"](features[indices]))
+        weight = int((labels != -1).sum())
+        loss = nn.functional.cross_entropy(output, labels, ignore_index=-1, reduction="sum") / max(weight, 1)
+        (loss if alone else trainer.weighted(loss, weight)).backward()
+
+    for indices, _ in trainer.dataloader(TensorDataset(torch.arange(64), features), shuffle=False):
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        learn(models, indices, alone=False)
+        for optimizer in optimizers.values():
+            optimizer.step()
+    for start in range(0, 64, 16):
+        learn(twins, torch.arange(start, start + 16), alone=True)
+        for optimizer in plain.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    differences = [
+        float((ours - theirs).abs().max())
+        for name, model in models.items()
+        for ours, theirs in zip(model.parameters(), twins[name].parameters(), strict=True)
+    ]
+    return {"difference_of_two_optimizers": max(differences)}
 
 
 def changes_gradients() -> dict[str, Any]:
@@ -280,6 +374,8 @@ for case in (
     evaluation_on_all,
     model_with_unused_parameters,
     micro_batches,
+    weighted_micro_batches,
+    weighted_losses_of_two_optimizers,
     changes_gradients,
     copies_of_the_model,
     other_seeds,

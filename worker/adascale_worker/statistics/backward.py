@@ -59,6 +59,7 @@ class BackwardObserver:
     Attributes:
         keeps_copies: whether to copy the local gradients, for `copies`.
         passes: backward passes since `begin_step`.
+        weight: by which the loss of the present pass is multiplied, if gradients are read on arrival.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class BackwardObserver:
         # Of the step: norms by parameter (AFTER_PASS with inner passes), in order of arrival (ON_ARRIVAL), or
         # squared norms by group (AFTER_PASS).
         self._norms: dict[int, Tensor] = {}
-        self._arrived: list[tuple[int, Tensor]] = []
+        self._arrived: list[tuple[int, Tensor, float]] = []
         self._sqr_norms: list[Tensor] | None = None
         self._arrived_before_pass = 0
         self._copies: dict[int, Tensor] = {}
@@ -88,6 +89,7 @@ class BackwardObserver:
         self._missed_whole_gradient = False
         self.keeps_copies = False
         self.passes = 0
+        self.weight = 1.0
 
     def observe(self, groups: Sequence[Iterable[Tensor]], reading_time: ReadingTime) -> None:
         """Observe the passes of the next step. Hooks that are already there stay.
@@ -166,13 +168,21 @@ class BackwardObserver:
         self._sqr_norms = None
 
     def sum_of_sqr_norms(self, groups: int, device: torch.device) -> Tensor:
-        """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
-        found: list[list[Tensor]] = [[] for _ in range(groups)]
+        """Return the sum of the squared norms of the local micro-gradients: shape (groups,).
+
+        Each is divided by the weight of its pass.
+        """
+        by_weight: dict[float, list[list[Tensor]]] = {1.0: [[] for _ in range(groups)]}
         for index, value in self._norms.items():
-            found[self._group_of[index]].append(value)
-        for index, value in self._arrived:
-            found[self._group_of[index]].append(value)
-        sums = [sum_of_squares(values, device) for values in found]
+            by_weight[1.0][self._group_of[index]].append(value)
+        for index, value, weight in self._arrived:
+            if weight > 0.0:
+                found = by_weight.setdefault(weight, [[] for _ in range(groups)])
+                found[self._group_of[index]].append(value)
+        sums = [sum_of_squares(values, device) for values in by_weight.pop(1.0)]
+        for weight, found in by_weight.items():
+            for group, values in enumerate(found):
+                sums[group] = sums[group] + sum_of_squares(values, device) / weight
         if self._sqr_norms is not None:
             sums = [a + b.to(device) for a, b in zip(sums, self._sqr_norms, strict=True)]
         return torch.stack(sums)
@@ -215,7 +225,7 @@ class BackwardObserver:
             if index in self._arrives_in_parts:
                 _add_to_copy(self._sums_of_parts, index, gradient)
             else:
-                self._arrived.append((index, self._norm(index, gradient)))
+                self._arrived.append((index, self._norm(index, gradient), self.weight))
             if self.keeps_copies:
                 _add_to_copy(self._copies, index, gradient)
 
@@ -305,10 +315,12 @@ class BackwardObserver:
 
     def _read_sums_of_parts(self) -> None:
         """Read the gradients that came in parts, and find those that did so for the first time."""
-        self._arrived += [(index, self._norm(index, whole)) for index, whole in self._sums_of_parts.items()]
+        self._arrived += [
+            (index, self._norm(index, whole), self.weight) for index, whole in self._sums_of_parts.items()
+        ]
         self._sums_of_parts.clear()
         if len(self._pass_ids) > 1:
-            arrivals = Counter(index for index, _ in self._arrived[self._arrived_before_pass :])
+            arrivals = Counter(index for index, *_ in self._arrived[self._arrived_before_pass :])
             several = {index for index, count in arrivals.items() if count > 1}
             self._arrives_in_parts |= several
             self._missed_whole_gradient = self._missed_whole_gradient or bool(several)

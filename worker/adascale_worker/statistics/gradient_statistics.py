@@ -24,7 +24,7 @@ from adascale_worker.statistics.metric import EuclideanMetric, SecondMomentMetri
 from adascale_worker.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.statistics.reader import GradientReader
-from adascale_worker.statistics.step_settings import StepSettings
+from adascale_worker.statistics.step_settings import StepSettings, StepWeights
 from adascale_worker.statistics.uneven_inputs import joins_without
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
@@ -88,6 +88,7 @@ class GradientStatistics:
         )
         self.flags: Sequence[float] = ()
         self.joinable: Joinable | None = None
+        self._weights: StepWeights | None = None
         self._step_number = 0
         self._is_measuring = False
         self._is_left_out = False
@@ -134,6 +135,7 @@ class GradientStatistics:
 
     def discard_step(self) -> None:
         """Discard what the passes of this step have measured."""
+        self._weights = None
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             self._previous_gradient.clear()
@@ -146,18 +148,27 @@ class GradientStatistics:
         self._previous_gradient.clear()
         self._fingerprint = None
 
-    def read_micro_gradient(self, gradients: LocalGradients) -> None:
-        """Read a local gradient that does not complete the step."""
-        if self._is_measuring and self.reader.given is not None:
-            self.reader.given.add(gradients)
+    def weigh_step(self, weights: StepWeights) -> None:
+        """Use the weights of the micro-batches of this step. Call after its last backward pass."""
+        self._weights = weights
 
-    def measure(self, gradients: LocalGradients) -> None:
+    @property
+    def divisor(self) -> float:
+        """What the sum over the backward passes of a step is divided by, if the loss is not scaled."""
+        return float(self._settings.accumulation) if self._weights is None else self._weights.divisor
+
+    def read_micro_gradient(self, gradients: LocalGradients, weight: float) -> None:
+        """Read a local gradient that does not complete the step, times its weight."""
+        if self._is_measuring and self.reader.given is not None:
+            self.reader.given.add(gradients, weight)
+
+    def measure(self, gradients: LocalGradients, weight: float) -> None:
         """Read the local gradient that completes the step, and the averaged ones, which are in `.grad`.
 
         Replaces what the last call has measured, because another backward pass has changed the gradients.
         """
         if self._is_measuring and self.reader.given is not None:
-            self.reader.given.set_last(gradients)
+            self.reader.given.set_last(gradients, weight)
             self._measure()
 
     def discard_measurement(self) -> None:
@@ -224,7 +235,7 @@ class GradientStatistics:
         self._warn_of_synchronisation_problem()
         before_step = None if self._gradients_are_unchanged() else self.reader.current_sqr_norms()
         if before_step is not None and divided:
-            before_step = before_step * self._settings.accumulation**2
+            before_step = before_step * self.divisor**2
         statistics = all_reduce.result(self.parameters.lr_device, before_step)
         statistics, loss_scale = self._with_loss_scale(statistics)
         estimate = self._estimate(statistics, loss_scale)
@@ -381,8 +392,9 @@ class GradientStatistics:
     def _estimate(self, statistics: ReducedStatistics, loss_scale: Tensor) -> StepEstimate | None:
         is_single = self._settings.micro_gradients == 1
         if is_single:
-            if not self._has_expected_passes():
-                # What was read is the gradient of the first passes only.
+            is_empty = self._weights is not None and self._weights.positive == 0
+            if is_empty or not self._has_expected_passes():
+                # What was read is the gradient of the first passes only, or of no valid samples.
                 self._previous_gradient.invalidate()
                 return None
             if self._previous_step is None:
@@ -390,6 +402,8 @@ class GradientStatistics:
             numbers = self._from_difference(statistics, loss_scale, self._previous_step)
         else:
             if (count := self.reader.micro_gradients) < 2 or not self._has_expected_passes():
+                return None
+            if self._weights is not None and self._weights.positive < 2:
                 return None
             numbers = self._from_micro_gradients(statistics, loss_scale, count)
         valid = statistics.complete & statistics.agreed & statistics.finite
@@ -422,6 +436,11 @@ class GradientStatistics:
         mean_of_sqr, sqr_of_mean = statistics.summed / count, statistics.averaged
         if self._settings.is_scaled_loss:
             mean_of_sqr = mean_of_sqr * count_of_rank**2
+        elif self._weights is not None:
+            # The mean of the squares is weighted too.
+            mean_of_sqr = statistics.summed / (self._settings.world_size * self.divisor)
+            sqr_of_mean = sqr_of_mean / self.divisor**2
+            count = self._weights.positive
         else:
             mean_of_sqr = mean_of_sqr / (passes / count_of_rank) ** 2
             sqr_of_mean = sqr_of_mean / passes**2

@@ -135,12 +135,19 @@ class GradientReader:
             return self.micro_gradients > 1
         return self._observer.has_read_any and self._observer.has_read_all
 
+    def weigh_pass(self, weight: float) -> None:
+        """Set by what the loss of the present backward pass is multiplied."""
+        self._observer.weight = weight
+
     def synchronisation_problem(self) -> str | None:
         """Return why micro-gradients of FSDP2 cannot be read, and what to change; None if they can."""
         return None if self._sharded is None else self._sharded.synchronisation_problem()
 
     def micro_gradient_sqr_norms(self) -> Tensor:
-        """Return the sum of the squared norms of the micro-gradients of this rank: shape (groups,)."""
+        """Return the sum of the squared norms of the micro-gradients of this rank: shape (groups,).
+
+        Each is divided by its weight.
+        """
         if self.given is not None:
             return self.given.sum_of_sqr_norms()
         device = self._parameters.device

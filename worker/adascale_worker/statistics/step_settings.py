@@ -23,3 +23,17 @@ class StepSettings:
     def micro_gradients(self) -> int:
         """n: the number of gradients that a step is the mean of."""
         return self.world_size * self.accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """The weights of the micro-batches of a step, by which their losses are multiplied.
+
+    Attributes:
+        divisor: their sum over all ranks, divided by the number of ranks. The sum over the backward passes of
+            the averaged gradients is divided by it, in place of the accumulation count.
+        positive: how many are above 0, on all ranks.
+    """
+
+    divisor: float
+    positive: int
