@@ -11,7 +11,7 @@ from support.examples import examples
 # Each test computes little. Threads that wait for each other would take most of the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell without job control has what it starts in the background ignore Ctrl-C, and nohup has it ignore a closed
+# What a shell without job control starts in the background ignores Ctrl-C, and what nohup starts a closed
 # terminal. So would each process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
