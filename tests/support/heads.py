@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,8 +88,14 @@ class Heads:
             (self.loss(x, y, heads) / len(micro_batches)).backward()
         self.step()
 
-    def train(self, trainer: ElasticTrainer, heads_of: HeadsOf) -> list[tuple[int, Tensor, str]]:
-        """Train one epoch, and return the step, the indices and the heads of each micro-batch."""
+    def train(
+        self, trainer: ElasticTrainer, heads_of: HeadsOf, pause: float = 0.0
+    ) -> list[tuple[int, Tensor, str]]:
+        """Train one epoch, and return the step, the indices and the heads of each micro-batch.
+
+        With a pause on one replica, in seconds, the other one looks after each step for what the first has
+        not announced yet.
+        """
         done: list[tuple[int, Tensor, str]] = []
         for index, x, y in trainer.dataloader(samples()):
             step = trainer.steps
@@ -96,6 +103,7 @@ class Heads:
             self.zero_grad()
             self.loss(x, y, heads).backward()
             self.step()
+            time.sleep(pause)
             done.append((step, index, heads))
         return done
 

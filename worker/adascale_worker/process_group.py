@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import json
 import secrets
 import sys
@@ -43,6 +44,9 @@ milliseconds. A member that waits for the connection of one that is lost meanwhi
 MEMBER_TIMEOUT = timedelta(hours=24)
 """How long members wait in a collective. They notice by themselves when one of them is lost."""
 
+_NUMBERS = itertools.count()
+"""Numbers the groups of this process: all replicas make them in the same order."""
+
 
 class ReplicaGroup:
     """The replicas of a generation, in the process of one replica. They change with the generation.
@@ -70,6 +74,8 @@ class ReplicaGroup:
         self.nodes = 1
         """Number of nodes that the replicas run on."""
         self.is_elastic = is_elastic
+        # Groups of one process share a store, unless each generation has its own.
+        self._number = 0 if is_elastic else next(_NUMBERS)
         self.peer_timeout: float | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called once per generation when communication has failed, in any thread."""
@@ -465,7 +471,7 @@ class ReplicaGroup:
         """
         if self.replicas > 1 and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                default_store().set(f"adascale/{event}/{self.rank}", value)
+                default_store().set(self._key(event, self.rank), value)
 
     def announced(self, event: str) -> list[str | None] | None:
         """Return the values that the ranks have announced with `event`; None for a rank that has not.
@@ -479,12 +485,15 @@ class ReplicaGroup:
             try:
                 store = default_store()
                 for rank in range(self.replicas):
-                    key = f"adascale/{event}/{rank}"
+                    key = self._key(event, rank)
                     if store.check([key]):
                         values[rank] = store.get(key).decode()
             except RuntimeError:
                 return None
         return values
+
+    def _key(self, event: str, rank: int) -> str:
+        return f"adascale/{self._number}/{event}/{rank}"
 
     def missing(self, event: str, timeout: float) -> list[int]:
         """Return the ranks that have not announced `event` within `timeout` seconds.
@@ -496,7 +505,7 @@ class ReplicaGroup:
         try:
             store, deadline = default_store(), time.monotonic() + timeout
             while missing := [
-                rank for rank in range(self.replicas) if not store.check([f"adascale/{event}/{rank}"])
+                rank for rank in range(self.replicas) if not store.check([self._key(event, rank)])
             ]:
                 if time.monotonic() >= deadline:
                     return missing

@@ -17,7 +17,7 @@ for name, (arguments, heads_of) in CASES.items():
     heads = Heads()
     heads.models["encoder"].requires_grad_("frozen at first" not in name)
     heads.enter(trainer)
-    done = heads.train(trainer, heads_of)
+    done = heads.train(trainer, heads_of, pause=0.05 if trainer.rank == 0 else 0.0)
     results[name] = {"done": done, "parameters": heads.parameters(), "progress": trainer.progress}
 
 # All replicas finish between two optimizer steps, and leave the loop after the last of them.
