@@ -324,7 +324,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._estimator.restart_sampling()
 
     def restart_statistics(self, parameters: Iterable[Tensor]) -> None:
-        """Estimate the gradients of the groups of `parameters` from the beginning: they were frozen or unfrozen.
+        """Estimate the gradients of the groups of `parameters` from the beginning, as they were (un)frozen.
 
         The present step is left out of the estimates, since it may have begun.
         """

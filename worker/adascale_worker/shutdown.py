@@ -231,7 +231,8 @@ class UncaughtErrorHandler:
             self._fast_exit.code = EXIT_OUT_OF_MEMORY
             return
         if isinstance(error, AdaScaleError):
-            print(f"adascale: {error}{f' ({line})' if line else ''}", file=sys.stderr)
+            # In one call, so that no other thread writes into the line.
+            sys.stderr.write(f"adascale: {error}{f' ({line})' if line else ''}\n")
             self._fast_exit.code = exit_code(error)
             return
         self.announces_failure()
