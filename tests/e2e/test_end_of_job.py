@@ -144,7 +144,7 @@ def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, 
             r"\(replica [01]: exit code 77\), but trained on 1; continuing on 1 replica at most",
             run.output,
         )
-        assert "adascale: parameter 'unused.weight' and 1 more got no gradient in this step" in run.output
+        run.wait_for_output("adascale: parameter 'unused.weight' and 1 more got no gradient in this step")
         run.wait_for_output("Rescaling 2 -> 1: the program failed at once on 2 replicas")
         failed = run.job()["latest"]["step"]
         run.wait_for_step(failed + 50)

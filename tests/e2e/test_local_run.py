@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.jobfile import load_job
 from adascale_controller.local import run_history
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 from e2e.local_run import (
     PACED,
-    ROOT,
     adascale,
     adascale_in_process,
     running,
@@ -478,16 +476,3 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_go_on(tmp_path: Pat
     assert "start from scratch (adascale run --fresh, or another location)" in output
     assert "Saved at step" not in output
     assert output.endswith("Correct the cause, and run the command again")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_example_job_grows_twice_and_reaches_its_accuracy(state: Path) -> None:
-    file = ROOT / "deploy" / "adascalejob.yaml"
-    run = adascale("run", file, "--state-dir", state, "--port", 0, timeout=280)
-    assert run.returncode == 0, run.stdout
-    assert run.stdout.count("Rescaling ") >= 2, run.stdout
-    last = run.stdout.splitlines()[-1]
-    progress = float(last.partition("Finished at progress ")[2].partition(" in ")[0].replace(",", ""))
-    assert progress >= (load_job(file).spec.scale_invariant_steps or 0)
-    assert float(last.rpartition("accuracy ")[2]) >= 0.97
