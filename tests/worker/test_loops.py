@@ -245,12 +245,8 @@ def test_a_model_that_is_wrapped_again_is_refused(loop: str, message: str) -> No
 
 @pytest.mark.slow
 def test_gradients_that_something_else_averages_once_more_are_refused_on_two_replicas() -> None:
-    message = (
-        r"adascale: the gradient of the parameter 'parts.head.weight' is 0\.[45]\d* times the mean over the"
-    )
-    result = run("something else averages", replicas=2)
-    require_refused(result, message)
-    assert len(re.findall(message, result[1])) == 2, "both ranks name the reason"
+    message = r"the gradient of the parameter 'parts\.head\.\w+' is 0\.\d+ times the mean over the 2 replicas"
+    require_refused(run("something else averages", replicas=2), f"adascale: {message}")
 
 
 @pytest.mark.slow
