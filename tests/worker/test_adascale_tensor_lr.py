@@ -7,10 +7,12 @@ would be a synchronisation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from adascale_worker import AdaScale
 from worker.adascale_problem import batches, network, squared_error
@@ -111,3 +113,69 @@ def test_tensors_and_numbers_for_lr_give_the_same_steps(
     rates = [group["lr"] for group in tensors.param_groups]
     assert [float(rate) for rate in rates] == [0.1, 0.1]
     assert all(isinstance(rate, torch.Tensor) for rate in rates) == (change is set_tensors)
+
+
+# -- the gain as a number ---------------------------------------------------------------------------------
+
+
+class Reads(TorchFunctionMode):
+    """Counts the reads of tensors to the host."""
+
+    count: int = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__ in ("tolist", "item", "__float__", "__bool__", "cpu")
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of(function: Callable[[], object]) -> int:
+    reads = Reads()
+    with reads:
+        function()
+    return reads.count
+
+
+def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> AdaScale:
+    """Return an optimizer with tensors for lr after a few steps, whose averages were read."""
+    model = network()
+    parameters = list(model.parameters())
+    cut = len(parameters) // groups
+    inner = kind([{"params": parameters[i * cut : (i + 1) * cut]} for i in range(groups)], lr=0.1)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=1000.0)
+    set_tensors(optimizer)
+    for number, batch in enumerate(batches(24)):
+        (squared_error(model, batch) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert reads_of(lambda: (optimizer.gain(), optimizer.trains)) > 0
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_the_gain_reads_learning_rates_only_after_a_change(kind: type[torch.optim.SGD | torch.optim.Adam]) -> None:
+    optimizer = trained(kind, groups=2)
+    assert reads_of(lambda: (optimizer.gain(), optimizer.trains)) == 0
+    first, second = optimizer.param_groups
+    first["lr"].fill_(0.0)
+    assert reads_of(optimizer.gain) > 0
+    assert optimizer.gain() == optimizer.gain(1)
+    first["lr"] = torch.tensor(0.1)
+    second["lr"] = torch.tensor(0.0)
+    assert optimizer.gain() == optimizer.gain(0)
+    for lr in (0.1, 0.0):  # Another tensor may get the place of the one before in memory.
+        del second["lr"]
+        second["lr"] = torch.tensor(lr)
+        assert (optimizer.gain() == optimizer.gain(0)) == (lr == 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_the_gain_of_one_group_reads_no_learning_rate(kind: type[torch.optim.SGD | torch.optim.Adam]) -> None:
+    """A schedule may change it in each step."""
+    optimizer = trained(kind, groups=1)
+    gain = optimizer.gain()
+    for lr in (0.05, 0.0):
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        assert reads_of(optimizer.gain) == 0
+        assert optimizer.gain() == gain
+    assert not optimizer.trains

@@ -14,11 +14,11 @@ from types import FrameType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.patching import Scheduler
+from adascale_worker.statistics.parameters import lr_versions
 from adascale_worker.statistics.user_warnings import warn_user
 from adascale_worker.user_code import OWN_MODULES
 
@@ -190,9 +190,7 @@ class LearningRates:
     # -- learning rates -----------------------------------------------------------------------------------
 
     def _rates_now(self) -> list[object]:
-        rates = [group["lr"] for each in self._optimizers.values() for group in each.param_groups]
-        # Without reading a tensor, which would wait for its device.
-        return [(id(lr), lr._version) if isinstance(lr, Tensor) else lr for lr in rates]
+        return lr_versions(group for each in self._optimizers.values() for group in each.param_groups)
 
     def _report(self, *, inside_epoch: bool) -> None:
         """Warn once, or refuse a scheduler that was made beside one that was passed."""

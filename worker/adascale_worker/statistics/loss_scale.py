@@ -68,10 +68,14 @@ class LossScale:
         return torch.where(unknown, math.nan, self.inferred)
 
     def warn_if_unknown(self) -> None:
-        """Warn once if a step was left out because its loss scale is unknown. Waits for the device."""
+        """Warn once if a step was left out because its loss scale is unknown.
+
+        The first call after a measured step waits for the device.
+        """
         if self._warned or self._unexplained_change is None:
             return
         change = float(self._unexplained_change)
+        self._unexplained_change = None
         if change == 0.0:
             return
         self._warned = True

@@ -1,5 +1,6 @@
 """The parameters of an optimizer, and where their gradients and learning rates are."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,33 @@ def require_dense(gradient: Tensor) -> Tensor:
     return gradient
 
 
+class TensorVersion:
+    """A tensor as it is now. Equal to a later one of the same tensor if that has not been changed since.
+
+    Reads no value, which would wait for the device of the tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # Kept, because its id might become that of another tensor.
+        self._version = tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TensorVersion)
+            and self._tensor is other._tensor
+            and self._version == other._version
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self._tensor), self._version))
+
+
+def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:
+    """Return the learning rates of parameter groups, to find changes: numbers, or versions of tensors."""
+    rates = (group["lr"] for group in groups)
+    return [TensorVersion(lr) if isinstance(lr, Tensor) else lr for lr in rates]
+
+
 class OptimizerParameters:
     """The parameter groups of an optimizer. Read each time, because groups may be added or replaced.
 
@@ -45,6 +73,8 @@ class OptimizerParameters:
         self._trainable: list[bool] | None = None
         """Whether each group had a parameter that was not frozen in the last step; None before it."""
         self._cached: tuple[tuple[list[bool], torch.device], Tensor] | None = None
+        self._with_lr: tuple[list[object], list[bool]] | None = None
+        """Whether the lr of each group is not 0, with the versions of the learning rates."""
 
     def groups(self) -> list[list[Tensor]]:
         """Return the parameters by parameter group."""
@@ -81,8 +111,14 @@ class OptimizerParameters:
         A group is trained if it had a parameter that was not frozen in the last step, and its lr is not 0. If
         the lr of all such groups is 0, as in the first step of a warm-up, all of them count.
         """
+        trainable = self._last_trainable()
+        rates = {
+            id(group["lr"]) for group, has in zip(self._optimizer.param_groups, trainable, strict=True) if has
+        }
+        if len(rates) == 1:  # All of them are 0, or none is.
+            return trainable
         trained = self._trainable_with_lr()
-        return trained if any(trained) else self._last_trainable()
+        return trained if any(trained) else trainable
 
     @property
     def has_trained(self) -> bool:
@@ -134,10 +170,17 @@ class OptimizerParameters:
         return flags if any(flags) else [True] * len(flags)
 
     def _trainable_with_lr(self) -> list[bool]:
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        if rates and self.lr_is_on_device:  # Waits for a GPU once.
-            rates = torch.stack([rate.reshape(()) for rate in rates]).tolist()
-        return [has and float(lr) != 0.0 for has, lr in zip(self._last_trainable(), rates, strict=True)]
+        return [has and lr for has, lr in zip(self._last_trainable(), self._groups_with_lr(), strict=True)]
+
+    def _groups_with_lr(self) -> list[bool]:
+        versions = lr_versions(self._optimizer.param_groups)
+        if self._with_lr is None or self._with_lr[0] != versions:
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            if all(isinstance(lr, Tensor) and lr.device == rates[0].device for lr in rates):
+                # Waits for a GPU once.
+                rates = torch.stack([lr.reshape(()) for lr in rates]).tolist() if rates else []
+            self._with_lr = versions, [float(lr) != 0.0 for lr in rates]
+        return self._with_lr[1]
 
     def _on_device(self, flags: list[bool], device: torch.device) -> Tensor:
         if self._cached is None or self._cached[0] != (flags, device):
