@@ -196,6 +196,31 @@ def test_another_data_set_or_option_is_refused(
     assert multiprocessing.active_children() == [], "without the option, they end"
 
 
+def test_a_loop_without_the_option_loads_its_own_data(feed: Feed) -> None:
+    """The program may make the arguments of all its loops before the first one."""
+    other = Drawing()
+    stream = feed.feed.open(other, shuffle=True, options={})
+    feed.take(0, ONE, 1)
+    batch = next(feed.feed.micro_batches(other, stream, 8, ONE, {}))
+    assert {int(sample[PROCESS]) for sample in batch} == {os.getpid()}
+    assert (other.loaded, feed.data.loaded) == (8, 0)
+    assert count_thrown_away([feed.take(8, ONE, 1), feed.take(16, ONE, 1)]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "difference"),
+    [(Drawing(), {}, "another data set"), (None, {"collate_fn": lambda x: x}, "another collate_fn")],
+)
+def test_two_loops_with_the_option_are_refused(
+    feed: Feed, dataset: Drawing | None, options: dict[str, Any], difference: str
+) -> None:
+    data, options = dataset or feed.data, {**feed.options, **options}
+    stream = feed.feed.open(data, shuffle=True, options=options)
+    feed.take(0, ONE, 1)
+    with pytest.raises(DatasetError, match=f"persistent_workers=True, and {difference} than before, "):
+        feed.feed.micro_batches(data, stream, 8, ONE, options)
+
+
 def test_an_evaluation_refuses_the_option(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     model = network()

@@ -85,12 +85,8 @@ class DataFeed:
         self._length = length
         if not options.get("persistent_workers"):
             self.close()
-        elif self._kept is not None and (difference := self._kept.difference(dataset, options)):
-            raise DatasetError(
-                f"dataloader() got persistent_workers=True, and {difference} than before, so the worker "
-                "processes cannot go on: make the data set, and functions such as collate_fn, once before "
-                "the loop over epochs, or leave out persistent_workers"
-            )
+        else:
+            self._kept_loader(dataset, options)
         return SampleStream(length, self._seed, shuffle=shuffle)
 
     def micro_batches(
@@ -105,10 +101,14 @@ class DataFeed:
             plan: replicas, local batch size and accumulation.
             options: arguments for DataLoader. With persistent_workers=True, the worker processes go on
                 until `close`, and so do the batches that they have loaded ahead, if this is the next place.
+
+        Raises:
+            DatasetError: persistent workers go on that have another data set or other options.
         """
-        if self._kept is not None:
-            self._kept.sampler.begin(stream, consumed, plan, self._group.rank)
-            return self._kept.begin()
+        kept = self._kept_loader(dataset, options)
+        if kept is not None:
+            kept.sampler.begin(stream, consumed, plan, self._group.rank)
+            return kept.begin()
         sampler = MicroBatches(stream, consumed, plan, self._group.rank)
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
@@ -127,6 +127,18 @@ class DataFeed:
         if self._kept is not None:
             self._kept.close()
             self._kept = None
+
+    def _kept_loader(self, dataset: Sized, options: dict[str, Any]) -> PersistentLoader | None:
+        """Return the loader whose worker processes go on, if these arguments are for it."""
+        if self._kept is None or not options.get("persistent_workers"):
+            return None
+        if difference := self._kept.difference(dataset, options):
+            raise DatasetError(
+                f"dataloader() got persistent_workers=True, and {difference} than before, so the worker "
+                "processes cannot go on: make the data set, and functions such as collate_fn, once before "
+                "the loop over epochs, or leave out persistent_workers"
+            )
+        return self._kept
 
     def state_dict(self) -> dict[str, int | None]:
         """Return the length of the data set (None before it is opened) and the seed."""
