@@ -153,7 +153,9 @@ def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> AdaS
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_the_gain_reads_learning_rates_only_after_a_change(kind: type[torch.optim.SGD | torch.optim.Adam]) -> None:
+def test_the_gain_reads_learning_rates_only_after_a_change(
+    kind: type[torch.optim.SGD | torch.optim.Adam],
+) -> None:
     optimizer = trained(kind, groups=2)
     assert reads_of(lambda: (optimizer.gain(), optimizer.trains)) == 0
     first, second = optimizer.param_groups
