@@ -55,6 +55,13 @@ def learn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def adversarial(model: nn.Module, x: Tensor) -> Tensor:
+    """Return samples that are moved in the direction of the gradient of the outputs."""
+    moved = x.clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(model(moved).square().sum(), moved)
+    return x + 0.1 * gradient.sign()
+
+
 def train(
     trainer: ElasticTrainer,
     model: nn.Module,

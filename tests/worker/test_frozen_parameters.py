@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from adascale_core.gain import GradientEstimate
+from support.launch import wait_until
 from support.members import Members
 from support.training import (
     ACCUMULATING,
     FIXED,
     MakeTrainer,
+    adversarial,
     equal,
     learn,
     network,
@@ -196,6 +198,112 @@ def test_a_model_without_a_trained_parameter_waits_for_one(make_trainer: MakeTra
     assert not any(map(torch.equal, before[2:], parameters_of(model)[2:]))
 
 
+# -- changes inside a step --------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:got .* backward passes")
+@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING])
+def test_a_change_that_is_undone_before_the_step_changes_nothing(
+    make_trainer: MakeTrainer, bounds: dict[str, object]
+) -> None:
+    """Adversarial training: the inner forward pass, with all parameters frozen, keeps the gradients."""
+
+    def run(*, toggles: bool) -> nn.Module:
+        trainer = make_trainer(**bounds)
+        model = network()
+        optimizer = sgd(model)
+        trainer.program_reentry(model, optimizer)
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            names = [name for name, _ in model.named_parameters()]
+            freeze(model, names if toggles else [])
+            moved = adversarial(model, x)
+            freeze(model, [])
+            learn(model, moved, y)
+            optimizer.step()
+        trainer.close()
+        return model
+
+    assert equal(parameters_of(run(toggles=True)), parameters_of(run(toggles=False)))
+
+
+@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING])
+def test_the_gain_is_estimated_although_each_step_freezes_and_unfreezes(
+    make_trainer: MakeTrainer, bounds: dict[str, object]
+) -> None:
+    trainer = make_trainer(**bounds)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    for _, x, y in trainer.dataloader(samples()):
+        freeze(model, FIRST)
+        moved = adversarial(model, x)
+        freeze(model, [])
+        optimizer.zero_grad()
+        learn(model, moved, y)
+        optimizer.step()
+        freeze(model, SECOND)
+    assert trainer.adascale.estimate is not None
+    averages = trainer.adascale.state_dict()["adascale"]
+    assert averages["sampling_start"] == 0
+
+
+def test_a_parameter_that_is_frozen_after_the_forward_pass_is_frozen_in_that_step(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    before = None
+    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        if number == 5:
+            assert trainer.adascale.estimate is not None
+            freeze(model, FIRST)
+            before = parameters_of(model)
+        progress = trainer.progress
+        optimizer.step()
+        if number == 5:
+            # The step is made, and counted, with the same gain.
+            assert trainer.adascale.estimate is None
+            assert trainer.progress - progress == pytest.approx(1.0)
+    assert before is not None
+    assert equal(before[:2], parameters_of(model)[:2])
+    assert not any(map(torch.equal, before[2:], parameters_of(model)[2:]))
+
+
+def test_an_optimizer_whose_parameters_are_frozen_for_the_step_of_another_keeps_its_estimate(
+    make_trainer: MakeTrainer,
+) -> None:
+    """A WGAN: the discriminator is frozen for the steps of the generator."""
+    trainer = make_trainer(batch_size=8, max_batch_size=16, local_bsz_bounds=(2, 4), epochs=2)
+    generator, critic = nn.Linear(2, 6), network()
+    optimizers = {"d": sgd(critic, lr=0.01), "g": sgd(generator, lr=0.01)}
+    trainer.program_reentry({"d": critic, "g": generator}, optimizers)
+    counts = []
+    for _, x, _ in trainer.dataloader(samples(96)):
+        critic.requires_grad_(True)
+        is_last = trainer.steps % 3 == 2
+        optimizers["d"].zero_grad()
+        noise = torch.randn(len(x), 2)
+        (critic(x).square().mean() + critic(generator(noise).detach()).mean()).backward()
+        optimizers["d"].step()
+        if is_last:
+            critic.requires_grad_(False)
+            optimizers["g"].zero_grad()
+            critic(generator(noise)).square().mean().backward()
+            optimizers["g"].step()
+        if trainer.made_step:
+            state = trainer._loop.adascale.parts["d"].state_dict()["adascale"]
+            counts.append(state["averages"][0]["unbiased"]["count"])
+            assert state["sampling_start"] == 0
+    assert len(counts) >= 6
+    assert counts == sorted(set(counts))
+
+
 # -- several replicas -------------------------------------------------------------------------------------
 
 CHANGES = {
@@ -257,6 +365,52 @@ def test_two_replicas_freeze_and_unfreeze_as_a_plain_loop(
     if name != "micro-batches":
         require_plain(job, changes)
     assert "Warning" not in job.output()
+
+
+@pytest.mark.parametrize(
+    ("inside", "bounds"), [("examples", BOUNDS), ("examples", MICRO_BATCHES), ("part", BOUNDS)]
+)
+def test_two_replicas_freeze_and_unfreeze_inside_each_step(
+    make_members: Callable[..., Members], inside: str, bounds: dict[str, object]
+) -> None:
+    job = make_members(**{**options_of({}, bounds, 2), "FROZEN": "[]", "INSIDE": inside})
+    job.activate(job.start(2))
+    assert len(job.finish()) == 1, "both replicas have the same weights"
+    assert inside == "part" or "Warning" not in job.output()
+    indices: dict[int, list[int]] = {}
+    for record in job.records():
+        indices.setdefault(record["step"], []).extend(record["indices"])
+    model = network()
+    optimizer = sgd(model)
+    _, features, targets = samples().tensors
+    for step in range(1, job.last_step() + 1):
+        x, y = features[indices[step]], targets[indices[step]]
+        optimizer.zero_grad()
+        learn(model, adversarial(model, x) if inside == "examples" else x, y)
+        if inside == "part":
+            freeze(model, SECOND)
+            model(x).square().mean().backward()
+            freeze(model, [])
+        optimizer.step()
+    found = torch.load(job.folder / "journal" / "parameters.pt")
+    for own, expected in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inside", "error"),
+    [
+        ("between", "requires_grad of the parameter '3.weight' was set between two forward passes of a step"),
+        ("last", "the parameter '3.weight' has gradients of an earlier micro-batch, but it was frozen"),
+    ],
+)
+def test_gradients_that_would_not_be_averaged_are_refused(
+    make_members: Callable[..., Members], inside: str, error: str
+) -> None:
+    job = make_members(**{**options_of({}, MICRO_BATCHES, 1), "FROZEN": "[]", "INSIDE": inside})
+    job.activate(job.start(2), wait=False)
+    wait_until(lambda: all(trainer.code is not None for trainer in job.active), "both replicas end")
+    assert error in job.output()
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -143,7 +143,7 @@ class GradientAccumulation(Accumulation):
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
         self.micro_batch = 0
         self._has_pass = self._has_lost_pass = False
-        self._set_gradient_sync()
+        self.set_gradient_sync()
         self.weights.restart_step()
         self.discard_set_aside()
         self._exchange.discard()
@@ -222,19 +222,11 @@ class GradientAccumulation(Accumulation):
         self._set_aside.clear()
         self.weights.begin_micro_batch()
 
-    def changed_trained(self) -> None:
-        """Delete the gradients of parameters that are frozen now, which are not averaged."""
-        self._set_aside = [(parameter, g) for parameter, g in self._set_aside if parameter.requires_grad]
-        for parameter in self._parameters:
-            if not parameter.requires_grad:
-                parameter.grad = None
-        self._set_gradient_sync()
-
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         is_complete = super().advance()
         self._has_pass = self._has_lost_pass = False
-        self._set_gradient_sync()
+        self.set_gradient_sync()
         if not is_complete:
             self._set_gradients_aside()
         return is_complete
@@ -245,7 +237,8 @@ class GradientAccumulation(Accumulation):
                 self._set_aside.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _set_gradient_sync(self) -> None:
+    def set_gradient_sync(self) -> None:
+        """Let DDP exchange gradients in the last micro-batch only."""
         ddp = self._model.ddp
         if ddp is not None:
             ddp.require_backward_grad_sync = self.at_last_micro_batch

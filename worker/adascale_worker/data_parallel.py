@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from adascale_worker.errors import WorkerError
 from adascale_worker.loop_checks import ForwardRecord
 from adascale_worker.membership_links import PeersLostError
 from adascale_worker.other_parallelism import OtherParallelism
@@ -20,6 +23,7 @@ from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.torch_private import (
     abandon,
+    accumulates_gradient,
     call_of,
     local_process_group,
     override_call,
@@ -53,7 +57,9 @@ class DataParallelModel:
         trained: which parameters are trained.
         find_unused_parameters: as DDP's argument of this name.
         before_forward: called in each forward pass while training, when buffers are those of rank 0.
-        changed_trained: called with the parameters that are frozen or unfrozen, before a forward pass.
+        changed_forward: called before a forward pass in which other parameters are trained than in the last.
+        changed_trained: called with the parameters that are frozen or unfrozen since the last step, before
+            the optimizer makes a step.
         steps: returns the number of the last step.
 
     Attributes:
@@ -78,6 +84,7 @@ class DataParallelModel:
         *,
         find_unused_parameters: bool = False,
         before_forward: Callable[[], None] = lambda: None,
+        changed_forward: Callable[[], None] = lambda: None,
         changed_trained: Callable[[list[Tensor]], None] = lambda _: None,
         steps: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -95,10 +102,17 @@ class DataParallelModel:
         self._local_group: dist.ProcessGroup | None = None
         self._record = forward or ForwardRecord()
         self._trained = trained or TrainedParameters(model, group)
+        self._changed_forward = changed_forward
         self._changed_trained = changed_trained
         self._steps = steps
         self._flags: Flags | None = None
-        """The trained parameters that DDP is made for; None if it was not made."""
+        """The trained parameters that DDP is made for, or the last forward pass on one replica."""
+        self._passes: list[tuple[Flags, bool]] = []
+        """What was trained in the forward passes of this step, and whether their gradients are exchanged."""
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        """The graphs of the forward passes of this step that exist, and whose backward pass has not run."""
+        self._unknown_graphs: list[_Graph] = []
+        """Those of outputs in which no tensor was found. They may exist until the step ends."""
         self._wrapped = _OriginalForward(model, before_forward, reverse_parameters=not find_unused_parameters)
         if not group.is_elastic and group.replicas > 1:
             # With others, torch's error would name nothing.
@@ -125,24 +139,113 @@ class DataParallelModel:
 
         Not a collective call: all replicas make the same buckets.
         """
-        if self._group.replicas == 1 or self._flags == self._trained.current():
+        if self._flags == self._trained.current():
+            return
+        if self._group.replicas == 1:
+            self._flags = self._trained.current()
             return
         self._local_group = self._local_group or local_process_group()
         self._remove()
         self.ddp = self._wrap(self._local_group)
         self._use_world()
 
+    def begin_step(self) -> None:
+        """Forget the forward passes of the last step."""
+        self._passes.clear()
+        self._graphs.clear()
+        self._unknown_graphs.clear()
+        if self._group.replicas == 1:
+            # Gradients may come from another method of the model. On several replicas that is refused.
+            self._begin_forward()
+
     def follow_trained(self) -> None:
-        """Train the parameters that require gradients now, if they are not those of the last step.
+        """Train the parameters that require gradients now in the step that the optimizer makes next.
+
+        Deletes the gradients of those that do not, and did in a forward pass of this step or in the last step.
 
         Raises:
+            WorkerError: the gradients of a parameter are not averaged.
             ReplicationError: another replica trains other parameters.
             PeersLostError: members are lost.
         """
-        if self._trained.have_changed:
-            changed = self._trained.follow(self._steps())
-            self.use_trained()
+        now = self._trained.current()
+        passes = [flags for flags, _ in self._passes]
+        if now == self._trained.flags and all(flags is now or flags == now for flags in passes):
+            self._trained.agree(self._steps())
+            return
+        self._require_averaged(now)
+        before = self._trained.flags
+        changed = self._trained.follow(self._steps())
+        for parameter, is_trained, *earlier in zip(
+            self._wrapped.model.parameters(), now, before, *passes, strict=True
+        ):
+            if not is_trained and any(earlier):
+                parameter.grad = None
+        if changed:
             self._changed_trained(changed)
+
+    def _require_averaged(self, now: Flags) -> None:
+        """Check that the last micro-batch has trained each parameter whose gradients are used.
+
+        Raises:
+            WorkerError: it has not.
+        """
+        if self._group.replicas == 1 or not self._passes:
+            return
+        exchanged = [flags for flags, is_exchanged in self._passes if is_exchanged]
+        named = zip(self._wrapped.model.named_parameters(), now, *exchanged, strict=True)
+        for (name, parameter), is_trained, *earlier in named:
+            if is_trained and not any(earlier) and parameter.grad is not None:
+                raise WorkerError(
+                    f"the parameter {name!r} has gradients of an earlier micro-batch, but it was frozen in all "
+                    "forward passes of the last micro-batch of the step, so they are not averaged over the "
+                    f"{self._group.replicas} replicas. Freeze and unfreeze it in the same way in all "
+                    "micro-batches of a step, or between two steps: decide by trainer.steps"
+                )
+
+    def _begin_forward(self) -> bool:
+        """Return whether a forward pass trains parameters, and make DDP for them if it is for others.
+
+        Raises:
+            WorkerError: DDP cannot be made again before the backward pass of an earlier forward pass.
+            ReplicationError: another replica trains other parameters.
+            PeersLostError: members are lost.
+        """
+        now = self._trained.current()
+        if not any(now):
+            return False
+        if now != self._flags:
+            if self.ddp is not None and self._flags is not None and (self._graphs or self._unknown_graphs):
+                name = self._trained.difference(now, self._flags)
+                raise WorkerError(
+                    f"requires_grad of the parameter {name!r} was set between two forward passes of a step, "
+                    "before the backward pass of the first, whose gradients would not be averaged over the "
+                    f"{self._group.replicas} replicas: call backward() after each forward pass, or freeze and "
+                    "unfreeze parameters between two steps"
+                )
+            self._trained.agree(self._steps())
+            self.use_trained()
+            self._changed_forward()
+        return True
+
+    def _record_pass(self) -> None:
+        assert self._flags is not None
+        is_exchanged = self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
+        self._exchanges += is_exchanged
+        entry = (self._flags, is_exchanged)
+        if not self._passes or self._passes[-1][0] is not entry[0] or self._passes[-1][1] != is_exchanged:
+            self._passes.append(entry)
+
+    def _observe_graph(self, output: Any) -> None:
+        """Find out later whether the backward pass of a forward pass has run."""
+        tensors = list(_tensors_in(output))
+        graph = _Graph(self._graphs, next(p for p in self._wrapped.model.parameters() if p.requires_grad))
+        if not tensors:
+            self._unknown_graphs.append(graph)
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                # The graph keeps the object.
+                tensor.grad_fn.register_prehook(graph)
 
     def _use_world(self) -> None:
         world = dist.group.WORLD
@@ -166,18 +269,23 @@ class DataParallelModel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's original forward, through DDP on several replicas."""
-        self._record.called = True
         self.other_parallelism.check_call()
         if not self.has_missed_exchange and not self._group.has_failed:
             try:
-                self.follow_trained()
-                if self.ddp is not None:
-                    self._exchanges += self.ddp.require_backward_grad_sync
-                return (self.ddp or self._wrapped.forward)(*args, **kwargs)
+                if not self._begin_forward():
+                    return self._wrapped.forward(*args, **kwargs)
+                self._record.called = True
+                self._record_pass()
+                if self.ddp is None:
+                    return self._wrapped.forward(*args, **kwargs)
+                output = self.ddp(*args, **kwargs)
+                self._observe_graph(output)
+                return output
             except (RuntimeError, MemoryError, PeersLostError) as error:
                 if not self._group.is_failure(error) and not self.handles_shortage(error):
                     raise
         # The step is discarded before the optimizer uses its gradients.
+        self._record.called = True
         self.has_missed_exchange = True
         if self.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
@@ -238,6 +346,40 @@ class DataParallelModel:
         set_timing_interval(ddp, TIMING_INTERVAL)
         self._exchanges = self._timed = 0
         return ddp
+
+
+class _Graph:
+    """A hook on the outputs of a forward pass, which are in a graph until their backward pass or for ever.
+
+    Args:
+        graphs: contains this one until its backward pass begins.
+        parameter: one that is trained.
+    """
+
+    def __init__(self, graphs: weakref.WeakSet[_Graph], parameter: Tensor) -> None:
+        self._graphs = graphs
+        self._parameter = parameter
+        graphs.add(self)
+
+    def __call__(self, *_: Any) -> None:
+        # torch.autograd.grad, as for a gradient penalty, does not accumulate gradients.
+        if accumulates_gradient(self._parameter):
+            self._graphs.discard(self)
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """Return the tensors in the output of a model."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors_in(value)
+    elif is_dataclass(output):
+        for field in fields(output):
+            yield from _tensors_in(getattr(output, field.name))
 
 
 @contextmanager

@@ -92,10 +92,13 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
     group, model, optimizer = trainer.group, parts.model, parts.optimizers[""]
     forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
 
+    def changed_forward() -> None:
+        adascale.change_model(parallel.ddp)
+        accumulation.set_gradient_sync()
+        checks.observe()
+
     def changed_trained(parameters: list[torch.Tensor]) -> None:
         adascale.restart_statistics(parameters)
-        adascale.change_model(parallel.ddp)
-        accumulation.changed_trained()
         checks.observe()
         warn_of_parameters_outside(model, adascale)
 
@@ -107,6 +110,7 @@ def _one_optimizer(parts: ProgramParts, trainer: TrainerComponents, options: Loo
         trained,
         find_unused_parameters=options.find_unused_parameters,
         before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
+        changed_forward=changed_forward,
         changed_trained=changed_trained,
         steps=lambda: trainer.progress.step,
     )

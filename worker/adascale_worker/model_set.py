@@ -82,7 +82,7 @@ class ModelSet:
         """Nothing depends on which parameters are trained."""
 
     def follow_trained(self) -> None:
-        """Nothing depends on which parameters are trained."""
+        """Each optimizer follows what is trained at its own step."""
 
     def disconnect(self) -> None:
         """Nothing is bound to the process group."""

@@ -36,6 +36,7 @@ class OptimizerGradients:
         average: replaces tensors by their means over the replicas.
 
     Attributes:
+        parameters: of the optimizer.
         has_stepped: whether the program has called `step()` for the present batch.
         is_averaged: whether `.grad` is the mean over the replicas. The same on all of them.
     """
@@ -52,7 +53,7 @@ class OptimizerGradients:
         self._group = group
         self._average_over_replicas = average
         self._parameters = [p for each in adascale.param_groups for p in each["params"]]
-        self._own = set(self._parameters)
+        self.parameters = set(self._parameters)
         self._trained: set[Tensor] = set()
         """Those that have required gradients in a backward pass of this step; the same on all replicas."""
         self._earlier: dict[Tensor, Tensor] = {}
@@ -184,7 +185,7 @@ class OptimizerGradients:
 
     def zeroed(self, parameters: Iterable[Tensor]) -> None:
         """Delete the gradients of the present micro-batch, because the program has deleted them."""
-        deleted = self._own.intersection(parameters)
+        deleted = self.parameters.intersection(parameters)
         if not deleted:
             return
         for parameter in deleted:

@@ -244,6 +244,7 @@ class SeveralOptimizersLoop(TrainingLoop):
             # The exchange must have succeeded before anything is changed.
             part.adascale.exchange_statistics()
             group.wait_for_device()
+            part.adascale.restart_statistics(self._program.trained.follow(self.steps, part.parameters))
             self._trainer.checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
@@ -273,11 +274,8 @@ class SeveralOptimizersLoop(TrainingLoop):
                     self._count_skipped_step()
 
     def _begin_step(self) -> None:
-        trained = self._program.trained
-        if trained.have_changed:
-            changed = trained.follow(self.steps)
-            for part in self._accumulation.parts:
-                part.adascale.restart_statistics(changed)
+        # Gradients are averaged for the parameters that are trained, which have to be the same on all replicas.
+        self._program.trained.agree(self.steps)
         # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
         self._trainer.group.copy_from_rank_0(list(self._program.model.buffers()))
         self._undo.record()
@@ -368,12 +366,14 @@ class SeveralOptimizersLoop(TrainingLoop):
         return {
             "program": self._program.state_dict(),
             "progress": self._trainer.progress.state_dict(),
+            "trained": self._program.trained.state_dict(),
         }
 
     def _load_undo_state(self, state: dict[str, Any]) -> None:
         load_model(self._program.model, state["program"]["model"])
         self._program.load_state_dict(state["program"])
         self._trainer.progress.load_state_dict(state["progress"])
+        self._program.trained.undo(state["trained"])
 
     def _revert_progress(self) -> None:
         """Take back what the program can read of the present step; the state follows at its next batch."""

@@ -4,15 +4,18 @@ A program may freeze and unfreeze parameters while it trains. The buckets in whi
 the checks of the loop, and the statistics are made for the parameters that are trained. So all replicas have
 to change them between the same two steps. That costs nothing while nothing changes: a replica whose program
 has changed them announces it in the store of the process group, and waits for the others to do the same
-before its next forward pass. One whose program has not changed them waits in its step instead, and finds the
-announcement there.
+before its next forward pass or the step of its optimizer. One whose program has not changed them waits in its
+step instead, and finds the announcement there.
+
+What is trained in a step is what requires gradients when the optimizer makes it. A change inside a step that is
+undone before that, such as for adversarial examples, changes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +41,8 @@ class TrainedParameters:
         group: the replicas.
 
     Attributes:
-        flags: those of the last step, which checks and statistics are made for.
+        flags: those of the last step, which statistics are made for; of several optimizers, for the
+            parameters of each those of its own last step.
     """
 
     def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
@@ -98,18 +102,18 @@ class TrainedParameters:
         self.flags = self._flags_without(state["frozen_before"])
         return differences
 
+    def undo(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Put the flags of the last step back, but do not freeze: the program does so again.
+
+        Args:
+            state: what `state_dict` has returned.
+        """
+        self.flags = self._flags_without(state["frozen_before"])
+
     # -- changes ------------------------------------------------------------------------------------------
 
-    @property
-    def have_changed(self) -> bool:
-        """Whether the program has frozen or unfrozen parameters since the last step."""
-        now = self.current()
-        return now != self.flags or now != self._agreed
-
-    def follow(self, step: int) -> list[Tensor]:
-        """Use the parameters that are trained now, and return those that have changed.
-
-        Waits until the programs of all replicas have changed them.
+    def agree(self, step: int) -> None:
+        """Wait until all replicas train the parameters that are trained now.
 
         Args:
             step: the number of the last step.
@@ -121,10 +125,40 @@ class TrainedParameters:
         now = self.current()
         if now != self._agreed:
             self._agree(now, step)
-        pairs = zip(self._parameters, self.flags, now, strict=True)
+
+    def follow(self, step: int, own: Collection[Tensor] | None = None) -> list[Tensor]:
+        """Use the parameters that are trained now for a step, and return those changed since the last one.
+
+        Waits until the programs of all replicas have changed them.
+
+        Args:
+            step: the number of the last step.
+            own: the parameters of the optimizer that makes the step; None for all.
+
+        Raises:
+            ReplicationError: another replica trains other parameters.
+            PeersLostError: members are lost.
+        """
+        now = self._with_current(self._agreed, own)
+        if now != self._agreed:
+            self._agree(now, step)
+        flags = self._with_current(self.flags, own)
+        pairs = zip(self._parameters, self.flags, flags, strict=True)
         changed: list[Tensor] = [parameter for parameter, before, after in pairs if before != after]
-        self.flags = now
+        self.flags = flags
         return changed
+
+    def _with_current(self, flags: Flags, own: Collection[Tensor] | None) -> Flags:
+        now = self.current()
+        if own is None:
+            return now
+        triples = zip(self._parameters, flags, now, strict=True)
+        return tuple([after if parameter in own else before for parameter, before, after in triples])
+
+    def difference(self, one: Flags, other: Flags) -> str:
+        """Return the name of the first parameter that is trained in only one of two."""
+        pairs = zip(self._names, one, other, strict=True)
+        return next(name for name, first, second in pairs if first is not second)
 
     def encoded(self) -> str:
         """Return those in the state, for `begin_generation`."""
@@ -202,7 +236,7 @@ class TrainedParameters:
                 failure = next(filter(None, failures), None)
                 if failure is not None:
                     raise ReplicationError(failure)
-                if not group.is_elastic and time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     missing = min(set(range(group.replicas)) - set(announced))
                     raise ReplicationError(
                         f"requires_grad of parameters was set on rank {group.rank} after step {step}, and "

@@ -553,6 +553,7 @@ class TrainingLoop:
             self._accumulation.check_exchange()
             adascale.exchange_statistics()
             trainer.group.wait_for_device()
+            self._model.follow_trained()
             trainer.checkpointing.before_step()
             adascale.step()
         except (RuntimeError, PeersLostError) as error:
@@ -813,9 +814,7 @@ class TrainingLoop:
         """Prepare for the next step, and for putting the state back if it fails."""
         if self._buffers is not None:
             self._buffers.begin_step()
-        if self._trainer.group.replicas == 1:
-            # Gradients may come from another method of the model. On several replicas that is refused.
-            self._model.follow_trained()
+        self._model.begin_step()
 
     def _begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""

@@ -201,7 +201,7 @@ class GradientStatistics:
 
     def preview(self) -> StepEstimate | None:
         """Return the estimate of this step as far as it can be made before the step; None without any."""
-        if self._all_reduce is None:
+        if self._all_reduce is None or self._is_left_out:
             return None
         statistics = self._all_reduce.result(self.parameters.lr_device)
         if self._scale_of_scaler is None:
@@ -232,6 +232,11 @@ class GradientStatistics:
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is None:
             return StepMeasurement()
+        if self._is_left_out:
+            # Gradients that were measured may be deleted since.
+            self._previous_gradient.clear()
+            result = all_reduce.result(self.parameters.lr_device)
+            return StepMeasurement(None, result.flags if result.flags.numel() else None, result.finite)
         self._warn_of_synchronisation_problem()
         before_step = None if self._gradients_are_unchanged() else self.reader.current_sqr_norms()
         if before_step is not None and divided:
@@ -304,7 +309,7 @@ class GradientStatistics:
             local = LocalStatistics(
                 self.reader.micro_gradient_sqr_norms(),
                 averaged,
-                complete=self.reader.has_read_all and not self._is_left_out,
+                complete=self.reader.has_read_all,
             )
         self._scale_of_scaler = self._loss_scale.from_scaler()
         self._record_fingerprint()
