@@ -161,7 +161,7 @@ class DataParallelModel:
     def follow_trained(self) -> None:
         """Train the parameters that require gradients now in the step that the optimizer makes next.
 
-        Deletes the gradients of those that do not, and did in a forward pass of this step or in the last step.
+        Deletes the gradients of those that do not, and did in the last step or a forward pass of this one.
 
         Raises:
             WorkerError: the gradients of a parameter are not averaged.
@@ -170,7 +170,7 @@ class DataParallelModel:
         """
         now = self._trained.current()
         passes = [flags for flags, _ in self._passes]
-        if now == self._trained.flags and all(flags is now or flags == now for flags in passes):
+        if now == self._trained.flags and all(flags == now for flags in passes):
             self._trained.agree(self._steps())
             return
         self._require_averaged(now)
@@ -197,8 +197,8 @@ class DataParallelModel:
         for (name, parameter), is_trained, *earlier in named:
             if is_trained and not any(earlier) and parameter.grad is not None:
                 raise WorkerError(
-                    f"the parameter {name!r} has gradients of an earlier micro-batch, but it was frozen in all "
-                    "forward passes of the last micro-batch of the step, so they are not averaged over the "
+                    f"the parameter {name!r} has gradients of an earlier micro-batch, but it was frozen in "
+                    "all forward passes of the last micro-batch of the step, so they are not averaged over the "
                     f"{self._group.replicas} replicas. Freeze and unfreeze it in the same way in all "
                     "micro-batches of a step, or between two steps: decide by trainer.steps"
                 )
@@ -220,8 +220,8 @@ class DataParallelModel:
                 raise WorkerError(
                     f"requires_grad of the parameter {name!r} was set between two forward passes of a step, "
                     "before the backward pass of the first, whose gradients would not be averaged over the "
-                    f"{self._group.replicas} replicas: call backward() after each forward pass, or freeze and "
-                    "unfreeze parameters between two steps"
+                    f"{self._group.replicas} replicas: call backward() after each forward pass, or freeze "
+                    "and unfreeze parameters between two steps"
                 )
             self._trained.agree(self._steps())
             self.use_trained()

@@ -274,7 +274,7 @@ class SeveralOptimizersLoop(TrainingLoop):
                     self._count_skipped_step()
 
     def _begin_step(self) -> None:
-        # Gradients are averaged for the parameters that are trained, which have to be the same on all replicas.
+        # Gradients are averaged for the trained parameters, which have to be the same on all replicas.
         self._program.trained.agree(self.steps)
         # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
         self._trainer.group.copy_from_rank_0(list(self._program.model.buffers()))

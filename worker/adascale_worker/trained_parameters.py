@@ -7,8 +7,8 @@ has changed them announces it in the store of the process group, and waits for t
 before its next forward pass or the step of its optimizer. One whose program has not changed them waits in its
 step instead, and finds the announcement there.
 
-What is trained in a step is what requires gradients when the optimizer makes it. A change inside a step that is
-undone before that, such as for adversarial examples, changes nothing.
+What is trained in a step is what requires gradients when the optimizer makes it. A change inside a step that
+is undone before that, such as for adversarial examples, changes nothing.
 """
 
 from __future__ import annotations
