@@ -198,8 +198,8 @@ class DataParallelModel:
             if is_trained and not any(earlier) and parameter.grad is not None:
                 raise WorkerError(
                     f"the parameter {name!r} has gradients of an earlier micro-batch, but it was frozen in "
-                    "all forward passes of the last micro-batch of the step, so they are not averaged over the "
-                    f"{self._group.replicas} replicas. Freeze and unfreeze it in the same way in all "
+                    "all forward passes of the last micro-batch of the step, so they are not averaged over "
+                    f"the {self._group.replicas} replicas. Freeze and unfreeze it in the same way in all "
                     "micro-batches of a step, or between two steps: decide by trainer.steps"
                 )
 
