@@ -142,6 +142,7 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             model.parts["head"].bias.requires_grad_(True)
         if loop == "unfreezes others on one rank" and count == 5 and trainer.rank == 1:
             model.parts["head"].weight.requires_grad_(False)
+            model.parts["head"].bias.requires_grad_(True)
         if loop == "accumulates":
             (nn.functional.cross_entropy(logits(x), y) / 4).backward()
             if count % 4 == 0:
