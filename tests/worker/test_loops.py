@@ -250,9 +250,35 @@ def test_gradients_that_something_else_averages_once_more_are_refused_on_two_rep
 
 
 @pytest.mark.slow
+def test_gradients_that_differ_between_the_replicas_after_backward_are_refused() -> None:
+    message = r"adascale: the gradient of the parameter 'parts.head.weight' is not the same on the 2 replicas"
+    result = run("gradients differ", replicas=2)
+    require_refused(result, message)
+    assert len(re.findall(message, result[1])) == 2, "both ranks name the reason"
+
+
+@pytest.mark.slow
 def test_accelerate_can_prepare_a_model_without_wrapping_it() -> None:
     output = require_trained(run("Accelerate without a wrapper", replicas=2))
     assert "Warning" not in output
+
+
+# -- micro-batches without a backward pass on one replica -------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_weighted_micro_batch_without_a_backward_pass_is_refused(place: str) -> None:
+    result = run(f"skips the {place} weighted micro-batch", replicas=2)
+    require_refused(
+        result, r"adascale: trainer\.weighted\(\) was used in 1 of the 2 micro-batches of a step, on this"
+    )
+    assert "terminate called" not in result[1], "the other replica stops with an error, too"
+
+
+@pytest.mark.slow
+def test_an_unweighted_micro_batch_without_a_backward_pass_counts_as_a_gradient_of_zero() -> None:
+    require_trained(run("skips the first micro-batch", replicas=2))
 
 
 # -- steps and epochs -----------------------------------------------------------------------------------

@@ -312,3 +312,33 @@ def test_two_weights_for_one_micro_batch_are_an_error(make_trainer: MakeTrainer)
     trainer.weighted(mean_loss(model, (batch[0], batch[1])), 3).backward()
     with pytest.raises(WorkerError, match="got the weights 3 and 4 for one micro-batch"):
         trainer.weighted(mean_loss(model, (batch[0], batch[1])), 4).backward()
+
+
+@pytest.mark.parametrize("local_bsz", [8, 4])
+@pytest.mark.parametrize("weights", [[3, None], [None, 3]])
+def test_another_backward_pass_without_the_weight_is_an_error(
+    make_trainer: MakeTrainer, local_bsz: int, weights: list[float | None]
+) -> None:
+    trainer = make_trainer(**divided(local_bsz))
+    model, optimizer = enter(trainer)
+    number = -1
+    message = "and some have made another backward pass without it.*with a weight of 0"
+    with pytest.raises(WorkerError, match=message):  # noqa: PT012
+        for number, (_, *batch) in enumerate(trainer.dataloader(sequences())):
+            optimizer.zero_grad()
+            for weight in weights if trainer.completes_step else [3]:
+                loss = mean_loss(model, (batch[0], batch[1]))
+                (loss if weight is None else trainer.weighted(loss, weight)).backward()
+            optimizer.step()
+    assert (trainer.steps, number) == (0, 8 // local_bsz - 1)
+
+
+def test_weights_may_begin_after_a_step_without_gradients(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**divided(8))
+    model, optimizer = enter(trainer)
+    for number, (_, *batch) in enumerate(trainer.dataloader(sequences())):
+        optimizer.zero_grad()
+        if number > 0:
+            learn(trainer, model, (batch[0], batch[1]))
+        optimizer.step()
+    assert trainer.steps == 6

@@ -67,6 +67,10 @@ def test_a_program_may_change_gradients_before_and_after_they_are_averaged(
     assert [result["steps_with_changed_gradients"] for result in results] == [4, 4]
 
 
+def test_a_program_may_call_torch_autograd_grad_in_the_backward_pass(results: list[dict[str, Any]]) -> None:
+    assert [result["steps_with_recomputed_gradients"] for result in results] == [4, 4]
+
+
 @pytest.mark.parametrize("kind", ["copied", "saved_and_loaded"])
 def test_a_copy_of_the_model_uses_its_own_parameters(results: list[dict[str, Any]], kind: str) -> None:
     """Averaging of weights and `torch.save(model)` require this."""

@@ -177,6 +177,7 @@ class GradientAccumulation(Accumulation):
         """
         self._exchange.end_pass()
         is_weighted = self.weights.end_pass()
+        self.weights.check_pass()
         if is_weighted and self.at_last_micro_batch and not self._model.has_missed_exchange:
             self.weights.exchange()
             assert self.weights.of_step is not None
@@ -223,8 +224,14 @@ class GradientAccumulation(Accumulation):
         self.weights.begin_micro_batch()
 
     def advance(self) -> bool:
-        """Count a micro-batch, and return whether it was the last of its step."""
+        """Count a micro-batch, and return whether it was the last of its step.
+
+        Raises:
+            WorkerError: some micro-batches of the step have a weight, and others have none.
+        """
         is_complete = super().advance()
+        if is_complete:
+            self.weights.check_complete_step()
         self._has_pass = self._has_lost_pass = False
         self.set_gradient_sync()
         if not is_complete:

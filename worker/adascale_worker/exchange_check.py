@@ -14,10 +14,17 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import ReplicationError
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.torch_private import has_post_accumulate_hooks, remove_tensor_hook
+from adascale_worker.torch_private import (
+    accumulates_gradient,
+    has_post_accumulate_hooks,
+    remove_tensor_hook,
+)
 
 CHECKED_STEPS = 3
 """Steps of a generation in which gradients are compared."""
+
+MAX_NONFINITE_STEPS = 20
+"""Steps of a generation whose gradients are not finite, after which none are compared any more."""
 
 PROBES = 8
 """Elements of each gradient that are compared."""
@@ -46,13 +53,15 @@ class ExchangeCheck:
         self._hooks: list[tuple[Tensor, RemovableHandle]] = []
         self._has_arrived = False
         """Whether a gradient has arrived in the pass that is read."""
-        self._steps = 0
+        self._steps = self._nonfinite_steps = 0
+        """Steps that are still compared, and those that could not be."""
         self.begin_generation()
 
     def begin_generation(self) -> None:
         """Compare the gradients of the next steps, if there are several replicas."""
         self.discard()
         self._steps = CHECKED_STEPS if self._group.replicas > 1 else 0
+        self._nonfinite_steps = 0
 
     def discard(self) -> None:
         """Discard what was read."""
@@ -102,23 +111,37 @@ class ExchangeCheck:
         self.discard()
         means = torch.stack([given, found, given.abs()])
         self._group.average([means])
-        means = means.cpu()
-        if not means.isfinite().all():
-            return  # Such gradients have no mean.
+        means, found = means.cpu(), found.cpu()
+        if not means.isfinite().all():  # Such gradients have no mean.
+            self._nonfinite_steps += 1
+            if self._nonfinite_steps == MAX_NONFINITE_STEPS:
+                self._steps = 0
+            return
         self._steps -= 1
-        given, found, _ = means
-        numbers = torch.cat([means, (found - given)[None]]).norm(dim=2)
-        for name, (before, after, size, difference) in zip(names, numbers.T.tolist(), strict=True):
+        mean_given, mean_found, _ = means
+        # Gradients that are not averaged at all have the right mean, so each replica compares its own.
+        _, greatest = self._group.extremes((found - mean_given).norm(dim=1))
+        numbers = torch.cat([means.norm(dim=2), (mean_found - mean_given).norm(dim=1)[None], greatest[None]])
+        for name, (before, after, size, of_mean, of_any) in zip(names, numbers.T.tolist(), strict=True):
             limits = torch.finfo(self._model.get_parameter(name).dtype)
             allowed = TOLERANCE * before + ROUNDING * limits.eps * size + PROBES * limits.tiny
-            if difference > allowed:
+            replicas = self._group.replicas
+            if of_mean > allowed:
                 ratio = f"{after / before:.3g} times the mean" if before > 0.0 else "not the mean"
                 raise ReplicationError(
-                    f"the gradient of the parameter {name!r} is {ratio} over the {self._group.replicas} "
+                    f"the gradient of the parameter {name!r} is {ratio} over the {replicas} "
                     "replicas at the end of backward(), so something else divides or averages it once more: "
                     "data parallelism of a framework or of the program around the model, or a hook. The "
                     "trainer averages gradients itself, so remove the other, or run this program with one "
                     "replica (maxReplicas: 1)"
+                )
+            if of_any > allowed:
+                raise ReplicationError(
+                    f"the gradient of the parameter {name!r} is not the same on the {replicas} replicas at "
+                    "the end of backward(), but it has to be their mean: something changes it after the "
+                    "trainer has averaged it, or keeps it from being averaged, such as a hook. Change "
+                    "gradients between backward() and optimizer.step(), in the same way on all replicas, or "
+                    "run this program with one replica (maxReplicas: 1)"
                 )
 
     def _remove_hooks(self) -> None:
@@ -139,7 +162,9 @@ class _ArrivalHook:
         self._parameter = parameter
 
     def __call__(self, gradient: Tensor) -> None:
-        self._check.arrived(self._name, self._parameter, gradient)
+        # torch.autograd.grad calls the same hook, also inside a backward pass.
+        if accumulates_gradient(self._parameter):
+            self._check.arrived(self._name, self._parameter, gradient)
 
 
 def _probe(parameter: Tensor, gradient: Tensor | None) -> Tensor:

@@ -7,8 +7,10 @@ the replicas of the sums over micro-batches, which is divided by sum(w_ij) / (s 
 the same on all replicas. It is near the mean weight, for the range of float16, and a power of two, so that
 results do not depend on it.
 
-All micro-batches have a weight, or none has. The replicas agree on that in the first step of a generation:
-without weights, nothing is exchanged later.
+All micro-batches have a weight, or none has. The replicas agree on that in the first step of a generation
+that has gradients: without weights, nothing is exchanged later. A replica that finds a mixture of its own
+does not take part in the exchange, because it may have made fewer backward passes than the others, and other
+collective calls. Its error ends the others.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class MicroBatchWeights:
         self._weigh = weigh
         self._micro_batches = 1
         """Of a step, on all replicas."""
+        self._accumulation = 1
         self._local_bsz = 1
         self._unit: float | None = None
         """The weight of a sample, about. None until a step has weights."""
@@ -84,7 +87,7 @@ class MicroBatchWeights:
         """Of the present micro-batch, after its first weighted backward pass."""
         self._has_unweighted_pass = False
         self._is_inside_pass = self._is_weighted_pass = self._has_arrived = False
-        self._unagreed: Sequence[float] | None = None
+        self._unagreed: _Sums | None = None
         """The sums of the last step, if its replicas have not exchanged them."""
         self.of_step: StepWeights | None = None
         self.factor = 1.0
@@ -94,6 +97,7 @@ class MicroBatchWeights:
     def set_plan(self, plan: BatchPlan) -> None:
         """Use the micro-batches of `plan` from the next step on."""
         self._micro_batches = plan.replicas * plan.accumulation
+        self._accumulation = plan.accumulation
         self._local_bsz = plan.local_bsz
 
     def begin_generation(self) -> None:
@@ -169,6 +173,15 @@ class MicroBatchWeights:
         self._has_unweighted_pass |= self._has_arrived and not self._is_weighted_pass
         return self._is_weighted_pass
 
+    def check_pass(self) -> None:
+        """Check that the passes of the present micro-batch have a weight, or none has. No collective call.
+
+        Raises:
+            WorkerError: only some have. On this replica.
+        """
+        if self._weight is not None and self._has_unweighted_pass:
+            raise self._mixed_here(self._present())
+
     # -- the weights of a step ----------------------------------------------------------------------------
 
     def sums(self) -> tuple[float, ...]:
@@ -179,11 +192,23 @@ class MicroBatchWeights:
         """Exchange the weights of this step, once. A collective call, in the last micro-batch.
 
         Raises:
-            WorkerError: see `agree`.
+            WorkerError: see `agree`. On this replica, if one of its own micro-batches has no weight.
             PeersLostError: members are lost.
         """
         if self.of_step is None:
+            if self._earlier.weighted < self._accumulation - 1:
+                raise self._mixed_here(self._present())
             self.agree(self._group.sum(self.sums()))
+
+    def check_complete_step(self) -> None:
+        """Check that all micro-batches of the last step have a weight, or none has. No collective call.
+
+        Raises:
+            WorkerError: only some have, or those of earlier steps have. On this replica.
+        """
+        sums = self._unagreed
+        if sums is not None and (self._are_used or sums.weighted) and sums.weighted < self._accumulation:
+            raise self._mixed_here(sums)
 
     def exchange_later(self) -> None:
         """Agree that the steps have no weights, if that is not known. A collective call after the last pass.
@@ -194,30 +219,25 @@ class MicroBatchWeights:
         """
         unagreed, self._unagreed = self._unagreed, None
         if unagreed is not None and self._are_used is not False:
-            self.agree(self._group.sum(unagreed), is_complete=True)
+            self.agree(self._group.sum(unagreed.numbers()))
 
-    def agree(self, sums: Sequence[float], *, is_complete: bool = False) -> None:
+    def agree(self, sums: Sequence[float]) -> None:
         """Use the sums over the replicas of `sums`.
 
         Args:
             sums: of the micro-batches so far.
-            is_complete: whether the step has no more backward passes.
 
         Raises:
             WorkerError: some micro-batches have a weight, and others have none. On all replicas.
         """
         total, weighted, positive, unweighted = sums
-        if weighted == unweighted == 0.0 and not is_complete:
-            return  # No pass has reached the parameters of an optimizer yet.
+        if weighted == unweighted == 0.0:
+            return  # No pass has reached the parameters of an optimizer yet, perhaps none in this step.
         if weighted == 0.0 and not self._are_used:
             self._are_used = False
             return
         if weighted != self._micro_batches or unweighted > 0.0:
-            mixed = ", and some have made another backward pass without it" if unweighted else ""
-            raise WorkerError(
-                f"trainer.weighted() was used in {weighted:.0f} of the {self._micro_batches} micro-batches "
-                f"of a step, over all replicas{mixed}. {_REMEDY}"
-            )
+            raise _mixed(weighted, self._micro_batches, "over all replicas", unweighted)
         self._are_used = True
         replicas = self._group.replicas
         divisor = 1.0 if self._micro_batches == 1 else total / (self._scale * replicas)
@@ -238,7 +258,7 @@ class MicroBatchWeights:
         """Count a micro-batch."""
         self._earlier = self._present()
         if completes_step:
-            self._unagreed = self._earlier.numbers() if self.of_step is None else None
+            self._unagreed = self._earlier if self.of_step is None else None
             if self.of_step is not None and self._unit is None:
                 self._unit = self._next_unit
             self._earlier = _Sums()
@@ -251,3 +271,15 @@ class MicroBatchWeights:
 
     def _present(self) -> _Sums:
         return self._earlier.plus(self._weight, is_unweighted=self._has_unweighted_pass)
+
+    def _mixed_here(self, sums: _Sums) -> WorkerError:
+        return _mixed(sums.weighted, self._accumulation, "on this replica", sums.unweighted)
+
+
+def _mixed(weighted: float, micro_batches: int, where: str, unweighted: float) -> WorkerError:
+    """Return the error of a step of which only some micro-batches have a weight."""
+    others = ", and some have made another backward pass without it" if unweighted else ""
+    return WorkerError(
+        f"trainer.weighted() was used in {weighted:.0f} of the {micro_batches} micro-batches of a step, "
+        f"{where}{others}. {_REMEDY}"
+    )

@@ -550,8 +550,9 @@ class TrainingLoop:
         try:
             # The exchange must have succeeded before anything is changed.
             adascale = self._require_one_optimizer()
-            self._accumulation.check_exchange()
+            # In this order: the statistics may be exchanged in backward() already on other replicas.
             adascale.exchange_statistics()
+            self._accumulation.check_exchange()
             trainer.group.wait_for_device()
             self._model.follow_trained()
             trainer.checkpointing.before_step()

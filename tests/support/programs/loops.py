@@ -50,8 +50,23 @@ def average_once_more(parameter: nn.Parameter) -> None:
     parameter.register_hook(lambda _: call_at_end_of_backward(average))
 
 
+def add_other_values(parameter: nn.Parameter) -> None:
+    """Add values to the averaged gradient of a parameter whose mean over two replicas is 0."""
+
+    def add() -> None:
+        assert parameter.grad is not None
+        parameter.grad.add_(1.0 - 2.0 * dist.get_rank())
+
+    def add_later() -> None:
+        call_at_end_of_backward(add)
+
+    # After DDP's own call at the end, which averages.
+    parameter.register_hook(lambda _: call_at_end_of_backward(add_later))
+
+
 trainer = ElasticTrainer(
     batch_size=8,
+    local_bsz_bounds=(1, 2) if "micro-batch" in loop else None,
     scale_invariant_steps=None if "EPOCHS" in os.environ else steps,
     checkpoint_dir=os.environ.get("STATE"),
     checkpoint_interval=0.0,
@@ -116,6 +131,9 @@ if loop == "Accelerate without a wrapper":
 if loop == "something else averages":
     for parameter in model.parameters():
         average_once_more(parameter)
+if loop == "gradients differ":
+    for parameter in model.parameters():
+        add_other_values(parameter)
 critic = Net()
 second = torch.optim.Adam(critic.parameters(), lr=0.01)
 if loop == "another optimizer":
@@ -177,6 +195,15 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
                     parameter.grad = None
             else:
                 optimizer.zero_grad(set_to_none=False)
+            continue
+        if "micro-batch" in loop:
+            # The first micro-batch of a step on rank 1, or its last, such as one without valid tokens.
+            if "weighted" in loop:
+                loss = trainer.weighted(loss, 2 + trainer.rank)
+            optimizer.zero_grad()
+            if not (trainer.rank == 1 and count > 2 and trainer.completes_step == ("last" in loop)):
+                loss.backward()
+            optimizer.step()
             continue
         if loop == "second optimizer":
             second.zero_grad()

@@ -251,6 +251,46 @@ def changes_gradients() -> dict[str, Any]:
     return {"steps_with_changed_gradients": trainer.steps}
 
 
+class Recomputed(torch.autograd.Function):
+    """Computes a layer again in the backward pass, and its gradients with `torch.autograd.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.layer, ctx.x = layer, x
+        with torch.no_grad():
+            out: Tensor = layer(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer(x)
+        return None, *torch.autograd.grad(out, [x, *ctx.layer.parameters()], gradients)
+
+
+class Checkpointed(nn.Module):
+    """Has a layer that is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Recomputed.apply(self.last, self.first(x), *self.last.parameters())
+        return out
+
+
+def recomputes_in_the_backward_pass() -> dict[str, Any]:
+    trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
+    torch.manual_seed(3)
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer)
+    train(trainer, model, optimizer, 1)
+    return {"steps_with_recomputed_gradients": trainer.steps}
+
+
 def copies_of_the_model() -> dict[str, Any]:
     trainer = ElasticTrainer(batch_size=8)
     torch.manual_seed(4)
@@ -377,6 +417,7 @@ for case in (
     weighted_micro_batches,
     weighted_losses_of_two_optimizers,
     changes_gradients,
+    recomputes_in_the_backward_pass,
     copies_of_the_model,
     other_seeds,
     evaluation_on_rank_0,
