@@ -1,4 +1,4 @@
-"""Gradients are compared in the first steps only: `programs/loops.py` and `programs/ranks.py` compare them."""
+"""Gradients are compared in the first steps only: `programs/loops.py` has replicas that compare them."""
 
 from collections.abc import Sequence
 from typing import cast

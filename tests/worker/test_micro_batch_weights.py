@@ -321,16 +321,20 @@ def test_another_backward_pass_without_the_weight_is_an_error(
 ) -> None:
     trainer = make_trainer(**divided(local_bsz))
     model, optimizer = enter(trainer)
-    number = -1
-    message = "and some have made another backward pass without it.*with a weight of 0"
-    with pytest.raises(WorkerError, match=message):  # noqa: PT012
-        for number, (_, *batch) in enumerate(trainer.dataloader(sequences())):
+
+    def learn_all() -> None:
+        for _, *batch in trainer.dataloader(sequences()):
             optimizer.zero_grad()
             for weight in weights if trainer.completes_step else [3]:
                 loss = mean_loss(model, (batch[0], batch[1]))
                 (loss if weight is None else trainer.weighted(loss, weight)).backward()
             optimizer.step()
-    assert (trainer.steps, number) == (0, 8 // local_bsz - 1)
+
+    with pytest.raises(
+        WorkerError, match=r"and some have made another backward pass without it.*with a weight of 0"
+    ):
+        learn_all()
+    assert trainer.steps == 0
 
 
 def test_weights_may_begin_after_a_step_without_gradients(make_trainer: MakeTrainer) -> None:

@@ -545,13 +545,13 @@ class TrainingLoop:
         if not self._accumulation.advance():
             return
         trainer, flags = self._trainer, self._requests().flags()
-        self.adascale.flags = flags
         self._checks.count_passes(trainer.planner.plan.accumulation)
         try:
             # The exchange must have succeeded before anything is changed.
             adascale = self._require_one_optimizer()
-            # In this order: the statistics may be exchanged in backward() already on other replicas.
+            # In this order, because other replicas may have exchanged the statistics in backward() already.
             adascale.exchange_statistics()
+            adascale.flags = flags
             self._accumulation.check_exchange()
             trainer.group.wait_for_device()
             self._model.follow_trained()

@@ -201,7 +201,7 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             if "weighted" in loop:
                 loss = trainer.weighted(loss, 2 + trainer.rank)
             optimizer.zero_grad()
-            if not (trainer.rank == 1 and count > 2 and trainer.completes_step == ("last" in loop)):
+            if not (trainer.rank == 1 and trainer.completes_step == ("last" in loop)):
                 loss.backward()
             optimizer.step()
             continue
