@@ -173,6 +173,7 @@ def finish(job: JobUnderTest) -> None:
     job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
 
 
+@pytest.mark.disturbs
 def test_jobs_share_the_free_resources_of_the_nodes(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
