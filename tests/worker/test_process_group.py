@@ -1,5 +1,6 @@
 """Process groups of generations, formed by two processes."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker import process_group, stuck_collective
 from adascale_worker.device import describe_shared_gpu, gpu_names
 from adascale_worker.environment import RankAssignment
@@ -25,11 +27,13 @@ from adascale_worker.errors import (
 )
 from adascale_worker.membership_links import PeersLostError
 from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values, is_lost_peer
-from support.launch import free_port
+from support.fast_python import PYTHON
+from support.launch import free_port, wait_until
 
 PROGRAM = """
 import datetime, socket, sys
 import torch
+from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker import process_group, stuck_collective
 from adascale_worker.agent_channel import Assignment, Member
 from adascale_worker.environment import RankAssignment
@@ -231,3 +235,24 @@ def test_a_replica_that_shares_a_gpu_although_others_are_free_says_so(used: list
 def test_another_replica_ends_with_the_error_of_rank_0(error: WorkerError, kind: type[WorkerError]) -> None:
     found = error_of_kind(kind_of_error(error), str(error))
     assert (type(found), str(found)) == (kind, str(error))
+
+
+@pytest.mark.slow
+def test_a_replica_that_ends_while_others_connect_to_it_is_named_without_a_traceback() -> None:
+    port = free_port()
+    rank_0 = [TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)]
+    keys = rank_0[0].num_keys()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    program = "from adascale_worker import ElasticTrainer; ElasticTrainer(batch_size=8)"
+    with subprocess.Popen(
+        [*PYTHON, "-c", program],
+        env={**os.environ, **variables, "MASTER_PORT": str(port)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(lambda: rank_0[0].num_keys() > keys, "the connection of rank 1")
+        rank_0.clear()  # Its store ends with it.
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_PEER_LOST, errors
+    assert "adascale: rank 1 cannot connect to the other replicas of 2: one has ended" in errors
+    assert "Traceback" not in errors

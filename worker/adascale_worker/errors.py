@@ -1,7 +1,7 @@
 """Errors of a worker that its user can correct."""
 
 from adascale_core.errors import AdaScaleError, InvalidJobError
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REFUSED, EXIT_SINGLE_REPLICA
+from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_PEER_LOST, EXIT_REFUSED, EXIT_SINGLE_REPLICA
 from adascale_core.job_id import InvalidJobIdError
 
 
@@ -15,6 +15,12 @@ class ReplicationError(WorkerError):
     """The training program cannot be used on several replicas as it is. It may work on one."""
 
     exit_code = EXIT_SINGLE_REPLICA
+
+
+class GroupFormationError(WorkerError):
+    """The replicas that a launcher has started cannot connect to each other."""
+
+    exit_code = EXIT_PEER_LOST
 
 
 class ReplicaRefusedError(WorkerError):

@@ -23,6 +23,7 @@ from adascale_worker import gloo_sockets, gloo_threads, stuck_collective
 from adascale_worker.agent_channel import Assignment
 from adascale_worker.device import describe_shared_gpu, gpu_names
 from adascale_worker.environment import RankAssignment
+from adascale_worker.errors import GroupFormationError
 from adascale_worker.membership_links import PeersLostError, listen
 from adascale_worker.torch_private import (
     abort_process_group,
@@ -105,10 +106,22 @@ class ReplicaGroup:
         """Initialize torch's default process group from torchrun's variables.
 
         Does nothing if the program has done so, or with one replica.
+
+        Raises:
+            GroupFormationError: another replica has ended, or does not answer.
         """
         if self.replicas == 1 or dist.is_initialized():
             return
-        self._initialize(None, INIT_TIMEOUT)
+        try:
+            self._initialize(None, INIT_TIMEOUT)
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise GroupFormationError(
+                f"rank {self.rank} cannot connect to the other replicas of {self.replicas}: one has ended, "
+                f"and its output says why, or MASTER_ADDR and MASTER_PORT are not those of rank 0 ({reason})"
+            ) from error
 
     def open_store(self, address: str) -> tuple[TCPStore, int]:
         """On rank 0: open the store of a generation.
