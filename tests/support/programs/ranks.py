@@ -103,14 +103,20 @@ def model_with_unused_parameters() -> dict[str, Any]:
     }
 
 
-def micro_batches() -> dict[str, Any]:
-    """Compare accumulation with clipping on two replicas with one large batch."""
+def trained_with_twin() -> tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer, nn.Module]:
+    """Return a trainer with several micro-batches per step, a model, its optimizer, and a copy of it."""
     trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
     twin = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer.program_reentry(model, optimizer)
+    return trainer, model, optimizer, twin
+
+
+def micro_batches() -> dict[str, Any]:
+    """Compare accumulation with clipping on two replicas with one large batch."""
+    trainer, model, optimizer, twin = trained_with_twin()
     plan = [trainer.replicas, trainer.get_local_bsz(), trainer.accumulation]
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     largest = 0.0
@@ -135,12 +141,7 @@ def micro_batches() -> dict[str, Any]:
 
 def weighted_micro_batches() -> dict[str, Any]:
     """Compare micro-batches of unequal weight with one large batch, and estimates with the reference."""
-    trainer = ElasticTrainer(batch_size=16, local_bsz_bounds=(2, 4))
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer, twin = trained_with_twin()
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     labels = torch.where(torch.arange(64) % 5 < 3, dataset.tensors[1], -1)
     labels[:3] = -1
