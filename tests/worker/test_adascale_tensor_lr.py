@@ -140,7 +140,7 @@ def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> AdaS
     model = network()
     parameters = list(model.parameters())
     cut = len(parameters) // groups
-    inner = kind([{"params": parameters[i * cut : (i + 1) * cut]} for i in range(groups)], lr=0.1)
+    inner = kind([{"params": parameters[i * cut : (i + 1) * cut]} for i in range(groups)], lr=1e-3)
     optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=1000.0)
     set_tensors(optimizer)
     for number, batch in enumerate(batches(24)):
