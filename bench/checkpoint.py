@@ -1,6 +1,7 @@
 """How long a checkpoint stalls training, and how large it is.
 
     .venv/bin/python bench/checkpoint.py [--gigabytes 1] [--rounds 5] [--folder FOLDER] [--json]
+    .venv/bin/python bench/checkpoint.py --device cuda [options as above]
 
 One replica trains a network by SGD with momentum. After each of some steps its state is saved by
 
@@ -11,6 +12,11 @@ One replica trains a network by SGD with momentum. After each of some steps its 
 in turn, in the same process. `stall` is the time until training can continue, the median of the rounds,
 without the first round, in which memory is allocated. No contender begins before the writing of the one
 before it has ended.
+
+With `--device cuda`, the network is on a GPU. Then `stall` ends when the GPU has passed what was launched in
+the stream of the program, and `beside` is the time until our copy is complete: what the optimizer changes is
+copied in another stream, beside the next forward and backward passes, and the next optimizer step waits for
+it. `copy` copies into pinned memory.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import device_option
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -63,43 +70,59 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return tensors
 
 
-def measure(width: int, rounds: int, folder: Path) -> dict[str, Any]:
+def end_of_launched(device: torch.device) -> float:
+    """Return the time when the device has done what was launched in the stream of the program."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
+
+
+def measure(width: int, rounds: int, folder: Path, device_type: str) -> dict[str, Any]:
     """Train, save in turn, and return the medians in seconds, and the sizes in bytes."""
     torch.manual_seed(0)
     trainer = ElasticTrainer(
-        batch_size=BATCH, checkpoint_dir=folder / "ours", checkpoint_interval=0, device="cpu"
+        batch_size=BATCH, checkpoint_dir=folder / "ours", checkpoint_interval=0, device=device_type
     )
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    device = trainer.device
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     trainer.program_reentry(model, optimizer)
     saved_at_boundary = trainer._loop._saving.save  # type: ignore[union-attr]
     stalls: dict[str, list[float]] = {"ours": [], "async": [], "copy": []}
+    if device.type == "cuda":
+        stalls["beside"] = []
 
     def save(**options: Any) -> None:
-        begin = time.perf_counter()
+        begin = end_of_launched(device)
         saved_at_boundary(**options)
-        stalls["ours"].append(time.perf_counter() - begin)
+        stalls["ours"].append(end_of_launched(device) - begin)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            stalls["beside"].append(time.perf_counter() - begin)
         timer.wait()
         others()
 
     def others() -> None:
         tensors = tensors_of(model, optimizer)
-        begin = time.perf_counter()
+        begin = end_of_launched(device)
         response: Any = async_save(tensors, checkpoint_id=folder / "async", no_dist=True)
-        stalls["async"].append(time.perf_counter() - begin)
+        stalls["async"].append(end_of_launched(device) - begin)
         getattr(response, "upload_completion", response).result()
-        copies = [torch.empty_like(tensor).fill_(0) for tensor in tensors.values()]
-        begin = time.perf_counter()
+        pinned = device.type == "cuda"
+        copies = [
+            torch.empty_like(tensor, device="cpu", pin_memory=pinned).fill_(0) for tensor in tensors.values()
+        ]
+        begin = end_of_launched(device)
         for copy, tensor in zip(copies, tensors.values(), strict=True):
-            copy.copy_(tensor)
-        stalls["copy"].append(time.perf_counter() - begin)
+            copy.copy_(tensor, non_blocking=pinned)
+        stalls["copy"].append(end_of_launched(device) - begin)
 
     timer = StallTimer()
     trainer._loop._saving.save = save  # type: ignore[union-attr, method-assign]
     data = torch.randn(4 * BATCH * (rounds + 2), width)
     for x in trainer.dataloader(data):
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        model(x.to(device)).square().mean().backward()
         optimizer.step()
         if len(stalls["ours"]) > rounds:
             break
@@ -124,14 +147,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="for the checkpoints; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
+    device_option.add_to(parser)
     options = parser.parse_args()
+    device_option.check(parser, options.device)
     warnings.simplefilter("ignore")
     width = int((options.gigabytes * 1e9 / 2 / 2 / 4) ** 0.5)
     results = {}
     for name, size in (("tiny", 16), ("large", width)):
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
         try:
-            results[name] = measure(size, options.rounds, folder)
+            results[name] = measure(size, options.rounds, folder, options.device)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json:

@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import sys
@@ -49,7 +50,8 @@ from adascale_worker.process_group import backend_of
 from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
 
 CONTENDERS = ("plain", "plain again", "trainer", "elastic")
-NETWORKS = ("tiny", "deep")
+NETWORKS = ("tiny", "deep", "resnet18")
+DEFAULT_NETWORKS = {"cpu": ("tiny", "deep"), "cuda": ("tiny", "resnet18")}
 LOCAL_BSZ = 32
 SAMPLES = 64 * LOCAL_BSZ
 REPLICAS = 2
@@ -73,11 +75,11 @@ def network_of(name: str) -> tuple[nn.Module, TensorDataset]:
     torch.manual_seed(0)
     if name == "tiny":
         model, _ = rescale_model.make("tiny")
-        features, classes = rescale_model.FEATURES["tiny"], 2
+        shape, classes = torch.Size([rescale_model.FEATURES["tiny"]]), 2
     else:
-        model, x, classes = overhead.deep()
-        features = x.shape[1]
-    return model, TensorDataset(torch.randn(SAMPLES, features), torch.randint(classes, (SAMPLES,)))
+        model, x, classes = overhead.NETWORKS[name]()
+        shape = x.shape[1:]
+    return model, TensorDataset(torch.randn(SAMPLES, *shape), torch.randint(classes, (SAMPLES,)))
 
 
 class Turns:
@@ -248,7 +250,7 @@ def show(network: str, found: dict[str, list[float]], device: str) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="any of " + ", ".join(NETWORKS))
+    parser.add_argument("networks", nargs="*", help="any of " + ", ".join(NETWORKS))
     parser.add_argument("--blocks", type=int, default=30, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=MAX_INTERVAL, help="steps of a turn")
     parser.add_argument("--json", type=Path, help="where to write all times")
@@ -259,9 +261,10 @@ def main() -> None:
     device_option.check(parser, options.device)
     if options.run:
         run(options.run, options.networks[0], options.folder, options.steps, options.device)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the processes, too.
     results = {
         network: measure(network, options.blocks, options.steps, options.device)
-        for network in options.networks
+        for network in options.networks or DEFAULT_NETWORKS[options.device]
     }
     for network, found in results.items():
         show(network, found, options.device)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python bench/overhead.py [--optimizer adamw] [--blocks 15] [--steps 8] [networks ...]
     python bench/overhead.py --device cuda [--profile] [--blocks 3] [networks ...]
 
-Two gloo ranks on this machine, one thread each. SGD with momentum 0.9, or AdamW (fused). All contenders are
+Two gloo ranks on this machine, or `--ranks`, one thread each. SGD with momentum 0.9, or AdamW (fused). All contenders are
 in one process per rank and take turns in short runs of steps, in an order that changes from block to block.
 Each turn is next to a turn of plain DDP, so that other load of the machine affects both in the same way.
 Printed are the median over all turns of the ratio of step times, with its quartiles, and the median ratio of
@@ -58,8 +58,6 @@ from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
 Step = Callable[[], None]
 Turn = tuple[float, float, float, float]
 """Seconds and processor seconds of a step of a contender, and of a plain step."""
-RANKS = 2
-
 
 def wide() -> tuple[nn.Module, Tensor, int]:
     model = nn.Sequential(
@@ -236,14 +234,15 @@ def stepper(contender: str, network: str, optimizer_name: str, device: torch.dev
 def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     device = select_device(options.device, rank)
-    backend = backend_of(device, share_a_gpu=torch.cuda.device_count() < RANKS)
+    backend = backend_of(device, share_a_gpu=torch.cuda.device_count() < options.ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if rank == 0:
             print(
-                f"{RANKS} ranks with {backend}; rank 0 uses {torch.cuda.get_device_name(device)}", flush=True
+                f"ranks: {options.ranks}, with {backend}; rank 0 uses {torch.cuda.get_device_name(device)}",
+                flush=True,
             )
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
     results: dict[str, Any] = {}
     for network in options.networks:
         steps = {name: stepper(name, network, options.optimizer, device) for name in options.contenders}
@@ -370,6 +369,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", help="any of " + ", ".join(NETWORKS))
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--optimizer", default="sgd", choices=list(OPTIMIZERS))
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=15, help="turns of each contender")
     parser.add_argument(
         "--steps",
@@ -384,7 +384,7 @@ def main() -> None:
     device_option.check(parser, options.device)
     options.networks = options.networks or DEFAULT_NETWORKS[options.device]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(measure, (f"{folder}/store", options), nprocs=RANKS)
+        spawn(measure, (f"{folder}/store", options), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

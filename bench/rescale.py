@@ -529,7 +529,9 @@ def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable
         {"ADASCALE_TOKEN": token},
     )
     try:
-        wait_until(port_file.exists, "the service")
+        wait_until(lambda: port_file.exists() or process.poll() is not None, "the service")
+        if process.poll() is not None:
+            raise EndedError(f"the metrics service has ended with exit code {process.returncode}")
         url = f"http://127.0.0.1:{port_file.read_text().strip()}"
         pool = urllib3.PoolManager()
 
