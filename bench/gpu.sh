@@ -65,7 +65,7 @@ part() {
     timeout --kill-after=5 "$limit" "$@" > "$results/$name.txt" 2>&1 || code=$?
     {
         echo "== $name: exit code $code after $((SECONDS - began)) s (limit $limit s)"
-        case $name in tests) grep -E '^(FAILED|ERROR)|passed|failed|^[0-9.]+s ' "$results/$name.txt" | tail -60 ;; *) tail -70 "$results/$name.txt" ;; esac
+        case $name in tests) grep -E '^(FAILED|ERROR)|passed|failed|^[0-9.]+s ' "$results/$name.txt" | tail -60 || true ;; *) tail -70 "$results/$name.txt" ;; esac
     } | tee -a "$results/summary.txt"
 }
 
@@ -117,7 +117,7 @@ run() {
     if [ "$device" = cpu ]; then marker="not slow and not cluster" selection=(tests/worker/test_devices.py tests/worker/test_device_clock.py); fi
     # The benchmarks are tried by the other parts.
     part tests 120 "$python" -m pytest -m "$marker" --numprocesses 8 --dist worksteal --timeout 90 --durations 12 \
-        -p no:cacheprovider --deselect tests/worker/test_benchmarks.py "${selection[@]}"
+        -p no:cacheprovider -p no:benchmark --deselect tests/worker/test_benchmarks.py "${selection[@]}"
     part overhead 75 bash -c 'overhead --ranks 1 && profile --ranks 1'
     part rescale 75 bash -c "rescale && rescale && rescale"
     part checkpoint 25 "$python" bench/checkpoint.py --device "$device" --gigabytes "$gigabytes"
