@@ -37,7 +37,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from adascale_worker import gloo_sockets
-from adascale_worker.process_group import is_lost_peer
+from adascale_worker.torch_private.distributed import is_lost_peer
 
 subprocess.run(["ip", "link", "set", "dev", "lo", "up"], check=True)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"

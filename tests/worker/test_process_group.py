@@ -26,7 +26,8 @@ from adascale_worker.errors import (
     kind_of_error,
 )
 from adascale_worker.membership_links import PeersLostError
-from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values, is_lost_peer
+from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values
+from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
 from support.launch import free_port, wait_until
 

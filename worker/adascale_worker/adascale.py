@@ -32,7 +32,8 @@ from adascale_worker.supported_optimizers import (
     require_whole_parameters,
     scaling_rule_of,
 )
-from adascale_worker.torch_private import divide_in_place, is_optimizer_hook_table
+from adascale_worker.torch_private.optim import is_optimizer_hook_table
+from adascale_worker.torch_private.tensors import divide_in_place
 
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""

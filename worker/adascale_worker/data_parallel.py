@@ -21,17 +21,16 @@ from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.torch_private import (
+from adascale_worker.torch_private.autograd import accumulates_gradient
+from adascale_worker.torch_private.ddp import (
     abandon,
-    accumulates_gradient,
-    call_of,
-    local_process_group,
-    override_call,
     rebuild_buckets,
     replace_process_group,
     set_timing_interval,
     timed_backward_pass,
 )
+from adascale_worker.torch_private.distributed import local_process_group
+from adascale_worker.torch_private.modules import call_of, override_call
 from adascale_worker.trained_parameters import Flags, TrainedParameters
 
 TIMING_INTERVAL = 10

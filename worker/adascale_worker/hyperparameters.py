@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.scaling_rules import UNIT
-from adascale_worker.torch_private import lr_at_position
+from adascale_worker.torch_private.optim import LAST_LR, lr_at_position, set_last_lr
 
 Choice = Literal["checkpoint", "program"]
 CHOICES: tuple[Choice, ...] = ("checkpoint", "program")
@@ -24,7 +24,7 @@ Values = dict[str, Any]
 
 _IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", UNIT)
 """Entries of a parameter group that are not hyperparameters: they may depend on the device, or change."""
-_FOLLOWS_FROM_THE_GROUPS = ("base_lrs", "_last_lr")
+_FOLLOWS_FROM_THE_GROUPS = ("base_lrs", LAST_LR)
 """Attributes of a scheduler that it reads from the optimizer."""
 MOST_DIFFERENCES = 6
 
@@ -143,7 +143,7 @@ def continue_schedule(scheduler: LRScheduler) -> None:
         return
     for group, lr in zip(scheduler.optimizer.param_groups, rates, strict=True):
         _set(group, "lr", lr)
-    scheduler._last_lr = list(rates)
+    set_last_lr(scheduler, rates)
 
 
 def describe(differences: list[Difference], choice: Choice) -> str:
@@ -224,7 +224,7 @@ def _with_changes(state: Values, old: Values, new: Values) -> Values:
         if name in state and _are_nested(old[name], new[name]) and len(state[name]) == len(new[name]):
             parts = zip(state[name], old[name], new[name], strict=True)
             changed[name] = [_with_changes(*part) for part in parts]
-        elif name in state and name != "_last_lr":
+        elif name in state and name != LAST_LR:
             kind = type(state[name])
             changed[name] = kind(new[name]) if isinstance(state[name], (dict, tuple)) else new[name]
     return changed

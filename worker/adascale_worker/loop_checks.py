@@ -19,7 +19,7 @@ from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.statistics.user_warnings import OneTimeWarnings
-from adascale_worker.torch_private import accumulates_gradient
+from adascale_worker.torch_private.autograd import accumulates_gradient
 
 MAX_BATCHES_WITHOUT_STEP = 1000
 """Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""

@@ -15,7 +15,7 @@ import torch
 from torch.amp import GradScaler
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.torch_private import skipping_outside_kernel
+from adascale_worker.torch_private.optim import skipping_outside_kernel
 
 CHECKED_CALLS = 100
 """Calls of `optimizer.step()` for which a GradScaler is searched that was not registered."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from adascale_worker.torch_private.tensors import version_of
+
 
 class ModelBuffers:
     """Copies the buffers of a model that have changed since the last copy, and keeps those that it replaces.
@@ -53,7 +55,7 @@ class ModelBuffers:
         self._is_recorded = False
         with torch.no_grad():
             for buffer, copied, version in self._copies.values():
-                if version < 0 or buffer._version != version:
+                if version < 0 or version_of(buffer) != version:
                     buffer.copy_(copied)
         for module, name, buffer in self._places:
             if getattr(module, name, None) is not buffer:
@@ -70,4 +72,4 @@ class ModelBuffers:
 
 def _version(name: str, buffer: Tensor) -> int:
     """Return the version of a buffer; -1 if a change may not be counted."""
-    return -1 if name.startswith("running_") else buffer._version
+    return -1 if name.startswith("running_") else version_of(buffer)

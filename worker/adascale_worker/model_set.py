@@ -19,7 +19,7 @@ from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
 from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.torch_private import call_of, override_call
+from adascale_worker.torch_private.modules import call_of, override_call
 
 
 class ModelSet:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adascale_core.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
 from adascale_worker.patching import Scheduler
+from adascale_worker.torch_private.optim import SCHEDULERS
 
 
 class OptimizerSet:
@@ -164,11 +165,11 @@ class SchedulerSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, in the form in which torch's schedulers have those of others."""
-        return {"_schedulers": [scheduler.state_dict() for scheduler in self._schedulers.values()]}
+        return {SCHEDULERS: [scheduler.state_dict() for scheduler in self._schedulers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        for scheduler, saved in zip(self._schedulers.values(), state["_schedulers"], strict=True):
+        for scheduler, saved in zip(self._schedulers.values(), state[SCHEDULERS], strict=True):
             scheduler.load_state_dict(saved)
 
 

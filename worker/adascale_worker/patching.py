@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.torch_private.optim import last_milestone, schedulers_in
 
 Step = Callable[..., Any]
 
@@ -221,7 +222,7 @@ def _following_step(
 def _steps_of(scheduler: LRScheduler) -> int:
     """Return how many steps a scheduler has made."""
     if isinstance(scheduler, ChainedScheduler):  # steps all its schedulers, and counts no steps itself
-        return _steps_of(scheduler._schedulers[0])
+        return _steps_of(schedulers_in(scheduler)[0])
     return scheduler.last_epoch
 
 
@@ -230,7 +231,7 @@ def _last_step(scheduler: LRScheduler) -> float:
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps
     if isinstance(scheduler, ChainedScheduler):
-        return min(map(_last_step, scheduler._schedulers))
+        return min(map(_last_step, schedulers_in(scheduler)))
     if isinstance(scheduler, SequentialLR):
-        return scheduler._milestones[-1] + _last_step(scheduler._schedulers[-1])
+        return last_milestone(scheduler) + _last_step(schedulers_in(scheduler)[-1])
     return math.inf

@@ -25,9 +25,10 @@ from adascale_worker.device import describe_shared_gpu, gpu_names
 from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import GroupFormationError
 from adascale_worker.membership_links import PeersLostError, listen
-from adascale_worker.torch_private import (
+from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,
+    is_lost_peer,
     nccl_options,
     reset_group_names,
     set_collective_timeout,
@@ -563,43 +564,6 @@ def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str
     keys = [f"{key}/{each}" for each in range(ranks)]
     store.set(keys[rank], value)
     return [each.decode() for each in store.multi_get(keys)]
-
-
-_CONNECTION_ERRORS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "socket timeout",
-    "timed out waiting",
-    "software caused connection abort",
-    "connection refused",
-    # Of a network that has become silent, and of hosts and routes that are gone.
-    "connection timed out",
-    "no route to host",
-    "network is unreachable",
-    "network is down",
-    "host is down",
-    # Of NCCL, and of torch after the communicator is aborted.
-    "remote process exited or there was a network error",
-    "communicator was aborted",
-)
-
-
-def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether `error`, or an error that caused it, means that the connection to another replica is lost.
-
-    Gloo raises a plain RuntimeError for this, so only its message identifies it.
-    """
-    while error is not None:
-        if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
-            return True
-        if isinstance(error, RuntimeError):
-            message = str(error).lower()
-            from_backend = "gloo" in message or "nccl" in message
-            if from_backend and any(fragment in message for fragment in _CONNECTION_ERRORS):
-                return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _random_numbers() -> list[int]:

@@ -21,10 +21,8 @@ from adascale_worker.learning_rates import LearningRates
 from adascale_worker.optimizer_set import Optimizers, SchedulerSet
 from adascale_worker.patching import Scheduler
 from adascale_worker.state_tree import UnsupportedStateError, flatten
+from adascale_worker.torch_private.modules import EXTRA_STATE_SUFFIX
 from adascale_worker.trained_parameters import TrainedParameters
-
-_EXTRA_STATE = "_extra_state"
-"""How the name of the state ends that `torch.nn.Module.get_extra_state` returns."""
 
 
 class Stateful(Protocol):
@@ -234,7 +232,7 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
         f"{name} has shape {tuple(saved[name].shape)}, the model's has {tuple(value.shape)}"
         for name, value in current.items()
         # The shape of what a module returns from `get_extra_state` may change in training.
-        if name in saved and isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
+        if name in saved and isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE_SUFFIX)
         if value.shape != saved[name].shape
     ]
     if differences:

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, runtime_chec
 import torch
 from torch import Tensor
 
-from adascale_worker.torch_private import multiply_in_place
+from adascale_worker.torch_private.tensors import multiply_in_place
 
 Gain = float | Tensor
 

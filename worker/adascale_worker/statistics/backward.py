@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from adascale_worker.statistics.metric import EuclideanMetric
 from adascale_worker.statistics.norms import sum_of_squares
 from adascale_worker.statistics.parameters import require_dense
-from adascale_worker.torch_private import (
+from adascale_worker.torch_private.autograd import (
     accumulates_gradient,
     backward_pass_id,
     call_at_end_of_backward,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.statistics.norms import accumulation_dtype, local_shard
+from adascale_worker.torch_private.tensors import version_of
 
 HOST = torch.device("cpu")
 
@@ -39,17 +40,17 @@ class TensorVersion:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor  # Kept, because its id might become that of another tensor.
-        self._version = tensor._version
+        self._changes = version_of(tensor)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TensorVersion)
             and self._tensor is other._tensor
-            and self._version == other._version
+            and self._changes == other._changes
         )
 
     def __hash__(self) -> int:
-        return hash((id(self._tensor), self._version))
+        return hash((id(self._tensor), self._changes))
 
 
 def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:

@@ -15,7 +15,8 @@ from adascale_worker.statistics.given import GivenGradients
 from adascale_worker.statistics.metric import EuclideanMetric
 from adascale_worker.statistics.parameters import OptimizerParameters
 from adascale_worker.statistics.step_settings import StepSettings
-from adascale_worker.torch_private import communication_hooks, is_fully_sharded
+from adascale_worker.torch_private.ddp import communication_hooks
+from adascale_worker.torch_private.fsdp import is_fully_sharded
 
 if TYPE_CHECKING:
     from adascale_worker.statistics.sharded import ShardedGradients

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from adascale_worker.statistics.norms import norm, sum_of_squares
-from adascale_worker.torch_private import (
+from adascale_worker.torch_private.autograd import backward_pass_id
+from adascale_worker.torch_private.fsdp import (
     ShardedParameterGroup,
-    backward_pass_id,
     reduce_scatter_predivisor,
     sharded_parameter_groups,
 )

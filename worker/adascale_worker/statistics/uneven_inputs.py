@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.torch_private import is_in_join
+from adascale_worker.torch_private.distributed import is_in_join
 
 
 def joins_without(ddp: DistributedDataParallel | None, joinable: Joinable | None) -> bool:
