@@ -60,7 +60,7 @@ from torch.multiprocessing.spawn import spawn
 
 from adascale_core.messages import JobSpec
 from adascale_worker.agent.trainer_process import DEFAULTS
-from adascale_worker.device import select_device
+from adascale_worker.process.device import select_device
 from adascale_worker.process_group import backend_of
 
 FOLDER = Path(__file__).parent

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from adascale_worker.data_parallel import DataParallelModel, warm_up
-from adascale_worker.environment import RankAssignment
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
 from support.memory import release_free_memory
 

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from adascale_core.batch import BatchPlan
-from adascale_worker.device_clock import CudaClock, HostClock, PendingTimes, clock_of
+from adascale_worker.process.device_clock import CudaClock, HostClock, PendingTimes, clock_of
 from adascale_worker.step_timer import StepTimer
 from support.training import WAITS
 

@@ -14,8 +14,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker import process_group, stuck_collective
-from adascale_worker.device import describe_shared_gpu, gpu_names
-from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import (
     CheckpointError,
     ReplicationError,
@@ -26,6 +24,8 @@ from adascale_worker.errors import (
     kind_of_error,
 )
 from adascale_worker.membership_links import PeersLostError
+from adascale_worker.process.device import describe_shared_gpu, gpu_names
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
@@ -37,7 +37,7 @@ import torch
 from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker import process_group, stuck_collective
 from adascale_worker.agent_channel import Assignment, Member
-from adascale_worker.environment import RankAssignment
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.membership_links import PeersLostError
 from adascale_worker.torch_private import tcp_store
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import WorkerError
+from adascale_worker.process.user_code import calling_line
 from adascale_worker.state_saving import StateSaving
-from adascale_worker.user_code import calling_line
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""

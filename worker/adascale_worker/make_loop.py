@@ -26,11 +26,11 @@ from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet
 from adascale_worker.optimizer_set import Optimizers, OptimizerSet
 from adascale_worker.patching import patch_optimizer
+from adascale_worker.process.exit import FastExit
+from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program_parts import ProgramParts
 from adascale_worker.program_state import ProgramState, Stateful
 from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
-from adascale_worker.shutdown import FastExit
-from adascale_worker.shutdown_request import ShutdownRequest
 from adascale_worker.trained_parameters import TrainedParameters
 from adascale_worker.training_loop import TrainingLoop
 

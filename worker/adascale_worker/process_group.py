@@ -21,10 +21,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from adascale_worker import gloo_sockets, gloo_threads, stuck_collective
 from adascale_worker.agent_channel import Assignment
-from adascale_worker.device import describe_shared_gpu, gpu_names
-from adascale_worker.environment import RankAssignment
 from adascale_worker.errors import GroupFormationError
 from adascale_worker.membership_links import PeersLostError, listen
+from adascale_worker.process.device import describe_shared_gpu, gpu_names
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from adascale_worker.errors import WorkerError
 from adascale_worker.other_parallelism import require_unwrapped
 from adascale_worker.patching import Scheduler
-from adascale_worker.statistics.user_warnings import OneTimeWarnings
+from adascale_worker.process.user_warnings import OneTimeWarnings
 
 ALL_OPTIMIZERS = (
     "pass all models and optimizers by name, program_reentry({name: model, ...}, {name: optimizer, ...}) "

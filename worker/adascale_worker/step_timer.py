@@ -8,7 +8,7 @@ from typing import Any
 
 from adascale_core.batch import BatchPlan
 from adascale_core.messages import StepTime
-from adascale_worker.device_clock import DeviceClock, HostClock, PendingTimes
+from adascale_worker.process.device_clock import DeviceClock, HostClock, PendingTimes
 
 Key = tuple[BatchPlan, int]
 """A plan, and the number of nodes of its replicas."""

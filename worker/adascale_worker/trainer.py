@@ -32,7 +32,6 @@ from adascale_core.batch import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.replica_gpus import describe_unused_gpus
-from adascale_worker import environment
 from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.agent_channel import AgentChannel
@@ -43,8 +42,6 @@ from adascale_worker.components import TrainerComponents
 from adascale_worker.data_feed import DataFeed, require_evaluable
 from adascale_worker.data_loop import DataLoop
 from adascale_worker.data_parallel import warm_up
-from adascale_worker.device import select_device
-from adascale_worker.device_clock import clock_of
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
 from adascale_worker.hyperparameters import Choice, describe
@@ -59,14 +56,17 @@ from adascale_worker.optimizer_set import OptimizerSet
 from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import kind_of
 from adascale_worker.patching import Scheduler, patch_scheduler
+from adascale_worker.process import environment
+from adascale_worker.process.device import select_device
+from adascale_worker.process.device_clock import clock_of
+from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.settings import resolve_settings
+from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
 from adascale_worker.program_parts import ProgramParts, program_parts
 from adascale_worker.program_state import Stateful, require_choice, require_stateful
 from adascale_worker.reporter import Reporter
-from adascale_worker.settings import resolve_settings
-from adascale_worker.shutdown import ExitStatus, FastExit, UncaughtErrorHandler
-from adascale_worker.shutdown_request import ShutdownRequest
 from adascale_worker.step_watchdog import Stall, StepWatchdog
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_loop import TrainingLoop

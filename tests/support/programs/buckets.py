@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adascale_worker import gloo_threads
 from adascale_worker.data_parallel import DataParallelModel
-from adascale_worker.environment import RankAssignment
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process_group import ReplicaGroup
 
 STEPS = 12

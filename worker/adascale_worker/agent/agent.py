@@ -36,7 +36,7 @@ from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.errors import ReplicaRefusedError, WorkerError
-from adascale_worker.package_version import package_version
+from adascale_worker.process.package_version import package_version
 
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from adascale_worker.process.user_warnings import OneTimeWarnings
 from adascale_worker.scaling_rules import ScalingRule
 from adascale_worker.statistics.all_reduce import LocalStatistics, ReducedStatistics, StatisticsAllReduce
 from adascale_worker.statistics.estimates import (
@@ -26,7 +27,6 @@ from adascale_worker.statistics.previous_gradient import PreviousGradient, Previ
 from adascale_worker.statistics.reader import GradientReader
 from adascale_worker.statistics.step_settings import StepSettings, StepWeights
 from adascale_worker.statistics.uneven_inputs import joins_without
-from adascale_worker.statistics.user_warnings import OneTimeWarnings
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adascale_worker.statistics.user_warnings import warn_user
+from adascale_worker.process.user_warnings import warn_user
 
 TOLERANCE = 1e-6
 

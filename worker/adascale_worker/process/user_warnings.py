@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-from adascale_worker.user_code import is_own
+from adascale_worker.process.user_code import is_own
 
 
 def warn_user(message: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from adascale_core.batch import BatchBounds
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DEFAULT_EFFICIENCY_TARGET
-from adascale_worker.environment import JobSettings
+from adascale_worker.process.environment import JobSettings
 
 DEFAULT_MAX_NONFINITE_STEPS = 10
 
