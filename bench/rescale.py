@@ -60,8 +60,8 @@ from torch.multiprocessing.spawn import spawn
 
 from adascale_core.messages import JobSpec
 from adascale_worker.agent.trainer_process import DEFAULTS
+from adascale_worker.membership.process_group import backend_of
 from adascale_worker.process.device import select_device
-from adascale_worker.process_group import backend_of
 
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"

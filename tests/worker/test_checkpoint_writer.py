@@ -19,7 +19,7 @@ from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.errors import CheckpointError
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage.folder import Folder
 from adascale_worker.storage.interface import Part, StorageError

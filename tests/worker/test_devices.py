@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.checkpoint import CheckpointStore
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.state_tree import flatten, on_host
 from adascale_worker.weight_checks import all_finite

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_worker.data_feed import DataFeed
 from adascale_worker.errors import DatasetError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.stream import MicroBatches
 from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, network, parameters_of, sgd
 

@@ -13,7 +13,6 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_worker import process_group, stuck_collective
 from adascale_worker.errors import (
     CheckpointError,
     ReplicationError,
@@ -23,10 +22,11 @@ from adascale_worker.errors import (
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.membership_links import PeersLostError
+from adascale_worker.membership import process_group, stuck_collective
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
 from support.launch import free_port, wait_until
@@ -36,9 +36,9 @@ import datetime, socket, sys
 import torch
 from adascale_core.exit_codes import EXIT_PEER_LOST
 from adascale_worker import process_group, stuck_collective
-from adascale_worker.agent_channel import Assignment, Member
+from adascale_worker.membership.agent_channel import Assignment, Member
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.membership_links import PeersLostError
+from adascale_worker.membership.links import PeersLostError
 from adascale_worker.torch_private import tcp_store
 
 rank, port, failures = map(int, sys.argv[1:4])

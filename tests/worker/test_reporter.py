@@ -18,9 +18,9 @@ from adascale_core.views import StoredReports
 from adascale_worker import reporter as reporter_module
 from adascale_worker.errors import WorkerError
 from adascale_worker.logged_metrics import require_metrics
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import HostClock
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.reporter import Reporter
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_progress import TrainingProgress

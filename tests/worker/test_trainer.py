@@ -15,8 +15,8 @@ from adascale_core.batch import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.errors import DatasetError, WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import select_device
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.rng_state import seed_generators
 from adascale_worker.statistics.all_reduce import StatisticsAllReduce
 from adascale_worker.stream import SampleStream

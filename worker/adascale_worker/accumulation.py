@@ -17,8 +17,8 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import WorkerError
 from adascale_worker.exchange_check import ExchangeCheck
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.micro_batch_weights import MicroBatchWeights
-from adascale_worker.process_group import ReplicaGroup
 
 
 class Accumulation(ABC):

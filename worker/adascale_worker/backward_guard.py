@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adascale_worker.membership_links import PeersLostError
+from adascale_worker.membership.links import PeersLostError
 from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
 
 

@@ -14,7 +14,7 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.errors import CheckpointError, StorageUnavailableError
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.storage import open_storage
 
 State = dict[str, Any]

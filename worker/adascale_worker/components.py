@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.data_feed import DataFeed
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.settings import TrainerSettings
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_progress import TrainingProgress
 

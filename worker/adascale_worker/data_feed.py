@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_worker.errors import DatasetError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.persistent_loader import PersistentLoader
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.stream import MicroBatches, SampleStream
 
 _CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})

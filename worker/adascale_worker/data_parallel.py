@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop_checks import ForwardRecord
-from adascale_worker.membership_links import PeersLostError
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.patching import MethodOverride
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.torch_private.autograd import accumulates_gradient
 from adascale_worker.torch_private.ddp import (
     abandon,

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.logged_metrics import as_number
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 
 POLL_INTERVAL = 0.02
 """Seconds between two readings of the store."""

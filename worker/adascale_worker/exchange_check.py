@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import ReplicationError
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.torch_private.autograd import (
     accumulates_gradient,
     has_post_accumulate_hooks,

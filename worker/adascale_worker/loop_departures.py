@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 from adascale_worker.errors import ReplicationError
-from adascale_worker.process_group import INIT_TIMEOUT, ReplicaGroup
+from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
 
 POLL_INTERVAL = 0.02
 """Seconds between two readings of the store."""

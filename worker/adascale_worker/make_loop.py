@@ -21,7 +21,7 @@ from adascale_worker.loop_checks import (
     warn_of_parameters_outside,
 )
 from adascale_worker.loss_scaling import scaler_of
-from adascale_worker.membership import Membership
+from adascale_worker.membership.generations import Membership
 from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet
 from adascale_worker.optimizer_set import Optimizers, OptimizerSet

@@ -6,7 +6,7 @@ import sys
 
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
-from adascale_worker.membership import Membership
+from adascale_worker.membership.generations import Membership
 from adascale_worker.model_set import ModelSet
 from adascale_worker.out_of_memory import is_out_of_memory, kind_of
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from adascale_core.batch import BatchPlan
 from adascale_worker.errors import WorkerError
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.statistics.step_settings import StepWeights
 
 _REMEDY = (

@@ -22,7 +22,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradient_exchange import averaged
 from adascale_worker.loop_checks import CHECKED_STEPS
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.statistics.step_settings import StepWeights
 
 

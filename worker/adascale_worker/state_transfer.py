@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.receive_memory import SMALL, ReceiveMemory
 from adascale_worker.state_tree import flatten, layouts, unflatten
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from adascale_worker.errors import ReplicationError
 from adascale_worker.hyperparameters import Choice, Difference
-from adascale_worker.membership_links import PeersLostError
-from adascale_worker.process_group import INIT_TIMEOUT, ReplicaGroup
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
 
 POLL_INTERVAL = 0.005
 """Seconds between two readings of the store."""

@@ -34,7 +34,6 @@ from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.replica_gpus import describe_unused_gpus
 from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
-from adascale_worker.agent_channel import AgentChannel
 from adascale_worker.backward_guard import BackwardGuard
 from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
@@ -50,8 +49,10 @@ from adascale_worker.logged_metrics import plain_result, require_metrics
 from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.make_loop import LoopOptions, make_loop
-from adascale_worker.membership import Membership
-from adascale_worker.membership_links import listen
+from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.links import listen
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.optimizer_set import OptimizerSet
 from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import kind_of
@@ -62,7 +63,6 @@ from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.settings import resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
 from adascale_worker.program_parts import ProgramParts, program_parts
 from adascale_worker.program_state import Stateful, require_choice, require_stateful

@@ -25,7 +25,6 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
-from adascale_worker.agent_channel import Assignment
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
@@ -45,8 +44,9 @@ from adascale_worker.loop_checks import (
 )
 from adascale_worker.loop_departures import LoopDepartures
 from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
-from adascale_worker.membership import LeaveError, Membership
-from adascale_worker.membership_links import Formation, PeersLostError, StateNumber
+from adascale_worker.membership.agent_channel import Assignment
+from adascale_worker.membership.generations import LeaveError, Membership
+from adascale_worker.membership.links import Formation, PeersLostError, StateNumber
 from adascale_worker.memory_shortage import MemoryShortage
 from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet

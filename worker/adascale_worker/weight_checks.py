@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.hyperparameters import HasGroups
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
-from adascale_worker.process_group import ReplicaGroup
 from adascale_worker.program_checks import ALL_OPTIMIZERS
 
 COMPARISON_INTERVAL = 10.0

@@ -27,7 +27,7 @@ _MODULES: Final = (
     "torch.autograd",
     "torch.distributed",
     "torch.nn.parallel",
-    "adascale_worker.process_group",
+    "adascale_worker.membership.process_group",
     "adascale_worker.statistics",
 )
 """Modules whose functions call collectives. The checkpoint, which waits for a disk, is not among them."""

@@ -7,15 +7,15 @@ import socket
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from adascale_worker.agent_channel import AgentChannel, Assignment, Release
-from adascale_worker.membership_links import (
+from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Release
+from adascale_worker.membership.links import (
     Formation,
     MembershipLinks,
     OtherVersionError,
     PeersLostError,
     StateNumber,
 )
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 
 POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
