@@ -18,9 +18,9 @@ from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import select_device
 from adascale_worker.rng_state import seed_generators
-from adascale_worker.statistics.all_reduce import StatisticsAllReduce
+from adascale_worker.scaling.statistics.all_reduce import StatisticsAllReduce
+from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from adascale_worker.stream import SampleStream
-from adascale_worker.supported_optimizers import UnsupportedOptimizerError
 from support.training import (
     ACCUMULATING,
     FIXED,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from adascale_worker.adascale import AdaScale as AdaScale
     from adascale_worker.errors import StaleBatchSizeError as StaleBatchSizeError
     from adascale_worker.evaluation import Evaluation as Evaluation
-    from adascale_worker.scaling_rules import SecondMomentOptimizer as SecondMomentOptimizer
+    from adascale_worker.scaling.rules import SecondMomentOptimizer as SecondMomentOptimizer
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
     from adascale_worker.trainer import ReentryState as ReentryState
 
@@ -21,7 +21,7 @@ _MODULE_OF = {
     "ElasticTrainer": "adascale_worker.trainer",
     "Evaluation": "adascale_worker.evaluation",
     "ReentryState": "adascale_worker.trainer",
-    "SecondMomentOptimizer": "adascale_worker.scaling_rules",
+    "SecondMomentOptimizer": "adascale_worker.scaling.rules",
     "StaleBatchSizeError": "adascale_worker.errors",
 }
 

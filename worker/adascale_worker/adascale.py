@@ -3,8 +3,8 @@
 The algorithm is AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed
 Training", ICML 2020, arXiv 2007.05105). The interface is that of FairScale's `AdaScale`, so that a user of it
 changes only the import; `docs/adascale.md` lists the differences. The formulas are in `adascale_core.gain`,
-what a gain changes is in `adascale_worker.scaling_rules`, and the measurement of gradients is in
-`adascale_worker.statistics`.
+what a gain changes is in `adascale_worker.scaling.rules`, and the measurement of gradients is in
+`adascale_worker.scaling.statistics`.
 """
 
 import warnings
@@ -20,12 +20,12 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.gain import GradientEstimate, require_scale, require_smoothing
-from adascale_worker.statistics.gain_estimator import GainEstimator, GainOptions
-from adascale_worker.statistics.loss_scale import GradScaler
-from adascale_worker.statistics.sampling import Sampling
-from adascale_worker.statistics.step_settings import StepSettings, StepWeights
-from adascale_worker.statistics.uneven_inputs import StatisticsJoinHook
-from adascale_worker.supported_optimizers import (
+from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
+from adascale_worker.scaling.statistics.loss_scale import GradScaler
+from adascale_worker.scaling.statistics.sampling import Sampling
+from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
+from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
+from adascale_worker.scaling.supported_optimizers import (
     UnsupportedOptimizerError,
     require_count,
     require_readable,
@@ -47,13 +47,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
     the initial batch size, 1 <= gain <= S. `step()` multiplies the lr of each group by the gain of the group,
     and restores the lr afterwards. For Adam and AdamW it multiplies the lr by the square root of the gain,
-    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling_rules`). Schedules
+    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling.rules`). Schedules
     stay as they were for the initial batch size; advance them, and count progress, by `gain()` per step
     instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
     mean of. With n = 1 they come from the difference of consecutive gradients, which is biased (see
-    `adascale_worker.statistics.estimates.from_consecutive_gradients`) and reported as `estimate.biased`.
+    `adascale_worker.scaling.statistics.estimates.from_consecutive_gradients`) and reported as `estimate.biased`.
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as

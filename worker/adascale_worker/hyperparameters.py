@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from adascale_worker.scaling_rules import UNIT
+from adascale_worker.scaling.rules import UNIT
 from adascale_worker.torch_private.optim import LAST_LR, lr_at_position, set_last_lr
 
 Choice = Literal["checkpoint", "program"]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
-from adascale_worker.scaling_rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
+from adascale_worker.scaling.rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
 
 
 class UnsupportedOptimizerError(AdaScaleError, TypeError):

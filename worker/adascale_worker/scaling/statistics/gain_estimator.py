@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from adascale_core.gain import GradientEstimate, default_smoothing, total
-from adascale_worker.scaling_rules import ScalingRule
-from adascale_worker.statistics.estimates import StepEstimate
-from adascale_worker.statistics.gradient_statistics import GradientStatistics
-from adascale_worker.statistics.loss_scale import GradScaler
-from adascale_worker.statistics.moving_averages import MovingAverages
-from adascale_worker.statistics.parameters import HOST
-from adascale_worker.statistics.sampling import Sampling
-from adascale_worker.statistics.step_settings import StepSettings
+from adascale_worker.scaling.rules import ScalingRule
+from adascale_worker.scaling.statistics.estimates import StepEstimate
+from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
+from adascale_worker.scaling.statistics.loss_scale import GradScaler
+from adascale_worker.scaling.statistics.moving_averages import MovingAverages
+from adascale_worker.scaling.statistics.parameters import HOST
+from adascale_worker.scaling.statistics.sampling import Sampling
+from adascale_worker.scaling.statistics.step_settings import StepSettings
 
 
 @dataclass(frozen=True, slots=True)

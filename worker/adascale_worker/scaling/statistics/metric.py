@@ -18,13 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from adascale_worker.scaling_rules import ScalingRule, SecondMoment
-from adascale_worker.statistics.norms import (
-    HALF_PRECISION,
-    accumulation_dtype,
-    norm,
-    sqr_norm,
-)
+from adascale_worker.scaling.rules import ScalingRule, SecondMoment
+from adascale_worker.scaling.statistics.norms import HALF_PRECISION, accumulation_dtype, norm, sqr_norm
 from adascale_worker.torch_private.tensors import flatten_together, weighted_sqr_norms
 
 FLOOR = 1e-3

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from adascale_worker.statistics.metric import EuclideanMetric
-from adascale_worker.statistics.parameters import OptimizerParameters
+from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 
 LocalGradients = Mapping[Tensor, Tensor]
 """The gradient of each parameter that has one."""

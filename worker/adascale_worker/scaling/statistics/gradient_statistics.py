@@ -11,22 +11,26 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.process.user_warnings import OneTimeWarnings
-from adascale_worker.scaling_rules import ScalingRule
-from adascale_worker.statistics.all_reduce import LocalStatistics, ReducedStatistics, StatisticsAllReduce
-from adascale_worker.statistics.estimates import (
+from adascale_worker.scaling.rules import ScalingRule
+from adascale_worker.scaling.statistics.all_reduce import (
+    LocalStatistics,
+    ReducedStatistics,
+    StatisticsAllReduce,
+)
+from adascale_worker.scaling.statistics.estimates import (
     StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
-from adascale_worker.statistics.fingerprint import GradientFingerprint
-from adascale_worker.statistics.given import LocalGradients
-from adascale_worker.statistics.loss_scale import GradScaler, LossScale
-from adascale_worker.statistics.metric import EuclideanMetric, SecondMomentMetric
-from adascale_worker.statistics.parameters import HOST, OptimizerParameters
-from adascale_worker.statistics.previous_gradient import PreviousGradient, PreviousStep
-from adascale_worker.statistics.reader import GradientReader
-from adascale_worker.statistics.step_settings import StepSettings, StepWeights
-from adascale_worker.statistics.uneven_inputs import joins_without
+from adascale_worker.scaling.statistics.fingerprint import GradientFingerprint
+from adascale_worker.scaling.statistics.given import LocalGradients
+from adascale_worker.scaling.statistics.loss_scale import GradScaler, LossScale
+from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMomentMetric
+from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
+from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
+from adascale_worker.scaling.statistics.reader import GradientReader
+from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
+from adascale_worker.scaling.statistics.uneven_inputs import joins_without
 
 
 @dataclass(frozen=True, slots=True)

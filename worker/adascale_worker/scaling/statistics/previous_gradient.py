@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker.statistics.metric import EuclideanMetric
-from adascale_worker.statistics.norms import inner_products, local_shard
+from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.norms import inner_products, local_shard
 
 Parameters = Sequence[Sequence[Tensor]]
 """Parameters by parameter group."""

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.statistics.metric import EuclideanMetric
-from adascale_worker.statistics.norms import sum_of_squares
-from adascale_worker.statistics.parameters import require_dense
+from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.norms import sum_of_squares
+from adascale_worker.scaling.statistics.parameters import require_dense
 from adascale_worker.torch_private.autograd import (
     accumulates_gradient,
     backward_pass_id,

@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.statistics.all_reduce import sqr_norms_of_mean
-from adascale_worker.statistics.backward import BackwardObserver, ReadingTime
-from adascale_worker.statistics.given import GivenGradients
-from adascale_worker.statistics.metric import EuclideanMetric
-from adascale_worker.statistics.parameters import OptimizerParameters
-from adascale_worker.statistics.step_settings import StepSettings
+from adascale_worker.scaling.statistics.all_reduce import sqr_norms_of_mean
+from adascale_worker.scaling.statistics.backward import BackwardObserver, ReadingTime
+from adascale_worker.scaling.statistics.given import GivenGradients
+from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.parameters import OptimizerParameters
+from adascale_worker.scaling.statistics.step_settings import StepSettings
 from adascale_worker.torch_private.ddp import communication_hooks
 from adascale_worker.torch_private.fsdp import is_fully_sharded
 
 if TYPE_CHECKING:
-    from adascale_worker.statistics.sharded import ShardedGradients
+    from adascale_worker.scaling.statistics.sharded import ShardedGradients
 
 AVERAGING_HOOKS = (
     default_hooks.allreduce_hook,
@@ -207,6 +207,6 @@ def _sharded_gradients(
 ) -> "ShardedGradients | None":
     if model is None or not is_fully_sharded(model):
         return None
-    from adascale_worker.statistics.sharded import ShardedGradients
+    from adascale_worker.scaling.statistics.sharded import ShardedGradients
 
     return ShardedGradients(model, parameters.groups(), ranks)

@@ -1,7 +1,7 @@
 """Moving averages of the estimates of many steps, for each parameter group.
 
 All numbers are tensors with one number per group, on the host or on the device of the learning rates, as in
-`adascale_worker.statistics.estimates`.
+`adascale_worker.scaling.statistics.estimates`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adascale_core.gain import GradientEstimate, require_scale, require_smoothing
-from adascale_worker.statistics.estimates import StepEstimate
-from adascale_worker.statistics.norms import accumulation_dtype
+from adascale_worker.scaling.statistics.estimates import StepEstimate
+from adascale_worker.scaling.statistics.norms import accumulation_dtype
 
 UNBIASED, BIASED = 0, 1
 GRAD_SQR, GRAD_VAR, WEIGHT = 0, 1, 2

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.statistics.norms import norm, sum_of_squares
+from adascale_worker.scaling.statistics.norms import norm, sum_of_squares
 from adascale_worker.torch_private.autograd import backward_pass_id
 from adascale_worker.torch_private.fsdp import (
     ShardedParameterGroup,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.statistics.norms import accumulation_dtype, local_shard
+from adascale_worker.scaling.statistics.norms import accumulation_dtype, local_shard
 from adascale_worker.torch_private.tensors import version_of
 
 HOST = torch.device("cpu")

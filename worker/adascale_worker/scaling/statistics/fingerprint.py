@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from adascale_worker.statistics.norms import local_shard
+from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.torch_private.tensors import l2_norms
 
 PROBES = 4

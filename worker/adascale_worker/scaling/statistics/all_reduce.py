@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adascale_worker.statistics.norms import Gradients, sqr_norms
+from adascale_worker.scaling.statistics.norms import Gradients, sqr_norms
 
 AGREEMENT_TOLERANCE = 1e-8
 """Relative variance up to which ranks have the same averaged gradients; kernels differ by less."""
