@@ -17,7 +17,7 @@ from adascale_core.batch import (
 from adascale_core.throughput import StepTimeModel
 from adascale_worker.errors import StaleBatchSizeError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.optimizer_set import Optimizers
+from adascale_worker.program.optimizer_set import Optimizers
 from adascale_worker.step_timer import StepTimer
 
 REPLAN_INTERVAL = 1.0

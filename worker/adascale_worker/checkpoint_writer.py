@@ -13,9 +13,9 @@ from torch import Tensor
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.errors import CheckpointError
+from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.snapshot import Snapshot
 from adascale_worker.storage.interface import WriteCancelledError
-from adascale_worker.weight_checks import all_finite, nonfinite_message
 
 State = dict[str, Any]
 MIN_DELAY = 10.0

@@ -18,9 +18,10 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.loop_checks import ForwardRecord
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
-from adascale_worker.patching import MethodOverride
+from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.trained_parameters import Flags, TrainedParameters
 from adascale_worker.torch_private.autograd import accumulates_gradient
 from adascale_worker.torch_private.ddp import (
     abandon,
@@ -31,7 +32,6 @@ from adascale_worker.torch_private.ddp import (
 )
 from adascale_worker.torch_private.distributed import local_process_group
 from adascale_worker.torch_private.modules import call_of, override_call
-from adascale_worker.trained_parameters import Flags, TrainedParameters
 
 TIMING_INTERVAL = 10
 """The exchange of gradients is timed in each n-th step."""

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import ReplicationError, WorkerError
-from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.torch_private.autograd import accumulates_gradient
 
 MAX_BATCHES_WITHOUT_STEP = 1000

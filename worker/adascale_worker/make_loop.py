@@ -12,8 +12,6 @@ from adascale_worker.accumulation import Accumulation, GradientAccumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_parallel import DataParallelModel
-from adascale_worker.hyperparameters import Choice, Hyperparameters
-from adascale_worker.learning_rates import LearningRates
 from adascale_worker.loop_checks import (
     BatchChecks,
     ForwardRecord,
@@ -22,16 +20,18 @@ from adascale_worker.loop_checks import (
 )
 from adascale_worker.loss_scaling import scaler_of
 from adascale_worker.membership.generations import Membership
-from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet
-from adascale_worker.optimizer_set import Optimizers, OptimizerSet
-from adascale_worker.patching import patch_optimizer
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program_parts import ProgramParts
+from adascale_worker.program.buffers import ModelBuffers
+from adascale_worker.program.hyperparameters import Choice, Hyperparameters
+from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.optimizer_set import Optimizers, OptimizerSet
+from adascale_worker.program.parts import ProgramParts
+from adascale_worker.program.patching import patch_optimizer
+from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program_state import ProgramState, Stateful
 from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
-from adascale_worker.trained_parameters import TrainedParameters
 from adascale_worker.training_loop import TrainingLoop
 
 

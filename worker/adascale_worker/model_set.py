@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import forward_without_activations
-from adascale_worker.patching import MethodOverride
 from adascale_worker.process.device_clock import PendingTimes, clock_of
+from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.patching import MethodOverride
 from adascale_worker.torch_private.modules import call_of, override_call
 
 

@@ -10,19 +10,19 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
-from adascale_worker.hyperparameters import (
+from adascale_worker.program.hyperparameters import (
     CHOICES,
     Choice,
     Difference,
     Hyperparameters,
     continue_schedule,
 )
-from adascale_worker.learning_rates import LearningRates
-from adascale_worker.optimizer_set import Optimizers, SchedulerSet
-from adascale_worker.patching import Scheduler
+from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.optimizer_set import Optimizers, SchedulerSet
+from adascale_worker.program.patching import Scheduler
+from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.state_tree import UnsupportedStateError, flatten
 from adascale_worker.torch_private.modules import EXTRA_STATE_SUFFIX
-from adascale_worker.trained_parameters import TrainedParameters
 
 
 class Stateful(Protocol):

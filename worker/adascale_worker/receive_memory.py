@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from adascale_worker.hyperparameters import HasGroups
+from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.state_tree import TensorLayout, layout_of
 
 SMALL: Final = 1 << 20

@@ -23,8 +23,8 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.micro_batch_weights import MicroBatchWeights
 from adascale_worker.model_set import ModelSet
 from adascale_worker.optimizer_gradients import OptimizerGradients
-from adascale_worker.optimizer_set import OptimizerSet
-from adascale_worker.patching import MethodOverride, patch_step
+from adascale_worker.program.optimizer_set import OptimizerSet
+from adascale_worker.program.patching import MethodOverride, patch_step
 from adascale_worker.program_state import load_model
 from adascale_worker.step_undo import StepUndo
 from adascale_worker.training_loop import TrainingLoop

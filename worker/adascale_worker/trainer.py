@@ -43,8 +43,6 @@ from adascale_worker.data_loop import DataLoop
 from adascale_worker.data_parallel import warm_up
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
-from adascale_worker.hyperparameters import Choice, describe
-from adascale_worker.learning_rates import LearningRates
 from adascale_worker.logged_metrics import plain_result, require_metrics
 from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loss_scaling import patch_scaler, scaler_of
@@ -53,18 +51,20 @@ from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import listen
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.optimizer_set import OptimizerSet
-from adascale_worker.other_parallelism import OtherParallelism
 from adascale_worker.out_of_memory import kind_of
-from adascale_worker.patching import Scheduler, patch_scheduler
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.settings import resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program_checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
-from adascale_worker.program_parts import ProgramParts, program_parts
+from adascale_worker.program.checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
+from adascale_worker.program.hyperparameters import Choice, describe
+from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.optimizer_set import OptimizerSet
+from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.parts import ProgramParts, program_parts
+from adascale_worker.program.patching import Scheduler, patch_scheduler
 from adascale_worker.program_state import Stateful, require_choice, require_stateful
 from adascale_worker.reporter import Reporter
 from adascale_worker.step_watchdog import Stall, StepWatchdog

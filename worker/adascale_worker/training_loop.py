@@ -48,23 +48,19 @@ from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation, PeersLostError, StateNumber
 from adascale_worker.memory_shortage import MemoryShortage
-from adascale_worker.model_buffers import ModelBuffers
 from adascale_worker.model_set import ModelSet
 from adascale_worker.out_of_memory import release_memory
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
+from adascale_worker.program.buffers import ModelBuffers
+from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
 from adascale_worker.program_state import ProgramState
 from adascale_worker.rng_state import seed_generators
 from adascale_worker.state_exchange import StateExchange
 from adascale_worker.state_saving import StateSaving
 from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState
-from adascale_worker.weight_checks import (
-    FiniteWeights,
-    NonFiniteWeightsError,
-    WeightComparison,
-)
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""

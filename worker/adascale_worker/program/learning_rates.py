@@ -17,9 +17,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.patching import Scheduler
 from adascale_worker.process.user_code import OWN_MODULES
 from adascale_worker.process.user_warnings import warn_user
+from adascale_worker.program.patching import Scheduler
 from adascale_worker.scaling.statistics.parameters import lr_versions
 
 Method = Callable[..., Any]

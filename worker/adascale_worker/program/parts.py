@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.optimizer_set import SchedulerSet
-from adascale_worker.patching import Scheduler
-from adascale_worker.program_checks import (
+from adascale_worker.program.checks import (
     Models,
     OptimizersByName,
     SchedulersByName,
     require_program,
     require_programs,
 )
+from adascale_worker.program.optimizer_set import SchedulerSet
+from adascale_worker.program.patching import Scheduler
 
 
 @dataclass(frozen=True)

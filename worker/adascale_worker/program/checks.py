@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.other_parallelism import require_unwrapped
-from adascale_worker.patching import Scheduler
 from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.program.other_parallelism import require_unwrapped
+from adascale_worker.program.patching import Scheduler
 
 ALL_OPTIMIZERS = (
     "pass all models and optimizers by name, program_reentry({name: model, ...}, {name: optimizer, ...}) "

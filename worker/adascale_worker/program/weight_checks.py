@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import ReplicationError, WorkerError
-from adascale_worker.hyperparameters import HasGroups
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
-from adascale_worker.program_checks import ALL_OPTIMIZERS
+from adascale_worker.program.checks import ALL_OPTIMIZERS
+from adascale_worker.program.hyperparameters import HasGroups
 
 COMPARISON_INTERVAL = 10.0
 """Seconds between two comparisons of the replicas' weights."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
-from adascale_worker.patching import Scheduler
+from adascale_worker.program.patching import Scheduler
 from adascale_worker.torch_private.optim import SCHEDULERS
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import ReplicationError
-from adascale_worker.hyperparameters import Choice, Difference
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
+from adascale_worker.program.hyperparameters import Choice, Difference
 
 POLL_INTERVAL = 0.005
 """Seconds between two readings of the store."""
