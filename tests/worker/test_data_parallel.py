@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adascale_worker.data_parallel import DataParallelModel, warm_up
+from adascale_worker.gradients.data_parallel import DataParallelModel, warm_up
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from support.memory import release_free_memory

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from adascale_worker.accumulation import Accumulation, GradientAccumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.components import TrainerComponents
-from adascale_worker.data_parallel import DataParallelModel
+from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
+from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.loss_scaling import scaler_of
+from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.loop_checks import (
     BatchChecks,
     ForwardRecord,
     LoopChecks,
     warn_of_parameters_outside,
 )
-from adascale_worker.loss_scaling import scaler_of
 from adascale_worker.membership.generations import Membership
-from adascale_worker.model_set import ModelSet
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.buffers import ModelBuffers

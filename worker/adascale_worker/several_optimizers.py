@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch import BatchPlan
-from adascale_worker.accumulation import Accumulation
 from adascale_worker.errors import WorkerError
+from adascale_worker.gradients.accumulation import Accumulation
+from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
+from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.membership.links import PeersLostError, StateNumber
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.micro_batch_weights import MicroBatchWeights
-from adascale_worker.model_set import ModelSet
-from adascale_worker.optimizer_gradients import OptimizerGradients
 from adascale_worker.program.optimizer_set import OptimizerSet
 from adascale_worker.program.patching import MethodOverride, patch_step
 from adascale_worker.program_state import load_model

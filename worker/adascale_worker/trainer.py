@@ -32,26 +32,26 @@ from adascale_core.batch import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.replica_gpus import describe_unused_gpus
-from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
-from adascale_worker.backward_guard import BackwardGuard
 from adascale_worker.batch_planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
 from adascale_worker.data_feed import DataFeed, require_evaluable
 from adascale_worker.data_loop import DataLoop
-from adascale_worker.data_parallel import warm_up
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
+from adascale_worker.gradients.accumulation import Accumulation
+from adascale_worker.gradients.backward_guard import BackwardGuard
+from adascale_worker.gradients.data_parallel import warm_up
+from adascale_worker.gradients.loss_scaling import patch_scaler, scaler_of
+from adascale_worker.gradients.out_of_memory import kind_of
 from adascale_worker.logged_metrics import plain_result, require_metrics
 from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
-from adascale_worker.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.make_loop import LoopOptions, make_loop
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import listen
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.out_of_memory import kind_of
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.device_clock import clock_of

@@ -23,11 +23,9 @@ import torch
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
-from adascale_worker.accumulation import Accumulation
 from adascale_worker.adascale import AdaScale
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.components import TrainerComponents
-from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import (
     ReplicationError,
     WorkerError,
@@ -36,6 +34,11 @@ from adascale_worker.errors import (
 )
 from adascale_worker.evaluation_sequence import EvaluationSequence
 from adascale_worker.finish_request import FinishRequest
+from adascale_worker.gradients.accumulation import Accumulation
+from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.loss_scaling import UnregisteredScaler, scaler_of
+from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.out_of_memory import release_memory
 from adascale_worker.loop_checks import (
     BatchChecks,
     LoopChecks,
@@ -43,13 +46,10 @@ from adascale_worker.loop_checks import (
     check_synchronized_norms,
 )
 from adascale_worker.loop_departures import LoopDepartures
-from adascale_worker.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation, PeersLostError, StateNumber
 from adascale_worker.memory_shortage import MemoryShortage
-from adascale_worker.model_set import ModelSet
-from adascale_worker.out_of_memory import release_memory
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from adascale_core.batch import BatchPlan
 from adascale_worker.adascale import AdaScale
-from adascale_worker.data_parallel import DataParallelModel
 from adascale_worker.errors import WorkerError
-from adascale_worker.exchange_check import ExchangeCheck
+from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.exchange_check import ExchangeCheck
+from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.micro_batch_weights import MicroBatchWeights
 
 
 class Accumulation(ABC):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.out_of_memory import forward_without_activations
 from adascale_worker.process.device_clock import PendingTimes, clock_of
 from adascale_worker.program.other_parallelism import OtherParallelism
 from adascale_worker.program.patching import MethodOverride
