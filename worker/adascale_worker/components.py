@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adascale_worker.batch_planning import BatchPlanner
+from adascale_worker.batches.feed import DataFeed
+from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
-from adascale_worker.data_feed import DataFeed
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.settings import TrainerSettings
 from adascale_worker.telemetry import Telemetry

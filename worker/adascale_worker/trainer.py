@@ -33,10 +33,10 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
-from adascale_worker.batch_planning import BatchPlanner
+from adascale_worker.batches.feed import DataFeed, require_evaluable
+from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.components import TrainerComponents
-from adascale_worker.data_feed import DataFeed, require_evaluable
 from adascale_worker.data_loop import DataLoop
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation

@@ -25,6 +25,8 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_worker.adascale import AdaScale
 from adascale_worker.agreement import Agreement, Requests
+from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.batches.stream import SampleStream
 from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import (
     ReplicationError,
@@ -56,10 +58,8 @@ from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.buffers import ModelBuffers
 from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
 from adascale_worker.program_state import ProgramState
-from adascale_worker.rng_state import seed_generators
 from adascale_worker.state_exchange import StateExchange
 from adascale_worker.state_saving import StateSaving
-from adascale_worker.stream import SampleStream
 from adascale_worker.training_state import TrainingState
 
 SLOW_STEP = 0.05

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_worker.batches.persistent_loader import PersistentLoader
+from adascale_worker.batches.stream import MicroBatches, SampleStream
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.persistent_loader import PersistentLoader
-from adascale_worker.stream import MicroBatches, SampleStream
 
 _CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
 """Arguments of DataLoader that choose the batches."""

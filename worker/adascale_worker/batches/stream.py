@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Sampler
 
 from adascale_core.batch import BatchPlan
-from adascale_worker.rng_state import seed_generators
+from adascale_worker.batches.seeding import seed_generators
 
 
 class SampleStream:

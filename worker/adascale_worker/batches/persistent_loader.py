@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from adascale_worker.stream import MicroBatches, Place
+from adascale_worker.batches.stream import MicroBatches, Place
 
 
 class PersistentLoader(Iterator[Any]):
