@@ -11,7 +11,7 @@ from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.step_timer import StepTimer
+from adascale_worker.reporting.step_timer import StepTimer
 
 
 def group(replicas: int, rank: int = 0, *, is_elastic: bool) -> ReplicaGroup:

@@ -9,8 +9,8 @@ from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.settings import TrainerSettings
-from adascale_worker.telemetry import Telemetry
-from adascale_worker.training_progress import TrainingProgress
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.telemetry import Telemetry
 
 
 @dataclass

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.logged_metrics import as_number
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.reporting.logged_metrics import as_number
 
 POLL_INTERVAL = 0.02
 """Seconds between two readings of the store."""

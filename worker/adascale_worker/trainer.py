@@ -45,7 +45,6 @@ from adascale_worker.gradients.backward_guard import BackwardGuard
 from adascale_worker.gradients.data_parallel import warm_up
 from adascale_worker.gradients.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.gradients.out_of_memory import kind_of
-from adascale_worker.logged_metrics import plain_result, require_metrics
 from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.make_loop import LoopOptions, make_loop
 from adascale_worker.membership.agent_channel import AgentChannel
@@ -66,11 +65,12 @@ from adascale_worker.program.other_parallelism import OtherParallelism
 from adascale_worker.program.parts import ProgramParts, program_parts
 from adascale_worker.program.patching import Scheduler, patch_scheduler
 from adascale_worker.program_state import Stateful, require_choice, require_stateful
-from adascale_worker.reporter import Reporter
+from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.reporter import Reporter
+from adascale_worker.reporting.telemetry import Telemetry
 from adascale_worker.step_watchdog import Stall, StepWatchdog
-from adascale_worker.telemetry import Telemetry
 from adascale_worker.training_loop import TrainingLoop
-from adascale_worker.training_progress import TrainingProgress
 
 
 @dataclass(frozen=True)

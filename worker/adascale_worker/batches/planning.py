@@ -18,7 +18,7 @@ from adascale_core.throughput import StepTimeModel
 from adascale_worker.errors import StaleBatchSizeError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import Optimizers
-from adascale_worker.step_timer import StepTimer
+from adascale_worker.reporting.step_timer import StepTimer
 
 REPLAN_INTERVAL = 1.0
 """Seconds of training after which the batch plan is chosen again, at the next end of an epoch."""

@@ -11,13 +11,13 @@ import torch
 from adascale_core.batch import BatchBounds, BatchPlan
 from adascale_core.messages import GainReport
 from adascale_core.names import REPORT_INTERVAL
-from adascale_worker.logged_metrics import LoggedMetrics
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import DeviceClock
 from adascale_worker.program.optimizer_set import Optimizers
-from adascale_worker.reporter import Reporter
-from adascale_worker.step_timer import StepTimer
-from adascale_worker.training_progress import TrainingProgress
+from adascale_worker.reporting.logged_metrics import LoggedMetrics
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.reporter import Reporter
+from adascale_worker.reporting.step_timer import StepTimer
 
 
 class Telemetry:
