@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from adascale_worker.components import TrainerComponents
 from adascale_worker.evaluation import Exchange
+from adascale_worker.state.components import TrainerComponents
 
 TRAINS = "trains"
 """The event that a replica announces with the place that it has reached, for those that evaluate."""

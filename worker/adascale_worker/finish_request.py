@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import WorkerError
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.state_saving import StateSaving
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.saving import StateSaving
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.components import TrainerComponents
 from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.loss_scaling import scaler_of
@@ -30,8 +29,9 @@ from adascale_worker.program.optimizer_set import Optimizers, OptimizerSet
 from adascale_worker.program.parts import ProgramParts
 from adascale_worker.program.patching import patch_optimizer
 from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.program_state import ProgramState, Stateful
 from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import ProgramState, Stateful
 from adascale_worker.training_loop import TrainingLoop
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from adascale_worker.components import TrainerComponents
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.out_of_memory import is_out_of_memory, kind_of
 from adascale_worker.membership.generations import Membership
+from adascale_worker.state.components import TrainerComponents
 
 MAX_REASON = 200
 """Characters of torch's own message about a lack of memory that are printed."""

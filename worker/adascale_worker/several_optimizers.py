@@ -25,7 +25,7 @@ from adascale_worker.membership.links import PeersLostError, StateNumber
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import OptimizerSet
 from adascale_worker.program.patching import MethodOverride, patch_step
-from adascale_worker.program_state import load_model
+from adascale_worker.state.program import load_model
 from adascale_worker.step_undo import StepUndo
 from adascale_worker.training_loop import TrainingLoop
 

@@ -35,8 +35,6 @@ from adascale_core.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, require_evaluable
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.checkpointing import Checkpointing
-from adascale_worker.components import TrainerComponents
 from adascale_worker.data_loop import DataLoop
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.evaluation import Evaluation
@@ -64,11 +62,13 @@ from adascale_worker.program.optimizer_set import OptimizerSet
 from adascale_worker.program.other_parallelism import OtherParallelism
 from adascale_worker.program.parts import ProgramParts, program_parts
 from adascale_worker.program.patching import Scheduler, patch_scheduler
-from adascale_worker.program_state import Stateful, require_choice, require_stateful
 from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import Stateful, require_choice, require_stateful
 from adascale_worker.step_watchdog import Stall, StepWatchdog
 from adascale_worker.training_loop import TrainingLoop
 

@@ -27,7 +27,6 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream
-from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import (
     ReplicationError,
     WorkerError,
@@ -57,10 +56,11 @@ from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.buffers import ModelBuffers
 from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
-from adascale_worker.program_state import ProgramState
-from adascale_worker.state_exchange import StateExchange
-from adascale_worker.state_saving import StateSaving
-from adascale_worker.training_state import TrainingState
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.exchange import StateExchange
+from adascale_worker.state.program import ProgramState
+from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.training import TrainingState
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from adascale_client import Backoff
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
-from adascale_worker.checkpoint_writer import CheckpointWriter
 from adascale_worker.errors import CheckpointError, StorageUnavailableError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.storage import open_storage
+from adascale_worker.state.checkpoints.storage import open_storage
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 
 State = dict[str, Any]
 MakeState = Callable[[], State]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import CheckpointError
 from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, nonfinite_message
-from adascale_worker.program_state import ProgramState
-from adascale_worker.training_state import TrainingState
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import ProgramState
+from adascale_worker.state.training import TrainingState
 
 
 class StateSaving:

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from adascale_worker import state_tree
-from adascale_worker.state_tree import InvalidSpecError, TensorLayout
+from adascale_worker.state import tree as state_tree
+from adascale_worker.state.tree import InvalidSpecError, TensorLayout
 
 METADATA_KEY: Final = "adascale"
 _ALIGNMENT: Final = 8

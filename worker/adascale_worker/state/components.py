@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.settings import TrainerSettings
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 
 
 @dataclass

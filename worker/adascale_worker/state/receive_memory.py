@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.program.hyperparameters import HasGroups
-from adascale_worker.state_tree import TensorLayout, layout_of
+from adascale_worker.state.tree import TensorLayout, layout_of
 
 SMALL: Final = 1 << 20
 """Bytes of a tensor up to which it is sent together with others, and no memory is prepared for it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from adascale_core.checkpoint_manifest import normalized_url
 from adascale_worker.errors import CheckpointError
-from adascale_worker.storage.interface import (
+from adascale_worker.state.checkpoints.storage.interface import (
     MissingFileError,
     NameTakenError,
     Part,

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from adascale_core.batch import BatchPlan
-from adascale_worker.checkpoint import CheckpointInfo
-from adascale_worker.components import TrainerComponents
 from adascale_worker.errors import UnusableCheckpointError
-from adascale_worker.program_state import ProgramState, load_model
-from adascale_worker.state_tree import tensor_numbers
+from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import ProgramState, load_model
+from adascale_worker.state.tree import tensor_numbers
 
 
 class TrainingState:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker import state_tree
-from adascale_worker.state_file import StateFileLayout, data_bytes, lay_out, offsets_of
-from adascale_worker.state_tree import TensorLayout
-from adascale_worker.storage.interface import Part
+from adascale_worker.state import tree as state_tree
+from adascale_worker.state.checkpoints.storage.interface import Part
+from adascale_worker.state.file import StateFileLayout, data_bytes, lay_out, offsets_of
+from adascale_worker.state.tree import TensorLayout
 
 
 class Snapshot:

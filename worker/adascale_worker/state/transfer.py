@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.receive_memory import SMALL, ReceiveMemory
-from adascale_worker.state_tree import flatten, layouts, unflatten
+from adascale_worker.state.receive_memory import SMALL, ReceiveMemory
+from adascale_worker.state.tree import flatten, layouts, unflatten
 
 CHUNK: Final = 32 << 20
 """Bytes of one message. Smaller tensors are sent together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from adascale_worker.storage.interface import Storage
+from adascale_worker.state.checkpoints.storage.interface import Storage
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -30,9 +30,9 @@ def open_storage(location: str | Path) -> Storage:
         CheckpointError: no package for this kind of URL is installed, or the URL is invalid.
     """
     if is_url(location):
-        from adascale_worker.storage.object_store import ObjectStore
+        from adascale_worker.state.checkpoints.storage.object_store import ObjectStore
 
         return ObjectStore(str(location))
-    from adascale_worker.storage.folder import Folder
+    from adascale_worker.state.checkpoints.storage.folder import Folder
 
     return Folder(Path(location).expanduser().absolute())

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.errors import CheckpointError
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.storage.interface import WriteCancelledError
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage.interface import WriteCancelledError
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 
 State = dict[str, Any]
 MIN_DELAY = 10.0

@@ -37,12 +37,10 @@ from adascale_core.checkpoint_manifest import (
     manifest_number,
     state_file_name,
 )
-from adascale_worker import state_tree
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.state_file import StateFileLayout, read_layout
-from adascale_worker.state_tree import InvalidSpecError
-from adascale_worker.storage.interface import (
+from adascale_worker.state import tree as state_tree
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage.interface import (
     MissingFileError,
     NameTakenError,
     Part,
@@ -51,6 +49,8 @@ from adascale_worker.storage.interface import (
     StorageFullError,
     WriteCancelledError,
 )
+from adascale_worker.state.file import StateFileLayout, read_layout
+from adascale_worker.state.tree import InvalidSpecError
 
 KEPT_STATES = 2
 CHUNK_BYTES = 16 * 2**20

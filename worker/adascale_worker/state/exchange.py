@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from adascale_worker import state_transfer
-from adascale_worker.components import TrainerComponents
-from adascale_worker.program_state import ProgramState
-from adascale_worker.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
-from adascale_worker.state_tree import layouts, on_host
-from adascale_worker.training_state import TrainingState, model_tensor_numbers
+from adascale_worker.state import transfer as state_transfer
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import ProgramState
+from adascale_worker.state.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
+from adascale_worker.state.training import TrainingState, model_tensor_numbers
+from adascale_worker.state.tree import layouts, on_host
 
 
 class StateExchange:
