@@ -35,16 +35,18 @@ from adascale_core.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, require_evaluable
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.data_loop import DataLoop
 from adascale_worker.errors import WorkerError, exit_code
-from adascale_worker.evaluation import Evaluation
 from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.backward_guard import BackwardGuard
 from adascale_worker.gradients.data_parallel import warm_up
 from adascale_worker.gradients.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.gradients.out_of_memory import kind_of
-from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
-from adascale_worker.make_loop import LoopOptions, make_loop
+from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
+from adascale_worker.loop.data_loop import DataLoop
+from adascale_worker.loop.evaluation import Evaluation
+from adascale_worker.loop.make_loop import LoopOptions, make_loop
+from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
+from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import listen
@@ -69,8 +71,6 @@ from adascale_worker.reporting.telemetry import Telemetry
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
-from adascale_worker.step_watchdog import Stall, StepWatchdog
-from adascale_worker.training_loop import TrainingLoop
 
 
 @dataclass(frozen=True)

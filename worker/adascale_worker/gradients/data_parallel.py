@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.out_of_memory import forward_without_activations
-from adascale_worker.loop_checks import ForwardRecord
+from adascale_worker.loop.checks import ForwardRecord
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.other_parallelism import OtherParallelism

@@ -21,7 +21,7 @@ from torch import Tensor
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.exchange import averaged
-from adascale_worker.loop_checks import CHECKED_STEPS
+from adascale_worker.loop.checks import CHECKED_STEPS
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.scaling.statistics.step_settings import StepWeights
 

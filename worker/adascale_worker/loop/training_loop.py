@@ -24,7 +24,6 @@ import torch
 from adascale_core.errors import AdaScaleError
 from adascale_core.exit_codes import EXIT_REENTRY
 from adascale_worker.adascale import AdaScale
-from adascale_worker.agreement import Agreement, Requests
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import (
@@ -33,24 +32,25 @@ from adascale_worker.errors import (
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.evaluation_sequence import EvaluationSequence
-from adascale_worker.finish_request import FinishRequest
 from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler, scaler_of
 from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.out_of_memory import release_memory
-from adascale_worker.loop_checks import (
+from adascale_worker.loop.agreement import Agreement, Requests
+from adascale_worker.loop.checks import (
     BatchChecks,
     LoopChecks,
     check_optimizer_parameters,
     check_synchronized_norms,
 )
-from adascale_worker.loop_departures import LoopDepartures
+from adascale_worker.loop.departures import LoopDepartures
+from adascale_worker.loop.evaluation_sequence import EvaluationSequence
+from adascale_worker.loop.finish_request import FinishRequest
+from adascale_worker.loop.memory_shortage import MemoryShortage
 from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation, PeersLostError, StateNumber
-from adascale_worker.memory_shortage import MemoryShortage
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from adascale_worker.evaluation import Exchange
+from adascale_worker.loop.evaluation import Exchange
 from adascale_worker.state.components import TrainerComponents
 
 TRAINS = "trains"

@@ -13,12 +13,9 @@ from adascale_worker.gradients.accumulation import Accumulation, GradientAccumul
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.gradients.model_set import ModelSet
-from adascale_worker.loop_checks import (
-    BatchChecks,
-    ForwardRecord,
-    LoopChecks,
-    warn_of_parameters_outside,
-)
+from adascale_worker.loop.checks import BatchChecks, ForwardRecord, LoopChecks, warn_of_parameters_outside
+from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
+from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.generations import Membership
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
@@ -29,10 +26,8 @@ from adascale_worker.program.optimizer_set import Optimizers, OptimizerSet
 from adascale_worker.program.parts import ProgramParts
 from adascale_worker.program.patching import patch_optimizer
 from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import ProgramState, Stateful
-from adascale_worker.training_loop import TrainingLoop
 
 
 @dataclass(frozen=True)

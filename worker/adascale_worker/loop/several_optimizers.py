@@ -21,13 +21,13 @@ from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
+from adascale_worker.loop.step_undo import StepUndo
+from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.links import PeersLostError, StateNumber
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import OptimizerSet
 from adascale_worker.program.patching import MethodOverride, patch_step
 from adascale_worker.state.program import load_model
-from adascale_worker.step_undo import StepUndo
-from adascale_worker.training_loop import TrainingLoop
 
 
 class SeveralAccumulations(Accumulation):
