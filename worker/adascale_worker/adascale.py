@@ -52,8 +52,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
-    mean of. With n = 1 they come from the difference of consecutive gradients, which is biased (see
-    `adascale_worker.scaling.statistics.estimates.from_consecutive_gradients`) and reported as `estimate.biased`.
+    mean of. With n = 1 they come from the difference of consecutive gradients, which is biased and reported
+    as `estimate.biased` (see `adascale_worker.scaling.statistics.estimates.from_consecutive_gradients`).
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.out_of_memory import forward_without_activations
-from adascale_worker.loop.checks import ForwardRecord
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.other_parallelism import OtherParallelism
@@ -35,6 +34,17 @@ from adascale_worker.torch_private.modules import call_of, override_call
 
 TIMING_INTERVAL = 10
 """The exchange of gradients is timed in each n-th step."""
+
+
+@dataclass
+class ForwardRecord:
+    """Records forward passes through the model that was passed to `program_reentry`.
+
+    Args:
+        called: whether there was one, in training mode and with gradients enabled, since the last step.
+    """
+
+    called: bool = False
 
 
 class DataParallelModel:

@@ -21,9 +21,11 @@ from torch import Tensor
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.exchange import averaged
-from adascale_worker.loop.checks import CHECKED_STEPS
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.scaling.statistics.step_settings import StepWeights
+
+MAX_STEPS_WITHOUT_GRADIENTS = 3
+"""Steps after which a program without gradients is refused."""
 
 
 class OptimizerGradients:
@@ -241,12 +243,12 @@ class OptimizerGradients:
         if not self.is_averaged:
             self.adascale.discard_step()
         self._steps += 1
-        if not self._has_had_gradients and self._steps == CHECKED_STEPS:
+        if not self._has_had_gradients and self._steps == MAX_STEPS_WITHOUT_GRADIENTS:
             raise WorkerError(
-                f"the first {CHECKED_STEPS} steps of the optimizer {self.name!r} had no gradients of a "
-                "backward pass: call loss.backward() before step(), for the same batch, and after the last "
-                "zero_grad(). Gradients that are computed by torch.autograd.grad and assigned to .grad are "
-                "not supported with several optimizers, because the trainer does not average them"
+                f"the first {MAX_STEPS_WITHOUT_GRADIENTS} steps of the optimizer {self.name!r} had no "
+                "gradients of a backward pass: call loss.backward() before step(), for the same batch, and after "
+                "the last zero_grad(). Gradients that are computed by torch.autograd.grad and assigned to .grad "
+                "are not supported with several optimizers, because the trainer does not average them"
             )
 
     def check_micro_batches(self, micro_batch: int) -> None:

@@ -7,7 +7,6 @@ gradients that are not averaged over the replicas, or with steps that are not co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -16,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.gradients.data_parallel import ForwardRecord
+from adascale_worker.gradients.optimizer_gradients import MAX_STEPS_WITHOUT_GRADIENTS
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
 from adascale_worker.program.hyperparameters import HasGroups
@@ -25,7 +26,7 @@ MAX_BATCHES_WITHOUT_STEP = 1000
 """Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
 
 CHECKED_STEPS = 3
-"""Steps after which a program without gradients is refused, and for which old gradients are searched."""
+"""Steps in which gradients that were computed before the step are searched."""
 
 Place = TypeVar("Place")
 
@@ -34,17 +35,6 @@ _USE_THE_MODEL = (
     "submodules that are to stay in evaluation mode): call a method or a submodule that the loss needs in "
     "the model's forward(), and do not keep a reference to model.forward from before program_reentry"
 )
-
-
-@dataclass
-class ForwardRecord:
-    """Records forward passes through the model that was passed to `program_reentry`.
-
-    Args:
-        called: whether there was one, in training mode and with gradients enabled, since the last step.
-    """
-
-    called: bool = False
 
 
 class BatchChecks:
@@ -301,10 +291,10 @@ class LoopChecks:
             self._steps_without_gradients = 0
             return
         self._steps_without_gradients += 1
-        if self._steps_without_gradients == CHECKED_STEPS:
+        if self._steps_without_gradients == MAX_STEPS_WITHOUT_GRADIENTS:
             raise WorkerError(
-                f"optimizer.step() was called {CHECKED_STEPS} times without gradients, which changes "
-                "nothing: call loss.backward() before it, with a loss that is computed from the model"
+                f"optimizer.step() was called {MAX_STEPS_WITHOUT_GRADIENTS} times without gradients, which "
+                "changes nothing: call loss.backward() before it, with a loss that is computed from the model"
             )
 
     def _check_gradients_are_averaged(self) -> None:

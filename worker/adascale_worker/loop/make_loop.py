@@ -10,10 +10,10 @@ import torch
 
 from adascale_worker.adascale import AdaScale
 from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
-from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.gradients.model_set import ModelSet
-from adascale_worker.loop.checks import BatchChecks, ForwardRecord, LoopChecks, warn_of_parameters_outside
+from adascale_worker.loop.checks import BatchChecks, LoopChecks, warn_of_parameters_outside
 from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizersLoop
 from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.generations import Membership

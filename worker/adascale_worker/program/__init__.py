@@ -1,4 +1,4 @@
-"""What the program passes to the trainer: models, optimizers and schedulers, their hyperparameters and weights.
+"""What the program passes to the trainer: models, optimizers, schedulers, hyperparameters and weights.
 
-These modules check, patch and compare the program's objects. They make no steps.
+These modules check, patch and compare the objects of the program. They make no steps.
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from adascale_worker.state import transfer as state_transfer
+from adascale_worker.state import transfer
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
@@ -65,21 +65,19 @@ class StateExchange:
         """
         trainer, group = self._trainer, self._trainer.group
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
-        route = state_transfer.routes(sources, receivers, nodes).get(group.rank)
+        route = transfer.routes(sources, receivers, nodes).get(group.rank)
         if route is None:
             return False
         device = group.transfer_device
         if route.source is None:
             assert route.target is not None
             self._program.optimizer.discard_comparison()
-            state_transfer.send(group, route.target, self._state.state_dict(), device=device)
+            transfer.send(group, route.target, self._state.state_dict(), device=device)
             return False
         if device.type == "cpu":
             # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
             trainer.checkpointing.release_memory()
-        state = state_transfer.receive(
-            group, route, device=device, memory=self._memory, places=self._places_for
-        )
+        state = transfer.receive(group, route, device=device, memory=self._memory, places=self._places_for)
         if device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])

@@ -2,7 +2,7 @@
 
 The file begins with the length of a JSON header (8 bytes, little-endian) and the header, which has the name,
 type, shape and position of each tensor. The tensors follow. `__metadata__` of the header contains the rest of
-the state (see `state_tree`). The library `safetensors` reads the file too, and returns the tensors by name.
+the state (see `tree`). The library `safetensors` reads the file too, and returns the tensors by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from adascale_worker.state import tree as state_tree
+from adascale_worker.state import tree
 from adascale_worker.state.tree import InvalidSpecError, TensorLayout
 
 METADATA_KEY: Final = "adascale"
@@ -47,7 +47,7 @@ class StateFileLayout:
     Args:
         header: the first bytes of the file, up to the tensors.
         spec: the structure of the state.
-        layouts: type and shape of each tensor, in the order of `state_tree.flatten`.
+        layouts: type and shape of each tensor, in the order of `tree.flatten`.
         offsets: position of each tensor behind the header, in bytes; a multiple of its element's size.
         data_bytes: length of the part behind the header.
     """
@@ -91,9 +91,9 @@ def lay_out(spec: bytes) -> StateFileLayout:
     """Return the layout of the file for a state.
 
     Args:
-        spec: the structure of the state, from `state_tree.flatten`.
+        spec: the structure of the state, from `tree.flatten`.
     """
-    layouts = state_tree.layouts(spec)
+    layouts = tree.layouts(spec)
     order, offsets = _order(layouts), offsets_of(layouts)
     names = _names(spec, len(layouts))
     entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: spec.decode("ascii")}}

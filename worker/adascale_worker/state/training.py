@@ -92,7 +92,7 @@ def model_tensor_numbers(spec: bytes) -> dict[str, int]:
     """Return the numbers of the tensors of the model in a flattened state, by their names.
 
     Args:
-        spec: the structure of what `TrainingState.state_dict` returns, see `state_tree.flatten`.
+        spec: the structure of what `TrainingState.state_dict` returns, see `tree.flatten`.
 
     Raises:
         InvalidSpecError: it is another structure.

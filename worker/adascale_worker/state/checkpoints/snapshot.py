@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker.state import tree as state_tree
+from adascale_worker.state import tree
 from adascale_worker.state.checkpoints.storage.interface import Part
 from adascale_worker.state.file import StateFileLayout, data_bytes, lay_out, offsets_of
 from adascale_worker.state.tree import TensorLayout
@@ -45,7 +45,7 @@ class Snapshot:
         """Copy a state, in place of the last one.
 
         Args:
-            state: consists of `state_tree.ALLOWED` types.
+            state: consists of `tree.ALLOWED` types.
             weights: tensors of the state, whose copies `weights` returns.
             changed_by_step: tensors of the state that nothing changes until `before_step` is called.
 
@@ -53,7 +53,7 @@ class Snapshot:
             UnsupportedStateError: an object in the state has another type.
         """
         self.wait()
-        self._spec, tensors = state_tree.flatten(state)
+        self._spec, tensors = tree.flatten(state)
         self._prepare(tensors)
         self._sources = tensors
         later = {tensor.data_ptr() for tensor in changed_by_step if tensor.is_cuda and tensor.numel()}

@@ -38,7 +38,7 @@ from adascale_core.checkpoint_manifest import (
     state_file_name,
 )
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
-from adascale_worker.state import tree as state_tree
+from adascale_worker.state import tree
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.storage.interface import (
     MissingFileError,
@@ -293,7 +293,7 @@ class CheckpointStore:
         try:
             layout = read_layout(header)
             tensors = self._read_tensors(manifest, layout)
-            state: dict[str, Any] = state_tree.unflatten(layout.spec, tensors)
+            state: dict[str, Any] = tree.unflatten(layout.spec, tensors)
         except InvalidSpecError as error:
             raise _DamagedError(f"{path} is damaged: {error}") from error
         return state, manifest
