@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from adascale_api.authorization import Authorizer
+from adascale_api.bodies.field_types import MAX_INTEGER
 from adascale_api.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
-from adascale_api.field_types import MAX_INTEGER
 from adascale_api.log_limit import LogLimit
 from adascale_api.read_token import ReadTokenAuthorizer
 from adascale_api.retention import DAY, JobRetention

@@ -7,8 +7,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from adascale_api.bodies.field_errors import field_errors
 from adascale_api.errors import ErrorBody, InvalidInputError, RequestError
-from adascale_api.field_errors import field_errors
 from adascale_api.job import UnreadableJobError
 from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.errors import AdaScaleError, InvalidJobError

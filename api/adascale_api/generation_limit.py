@@ -4,9 +4,9 @@ The next generation of a job is higher than any that its replicas have been in, 
 its state. A worker that names the highest number would leave none for the controller.
 """
 
+from adascale_api.bodies.requests import GainReportBody
 from adascale_api.errors import FieldError, InvalidInputError
 from adascale_api.job import Job
-from adascale_api.request_models import GainReportBody
 from adascale_core.messages import Registration
 
 EPOCH = 1_577_836_800.0

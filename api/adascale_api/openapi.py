@@ -5,14 +5,14 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from adascale_api.request_body import REFERENCE
-from adascale_api.request_models import (
+from adascale_api.bodies.requests import (
     AllocationBody,
     DecisionBody,
     GainReportBody,
     JobSpecBody,
     RegistrationBody,
 )
+from adascale_api.request_body import REFERENCE
 
 _REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation", "/changes"})
 """Reads whose answers have less without a token."""

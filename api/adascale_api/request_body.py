@@ -11,9 +11,9 @@ from fastapi import Request
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from adascale_api.bodies.field_errors import field_errors
+from adascale_api.bodies.requests import MAX_REPORTS, GainReportBody
 from adascale_api.errors import FieldError, InvalidInputError, NotJsonError
-from adascale_api.field_errors import field_errors
-from adascale_api.request_models import MAX_REPORTS, GainReportBody
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from adascale_api.authorization import Authorizer
+from adascale_api.bodies.requests import GainReportBody
 from adascale_api.change_log import ChangeLog
 from adascale_api.change_notifier import (
     MAX_ANONYMOUS_FOLLOWERS,
@@ -25,7 +26,6 @@ from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.job import Job
 from adascale_api.job_feed import JobFeed
 from adascale_api.prometheus import Metrics
-from adascale_api.request_models import GainReportBody
 from adascale_api.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_api.store import jobs, replicas
 from adascale_api.store.jobs import JobNotFoundError

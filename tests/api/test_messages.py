@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from adascale_api.request_models import (
+from adascale_api.bodies.requests import (
     AllocationBody,
     CountBody,
     DecisionBody,

@@ -8,12 +8,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import TypeAdapter
 
+from adascale_api.bodies.requests import AllocationBody, RegistrationBody
 from adascale_api.error_handlers import error_response
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
 from adascale_api.job import Job
 from adascale_api.redaction import redact
 from adascale_api.request_body import JsonBody
-from adascale_api.request_models import AllocationBody, RegistrationBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,

@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import TypeAdapter
 
+from adascale_api.bodies.requests import GainReportBody
+from adascale_api.bodies.responses import GainResponse
 from adascale_api.request_body import ReportsBody
-from adascale_api.request_models import GainReportBody
-from adascale_api.response_models import GainResponse
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service import Service
 from adascale_api.sql import Transaction

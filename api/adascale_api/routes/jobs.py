@@ -6,9 +6,9 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.field_types import NO_NUL
+from adascale_api.bodies.field_types import NO_NUL
+from adascale_api.bodies.requests import JobSpecBody
 from adascale_api.request_body import JsonBody
-from adascale_api.request_models import JobSpecBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adascale_api.bodies.requests import MAX_REPORTS
 from adascale_api.errors import FieldError
-from adascale_api.request_models import MAX_REPORTS
 
 MAX_EXCERPT = 80
 """Characters of an invalid value in an answer."""

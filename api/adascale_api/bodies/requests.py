@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from adascale_api.field_types import (
+from adascale_api.bodies.field_types import (
     NO_NUL,
     AcceleratorType,
     Count,

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field
 
-from adascale_api.request_models import GainReportBody
+from adascale_api.bodies.requests import GainReportBody
 from adascale_core.views import GainView, PredictionView
 
 
