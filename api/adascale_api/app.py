@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from adascale_api.authorization import Authorizer
+from adascale_api.auth.authorization import Authorizer
 from adascale_api.body_limit import BodyLimit
 from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.database import Database

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from adascale_api.app import create_app
-from adascale_api.authorization import Authorizer
+from adascale_api.auth.authorization import Authorizer
 from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.database import Database, without_password
 from adascale_api.http_protocol import limited_protocol

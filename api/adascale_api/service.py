@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from adascale_api.authorization import Authorizer
+from adascale_api.auth.authorization import Authorizer
 from adascale_api.bodies.requests import GainReportBody
 from adascale_api.change_log import ChangeLog
 from adascale_api.change_notifier import (

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adascale_api.authorization import Role
+from adascale_api.auth.authorization import Role
 from adascale_api.body_limit import limited_body
 from adascale_api.error_handlers import response_to
 from adascale_api.http_protocol import CLOSED

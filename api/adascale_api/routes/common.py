@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import TypeAdapter
 
-from adascale_api.authorization import Role
+from adascale_api.auth.authorization import Role
 from adascale_api.change_notifier import Closed
 from adascale_api.errors import ErrorBody, ForbiddenError, UnauthorizedError
 from adascale_api.http_protocol import CLOSED

@@ -8,11 +8,11 @@ operator's account; it has every role for every job.
 import time
 from collections.abc import Callable, Sequence
 
-from adascale_api.authorization import Role
+from adascale_api.auth.authorization import Role
+from adascale_api.auth.token_claims import read_claims
+from adascale_api.auth.token_review_cache import TokenReviewCache
+from adascale_api.auth.token_review_result import TokenReviewer, TokenReviewResult
 from adascale_api.errors import ForbiddenError, UnauthorizedError
-from adascale_api.token_claims import read_claims
-from adascale_api.token_review_cache import TokenReviewCache
-from adascale_api.token_review_result import TokenReviewer, TokenReviewResult
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience

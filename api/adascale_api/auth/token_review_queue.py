@@ -9,8 +9,8 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from adascale_api.auth.token_review_result import TokenReviewer, TokenReviewResult
 from adascale_api.errors import UnavailableError
-from adascale_api.token_review_result import TokenReviewer, TokenReviewResult
 
 MAX_REVIEWS = 16
 """Reviews at the same time."""

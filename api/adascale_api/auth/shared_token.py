@@ -4,7 +4,7 @@ import hmac
 import logging
 from pathlib import Path
 
-from adascale_api.authorization import Role
+from adascale_api.auth.authorization import Role
 from adascale_api.errors import UnauthorizedError
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_TOKEN, ENV_TOKEN_FILE

@@ -13,9 +13,9 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
+from adascale_api.auth.token_review_queue import MAX_REVIEWS
+from adascale_api.auth.token_review_result import TokenReviewResult
 from adascale_api.errors import UnavailableError
-from adascale_api.token_review_queue import MAX_REVIEWS
-from adascale_api.token_review_result import TokenReviewResult
 from adascale_core.errors import AdaScaleError
 
 TIMEOUT = 4.0

@@ -1,6 +1,6 @@
 """A token for people and programs that only read, beside the tokens of workers and the controller."""
 
-from adascale_api.authorization import Authorizer, Role
+from adascale_api.auth.authorization import Authorizer, Role
 from adascale_api.errors import UnauthorizedError
 
 

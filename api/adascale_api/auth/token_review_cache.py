@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from adascale_api.auth.token_review_queue import TokenReviewQueue, TooManyReviewsError
+from adascale_api.auth.token_review_result import TokenReviewer, TokenReviewResult
 from adascale_api.errors import UnavailableError
-from adascale_api.token_review_queue import TokenReviewQueue, TooManyReviewsError
-from adascale_api.token_review_result import TokenReviewer, TokenReviewResult
 
 ACCEPTED_TTL = 60.0
 """Seconds until an accepted token is reviewed again."""
