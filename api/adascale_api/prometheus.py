@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.databases.base import Failure
+from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.sql import Transaction
 from adascale_api.store.reports import latest_gauges
 

@@ -18,11 +18,11 @@ from adascale_api.change_notifier import (
     Closed,
     WaitLimit,
 )
-from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.database import Committed, Database
 from adascale_api.errors import RefusedReplicaError, UnavailableError
 from adascale_api.generation_limit import require_reachable
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
+from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.job import Job
 from adascale_api.job_feed import JobFeed
 from adascale_api.prometheus import Metrics

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from adascale_api.bodies.requests import AllocationBody, RegistrationBody
 from adascale_api.error_handlers import error_response
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
+from adascale_api.http.redaction import redact
+from adascale_api.http.request_body import JsonBody
 from adascale_api.job import Job
-from adascale_api.redaction import redact
-from adascale_api.request_body import JsonBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 from adascale_api.auth.authorization import Role
 from adascale_api.change_notifier import Closed
 from adascale_api.errors import ErrorBody, ForbiddenError, UnauthorizedError
-from adascale_api.http_protocol import CLOSED
-from adascale_api.redaction import redact
+from adascale_api.http.protocol import CLOSED
+from adascale_api.http.redaction import redact
 from adascale_api.service import Service
 from adascale_core.job_id import parse_job_id
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends
 
 from adascale_api.bodies.requests import DecisionBody
 from adascale_api.errors import FieldError, InvalidInputError
-from adascale_api.request_body import JsonBody
+from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import CONTROLLER, READER, JobId, MayKnowJobs, ServiceOf, errors
 from adascale_api.sql import Transaction
 from adascale_api.store import decisions, jobs

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from adascale_api.bodies.requests import GainReportBody
 from adascale_api.bodies.responses import GainResponse
-from adascale_api.request_body import ReportsBody
+from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service import Service
 from adascale_api.sql import Transaction

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from adascale_api.bodies.field_types import NO_NUL
 from adascale_api.bodies.requests import JobSpecBody
-from adascale_api.request_body import JsonBody
+from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,

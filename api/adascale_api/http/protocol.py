@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from adascale_api.connection_limits import ConnectionLimits
+from adascale_api.http.connection_limits import ConnectionLimits
 
 MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""

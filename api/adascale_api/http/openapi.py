@@ -12,7 +12,7 @@ from adascale_api.bodies.requests import (
     JobSpecBody,
     RegistrationBody,
 )
-from adascale_api.request_body import REFERENCE
+from adascale_api.http.request_body import REFERENCE
 
 _REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation", "/changes"})
 """Reads whose answers have less without a token."""

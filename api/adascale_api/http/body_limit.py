@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api.connection_limits import ConnectionLimits
 from adascale_api.errors import BodyTooLargeError, UnavailableError
+from adascale_api.http.connection_limits import ConnectionLimits
 
 MAX_BODY = 1024 * 1024
 """Bytes of a request body."""
