@@ -8,7 +8,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.database import Database
+from adascale_api.data.database import Database
 from adascale_api.error_handlers import add_error_handlers
 from adascale_api.http.body_limit import BodyLimit
 from adascale_api.http.connection_limits import ConnectionLimits

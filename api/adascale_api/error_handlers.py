@@ -8,9 +8,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from adascale_api.bodies.field_errors import field_errors
+from adascale_api.data.job import UnreadableJobError
+from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import ErrorBody, InvalidInputError, RequestError
-from adascale_api.job import UnreadableJobError
-from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.job_id import InvalidJobIdError
 

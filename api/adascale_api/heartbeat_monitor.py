@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from adascale_api.database import Committed, Database
+from adascale_api.data.database import Committed, Database
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import heartbeats, jobs, replicas
+from adascale_api.data.store.heartbeats import Counts
 from adascale_api.errors import UnavailableError
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.sql import Transaction
-from adascale_api.store import heartbeats, jobs, replicas
-from adascale_api.store.heartbeats import Counts
 from adascale_core.messages import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.pacing import heartbeat_interval, heartbeat_timeout, post_interval

@@ -10,12 +10,12 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from adascale_api.database import Database
+from adascale_api.data.database import Database
+from adascale_api.data.job import UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, reports
 from adascale_api.errors import UnavailableError
 from adascale_api.followers import Follower, Followers
-from adascale_api.job import UnreadableJobError
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, reports
 from adascale_core.job_summary import JobSummary, summarize
 
 MAX_CLIENTS = 64

@@ -8,15 +8,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api.databases.base import Failure
+from adascale_api.data.backends.base import Failure
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store.reports import latest_gauges
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.sql import Transaction
-from adascale_api.store.reports import latest_gauges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from adascale_api.database import Condition
+    from adascale_api.data.database import Condition
 
 _GAUGES = (
     ("gain", "Worth of one step, in steps at the initial batch size."),

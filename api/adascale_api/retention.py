@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from adascale_api.database import Database
+from adascale_api.data.database import Database
+from adascale_api.data.store import heartbeats, jobs
+from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import UnavailableError
-from adascale_api.store import heartbeats, jobs
-from adascale_api.store.jobs import JobNotFoundError
 
 RETENTION_INTERVAL = 600.0
 """Seconds between two searches for old jobs."""

@@ -12,7 +12,7 @@ import uvicorn
 
 from adascale_api.app import create_app
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.database import Database, without_password
+from adascale_api.data.database import Database, without_password
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.protocol import limited_protocol
 from adascale_api.service import Settings

@@ -18,18 +18,18 @@ from adascale_api.change_notifier import (
     Closed,
     WaitLimit,
 )
-from adascale_api.database import Committed, Database
+from adascale_api.data.database import Committed, Database
+from adascale_api.data.job import Job
+from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.data.store.reports import Retention
 from adascale_api.errors import RefusedReplicaError, UnavailableError
 from adascale_api.generation_limit import require_reachable
 from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.job import Job
 from adascale_api.job_feed import JobFeed
 from adascale_api.prometheus import Metrics
 from adascale_api.retention import RETENTION_INTERVAL, JobRetention, Remover
-from adascale_api.store import jobs, replicas
-from adascale_api.store.jobs import JobNotFoundError
-from adascale_api.store.reports import Retention
 from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous import VersionMismatchError

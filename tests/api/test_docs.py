@@ -12,7 +12,7 @@ from adascale_api.app import create_app
 from adascale_api.auth.shared_token import SharedToken
 from adascale_api.bodies.requests import GainReportBody
 from adascale_api.cli import DEFAULT_DATABASE, main
-from adascale_api.database import Database
+from adascale_api.data.database import Database
 from adascale_api.errors import ErrorBody
 from adascale_core.views import JobChanges, StoredReports
 from api.client import TOKEN, Client, a_report

@@ -23,7 +23,7 @@ from adascale_api.bodies.requests import (
     JobSpecBody,
     RegistrationBody,
 )
-from adascale_api.database import Database
+from adascale_api.data.database import Database
 from adascale_api.routes.common import JOB_ID_PATTERN
 from adascale_api.service import Settings
 from adascale_core.job_id import InvalidJobIdError, parse_job_id

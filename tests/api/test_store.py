@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adascale_api.database import Database
-from adascale_api.job import Job, UnreadableJobError
+from adascale_api.data.database import Database
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store import generations, heartbeats, jobs, replicas
+from adascale_api.data.store import reports as report_store
+from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.retention import JobRetention, Remover
-from adascale_api.sql import Sql, Transaction
-from adascale_api.store import generations, heartbeats, jobs, replicas
-from adascale_api.store import reports as report_store
-from adascale_api.store.jobs import JobNotFoundError
 from adascale_core import rendezvous
 from adascale_core.messages import Allocation, GainReport, JobSpec, ReplicaState, StepTime
 from adascale_core.rendezvous import Rendezvous

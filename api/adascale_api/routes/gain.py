@@ -9,13 +9,13 @@ from pydantic import TypeAdapter
 
 from adascale_api.bodies.requests import GainReportBody
 from adascale_api.bodies.responses import GainResponse
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, reports
+from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.data.store.reports import Posted
 from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service import Service
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, reports
-from adascale_api.store.jobs import JobNotFoundError
-from adascale_api.store.reports import Posted
 from adascale_core.batch import valid_replicas
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime

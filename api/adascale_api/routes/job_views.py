@@ -4,12 +4,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from adascale_api.job import Job, UnreadableJobError
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store.jobs import PageRoom
+from adascale_api.data.store.replicas import Log
 from adascale_api.service import Service
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, replicas, reports
-from adascale_api.store.jobs import PageRoom
-from adascale_api.store.replicas import Log
 from adascale_core.messages import GainReport, LocalBszLimit, Registration, StepTime
 from adascale_core.views import JobView, ReplicaView
 

@@ -8,6 +8,8 @@ from pydantic import TypeAdapter
 
 from adascale_api.bodies.field_types import NO_NUL
 from adascale_api.bodies.requests import JobSpecBody
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import decisions, generations, jobs
 from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import (
     CONTROLLER,
@@ -20,8 +22,6 @@ from adascale_api.routes.common import (
     errors,
 )
 from adascale_api.routes.job_views import find_view, list_views
-from adascale_api.sql import Transaction
-from adascale_api.store import decisions, generations, jobs
 from adascale_core.batch import require_valid_replicas
 from adascale_core.views import GenerationsView, JobList, JobView
 

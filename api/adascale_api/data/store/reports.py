@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 from adascale_api.bodies.requests import GainReportBody
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.sql import Row, Sql, Transaction
-from adascale_api.store.jobs import MAX_UNDECLARED, lock_or_create
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Row, Sql, Transaction
+from adascale_api.data.store.jobs import MAX_UNDECLARED, lock_or_create
 from adascale_core.messages import AllocationView, GainReport, StepTime
 from adascale_core.views import StoredReports
 

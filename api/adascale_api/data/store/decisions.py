@@ -2,9 +2,9 @@
 
 import json
 
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.sql import Sql, Transaction
-from adascale_api.store import jobs
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store import jobs
 from adascale_core.views import DecisionView
 
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from adascale_api.job import Job
-from adascale_api.job_cache import JobCache
+from adascale_api.data.job import Job
+from adascale_api.data.job_cache import JobCache
 
 Row = tuple[Any, ...]
 

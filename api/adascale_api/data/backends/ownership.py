@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from adascale_api.databases.base import UnusableDatabaseError
-from adascale_api.tables import SCHEMA, SCHEMA_VERSION, TABLES
+from adascale_api.data.backends.base import UnusableDatabaseError
+from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, TABLES
 
 
 def require_own_tables(

@@ -6,7 +6,7 @@ no clocks are compared.
 
 from collections.abc import Mapping
 
-from adascale_api.sql import Sql, Transaction
+from adascale_api.data.sql import Sql, Transaction
 
 Received = Mapping[tuple[int, int], str]
 """(job key, replica) -> the agent that sent a heartbeat."""

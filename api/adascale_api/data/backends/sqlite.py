@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
 
-from adascale_api.databases.base import LITTLE_ROOM, Failure, UnusableDatabaseError
-from adascale_api.databases.ownership import require_own_tables
-from adascale_api.sql import Sql
-from adascale_api.tables import SCHEMA, SCHEMA_VERSION, create_statements
+from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
+from adascale_api.data.backends.ownership import require_own_tables
+from adascale_api.data.sql import Sql
+from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, create_statements
 
 PREFIX = "sqlite:///"
 BUSY_TIMEOUT = 2.0

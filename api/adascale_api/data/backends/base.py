@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from adascale_api.sql import Sql
+from adascale_api.data.sql import Sql
 from adascale_core.errors import AdaScaleError
 
 

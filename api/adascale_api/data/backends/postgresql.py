@@ -10,10 +10,10 @@ import psycopg
 from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from adascale_api.databases.base import LITTLE_ROOM, Failure, UnusableDatabaseError
-from adascale_api.databases.ownership import require_own_tables
-from adascale_api.sql import Sql
-from adascale_api.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
+from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
+from adascale_api.data.backends.ownership import require_own_tables
+from adascale_api.data.sql import Sql
+from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
 
 MIN_VERSION = 150000
 """PostgreSQL 15."""

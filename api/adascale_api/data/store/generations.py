@@ -1,8 +1,8 @@
 """The generations that were active; `jobs` records them with the changes of their job."""
 
-from adascale_api.job import Job
-from adascale_api.sql import Sql, Transaction
-from adascale_api.store.jobs import MAX_SILENCE
+from adascale_api.data.job import Job
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store.jobs import MAX_SILENCE
 from adascale_core.usage import UsedReplicas
 from adascale_core.views import GenerationCause, GenerationView
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from adascale_api.job import Job
-from adascale_api.sql import Sql, Transaction
-from adascale_api.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
+from adascale_api.data.job import Job
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
 from adascale_core import rendezvous
 from adascale_core.messages import Registration
 

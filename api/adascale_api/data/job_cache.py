@@ -7,7 +7,7 @@ of their time; one of 1,024 replicas has 300 KB.
 from collections import OrderedDict
 from threading import Lock
 
-from adascale_api.job import Job
+from adascale_api.data.job import Job
 
 MAX_CACHED = 64 * 1024 * 1024
 """Bytes of the cached states."""

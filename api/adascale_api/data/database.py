@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from adascale_api.databases.base import Connector, Failure, UnusableDatabaseError
+from adascale_api.data.backends.base import Connector, Failure, UnusableDatabaseError
+from adascale_api.data.job import Job
+from adascale_api.data.job_cache import JobCache
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store.jobs import write_changes
 from adascale_api.errors import UnavailableError
-from adascale_api.job import Job
-from adascale_api.job_cache import JobCache
-from adascale_api.sql import Transaction
-from adascale_api.store.jobs import write_changes
 from adascale_core.errors import AdaScaleError
 
 T = TypeVar("T")
@@ -544,11 +544,11 @@ def open_database(url: str) -> Connector:
     scheme = url.partition("://")[0]
     match scheme:
         case "sqlite":
-            from adascale_api.databases.sqlite import SqliteConnector
+            from adascale_api.data.backends.sqlite import SqliteConnector
 
             return SqliteConnector(url)
         case "postgresql" | "postgres":
-            from adascale_api.databases.postgresql import PostgresqlConnector
+            from adascale_api.data.backends.postgresql import PostgresqlConnector
 
             return PostgresqlConnector(url)
     raise UnusableDatabaseError(

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import UnavailableError
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.sql import Sql, Transaction
-from adascale_api.tables import OF_A_JOB
 from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
