@@ -15,10 +15,10 @@ from adascale_api.auth.shared_token import SharedToken, SharedTokenFile
 from adascale_api.bodies.field_types import MAX_INTEGER
 from adascale_api.data.store.reports import Retention
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
-from adascale_api.log_limit import LogLimit
-from adascale_api.retention import DAY, JobRetention
 from adascale_api.server import UsageError, is_loopback, serve
-from adascale_api.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
+from adascale_api.service.log_limit import LogLimit
+from adascale_api.service.retention import DAY, JobRetention
+from adascale_api.service.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import (
     DEFAULT_API_PORT,

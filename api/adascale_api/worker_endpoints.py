@@ -25,7 +25,7 @@ from adascale_api.routes import allocation
 from adascale_api.routes.common import authorize, bearer_token, may_read
 from adascale_api.routes.gain import post_gain, store_reports
 from adascale_api.routes.gain import router as gain_router
-from adascale_api.service import Service
+from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
 from adascale_core.names import MAX_REPLICAS

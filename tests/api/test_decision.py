@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from adascale_api.app import create_app
 from adascale_api.bodies.requests import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
 from adascale_api.data.database import Database
-from adascale_api.service import Settings
+from adascale_api.service.service import Settings
 from adascale_core.explanation import MAX_COUNTS, MAX_GIVING
 from adascale_core.messages import JobSpec
 from adascale_core.names import API_AUDIENCE, MAX_REPLICAS, job_audience

@@ -25,7 +25,7 @@ from adascale_api.bodies.requests import (
 )
 from adascale_api.data.database import Database
 from adascale_api.routes.common import JOB_ID_PATTERN
-from adascale_api.service import Settings
+from adascale_api.service.service import Settings
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 from api.client import TOKEN
 

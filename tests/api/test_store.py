@@ -20,7 +20,7 @@ from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import generations, heartbeats, jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.retention import JobRetention, Remover
+from adascale_api.service.retention import JobRetention, Remover
 from adascale_core import rendezvous
 from adascale_core.messages import Allocation, GainReport, JobSpec, ReplicaState, StepTime
 from adascale_core.rendezvous import Rendezvous

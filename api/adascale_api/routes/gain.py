@@ -15,7 +15,7 @@ from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Posted
 from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
-from adascale_api.service import Service
+from adascale_api.service.service import Service
 from adascale_core.batch import valid_replicas
 from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime

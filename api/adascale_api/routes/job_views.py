@@ -9,7 +9,7 @@ from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas, reports
 from adascale_api.data.store.jobs import PageRoom
 from adascale_api.data.store.replicas import Log
-from adascale_api.service import Service
+from adascale_api.service.service import Service
 from adascale_core.messages import GainReport, LocalBszLimit, Registration, StepTime
 from adascale_core.views import JobView, ReplicaView
 

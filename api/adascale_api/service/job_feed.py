@@ -15,7 +15,7 @@ from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.errors import UnavailableError
-from adascale_api.followers import Follower, Followers
+from adascale_api.service.followers import Follower, Followers
 from adascale_core.job_summary import JobSummary, summarize
 
 MAX_CLIENTS = 64

@@ -10,26 +10,26 @@ from functools import partial
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.bodies.requests import GainReportBody
-from adascale_api.change_log import ChangeLog
-from adascale_api.change_notifier import (
-    MAX_ANONYMOUS_FOLLOWERS,
-    MAX_ANONYMOUS_WAITS,
-    ChangeNotifier,
-    Closed,
-    WaitLimit,
-)
 from adascale_api.data.database import Committed, Database
 from adascale_api.data.job import Job
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Retention
 from adascale_api.errors import RefusedReplicaError, UnavailableError
-from adascale_api.generation_limit import require_reachable
-from adascale_api.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.job_feed import JobFeed
-from adascale_api.prometheus import Metrics
-from adascale_api.retention import RETENTION_INTERVAL, JobRetention, Remover
+from adascale_api.service.change_log import ChangeLog
+from adascale_api.service.change_notifier import (
+    MAX_ANONYMOUS_FOLLOWERS,
+    MAX_ANONYMOUS_WAITS,
+    ChangeNotifier,
+    Closed,
+    WaitLimit,
+)
+from adascale_api.service.generation_limit import require_reachable
+from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
+from adascale_api.service.job_feed import JobFeed
+from adascale_api.service.prometheus import Metrics
+from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_core.messages import AllocationView, Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous import VersionMismatchError

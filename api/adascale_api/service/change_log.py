@@ -10,8 +10,8 @@ from collections import OrderedDict
 from itertools import islice, takewhile
 from uuid import uuid4
 
-from adascale_api.change_notifier import Closed, has_left, wait_for
 from adascale_api.errors import RequestError
+from adascale_api.service.change_notifier import Closed, has_left, wait_for
 
 MAX_ENTRIES = 20_000
 """Jobs in the log, those that have changed last."""
