@@ -9,11 +9,11 @@ from fastapi import FastAPI
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database
-from adascale_api.error_handlers import add_error_handlers
 from adascale_api.http.body_limit import BodyLimit
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.openapi import DescribedApp
 from adascale_api.routes import allocation, changes, decision, gain, jobs, page, probes
+from adascale_api.routes.error_handlers import add_error_handlers
 from adascale_api.service.prometheus import RequestMetrics
 from adascale_api.service.service import Service, Settings
 

@@ -15,8 +15,8 @@ from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database, without_password
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.protocol import limited_protocol
+from adascale_api.routes.worker_endpoints import WorkerEndpoints
 from adascale_api.service.service import Settings
-from adascale_api.worker_endpoints import WorkerEndpoints
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 16384

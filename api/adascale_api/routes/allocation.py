@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 from adascale_api.bodies.requests import AllocationBody, RegistrationBody
 from adascale_api.data.job import Job
 from adascale_api.data.store import jobs
-from adascale_api.error_handlers import error_response
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
 from adascale_api.http.redaction import redact
 from adascale_api.http.request_body import JsonBody
@@ -25,6 +24,7 @@ from adascale_api.routes.common import (
     ServiceOf,
     errors,
 )
+from adascale_api.routes.error_handlers import error_response
 from adascale_core.messages import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous import StaleAllocationError

@@ -17,12 +17,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Role
-from adascale_api.error_handlers import response_to
 from adascale_api.http.body_limit import limited_body
 from adascale_api.http.protocol import CLOSED
 from adascale_api.http.request_body import ReportsBody, require_json
 from adascale_api.routes import allocation
 from adascale_api.routes.common import authorize, bearer_token, may_read
+from adascale_api.routes.error_handlers import response_to
 from adascale_api.routes.gain import post_gain, store_reports
 from adascale_api.routes.gain import router as gain_router
 from adascale_api.service.service import Service
