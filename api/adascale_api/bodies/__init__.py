@@ -1,1 +1,1 @@
-"""The JSON of requests and answers, as pydantic models, and the messages about their fields."""
+"""The JSON bodies of requests and answers, as pydantic models, and the errors of their fields."""

@@ -1,1 +1,1 @@
-"""Connections, requests and answers, whatever they are about: limits, the parsing of bodies, files, OpenAPI."""
+"""HTTP, for routes of any kind: connections and their limits, bodies, files, the OpenAPI document."""

@@ -246,9 +246,10 @@ class OptimizerGradients:
         if not self._has_had_gradients and self._steps == MAX_STEPS_WITHOUT_GRADIENTS:
             raise WorkerError(
                 f"the first {MAX_STEPS_WITHOUT_GRADIENTS} steps of the optimizer {self.name!r} had no "
-                "gradients of a backward pass: call loss.backward() before step(), for the same batch, and after "
-                "the last zero_grad(). Gradients that are computed by torch.autograd.grad and assigned to .grad "
-                "are not supported with several optimizers, because the trainer does not average them"
+                "gradients of a backward pass: call loss.backward() before step(), for the same batch, and "
+                "after the last zero_grad(). Gradients that are computed by torch.autograd.grad and assigned "
+                "to .grad are not supported with several optimizers, because the trainer does not average "
+                "them"
             )
 
     def check_micro_batches(self, micro_batch: int) -> None:
