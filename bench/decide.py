@@ -24,11 +24,11 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import lil_matrix  # type: ignore[import-untyped]
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.capacity import NodeCapacity
 from adascale_core.decision import DecisionProblem
 from adascale_core.exact_allocation import maximize
-from adascale_core.gain import GradientEstimate
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import UTILITY_UNIT, JobUtility, weighted
 from adascale_core.messages import StepTime

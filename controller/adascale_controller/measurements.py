@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adascale_controller.job import Job
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
 from adascale_core.job_state import JobState
 from adascale_core.messages import GainReport, StepTime
 from adascale_core.views import JobView

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.batch import BatchBounds, BatchPlan, batch_choice, candidate_plans, valid_replicas
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan, batch_choice, candidate_plans, valid_replicas
 from adascale_core.throughput import StepTimeModel
 
 Floats = npt.NDArray[np.float64]

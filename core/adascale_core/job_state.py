@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adascale_core.batch import BatchBounds
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds
 from adascale_core.messages import StepTime
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.batch import is_valid_replicas
+from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.batched_fit import fit_all
 from adascale_core.goodput_table import Floats, Goodputs, candidate_counts, goodputs
 from adascale_core.job_state import JobState

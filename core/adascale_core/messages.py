@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from adascale_core import names
-from adascale_core.batch import BatchBounds, BatchPlan, LocalBszBounds, is_valid_replicas
+from adascale_core.batch.plans import BatchBounds, BatchPlan, LocalBszBounds, is_valid_replicas
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET, HEARTBEAT_INTERVAL
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from adascale_core.batch import BatchBounds, BatchPlan, plan_batch
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 from adascale_core.throughput import StepTimeModel
 

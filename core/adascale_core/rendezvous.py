@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from adascale_core.batch import is_valid_replicas
+from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.errors import AdaScaleError
 from adascale_core.failure_count import FailureCount
 from adascale_core.messages import (

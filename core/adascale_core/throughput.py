@@ -26,7 +26,7 @@ from functools import lru_cache
 from math import exp, log
 from typing import Final, Self
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages import StepTime
 
 MIN_STEP_TIME, MAX_STEP_TIME = 1e-9, 1e9

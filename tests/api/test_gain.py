@@ -1,7 +1,7 @@
 """Reports over HTTP: each is stored once, and read with its predictions."""
 
-from adascale_core.batch import valid_replicas
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import valid_replicas
 from adascale_core.messages import AllocationView, GainReport, JobSpec, StepTime
 from adascale_core.prediction import predict
 from adascale_core.throughput import StepTimeModel

@@ -8,7 +8,7 @@ import pytest
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
-from adascale_core.batch import candidate_plans
+from adascale_core.batch.plans import candidate_plans
 from adascale_core.goodput_table import candidate_counts
 from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, LocalBszLimit, StepTime
 from adascale_core.views import JobView

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions
-from adascale_core.batch import BatchBounds
+from adascale_core.batch.plans import BatchBounds
 from adascale_core.decision import Decision
 from adascale_core.job_state import JobState
 

@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.measurements import MeasuredTemplate, TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
 from adascale_core.messages import JobSpec, StepTime
 from adascale_core.views import JobView
 from support.decisions import decided

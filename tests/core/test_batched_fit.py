@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.batched_fit import MAX_BATCH, MIN_BATCH, fit_all
 from adascale_core.messages import StepTime
 from adascale_core.throughput import StepTimeModel

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds
+from adascale_core.batch.plans import BatchBounds
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, DecisionProblem, decide
 from adascale_core.exact_allocation import maximize_exactly, maximize_greedily

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.messages import (
     ActiveAllocation,
     Allocation,

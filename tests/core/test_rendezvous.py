@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_core.batch import is_valid_replicas
+from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import (
     ActiveAllocation,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds, valid_replicas
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, valid_replicas
 from adascale_core.job_state import JobState
 from adascale_core.messages import StepTime
 from adascale_core.throughput import StepTimeModel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
 from adascale_worker.scaling.statistics.parameters import SparseGradientError
 from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError

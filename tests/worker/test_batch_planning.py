@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.batches.planning import BatchPlanner

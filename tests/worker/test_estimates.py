@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adascale_core.gain import GradientEstimate, total
+from adascale_core.batch.gain import GradientEstimate, total
 from adascale_worker.scaling.statistics.estimates import (
     StepEstimate,
     from_consecutive_gradients,

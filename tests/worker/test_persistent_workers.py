@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.stream import MicroBatches
 from adascale_worker.errors import DatasetError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.messages import Allocation, AllocationView, GainReport
 from adascale_core.pacing import REPORTS_PER_POST
 from adascale_core.views import StoredReports

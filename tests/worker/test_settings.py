@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from adascale_core.batch import BatchBounds, InvalidBoundsError
+from adascale_core.batch.plans import BatchBounds, InvalidBoundsError
 from adascale_core.errors import InvalidJobError
 from adascale_worker.process.environment import JobSettings
 from adascale_worker.process.settings import resolve_settings

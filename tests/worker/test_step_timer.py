@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.process.device_clock import MAX_PENDING
 from adascale_worker.reporting.step_timer import StepTimer
 

@@ -6,7 +6,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.stream import MicroBatches, SampleStream
 
 plans = st.builds(

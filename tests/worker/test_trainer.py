@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.batches.seeding import seed_generators

@@ -2,7 +2,7 @@
 
 The algorithm is AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed
 Training", ICML 2020, arXiv 2007.05105). The interface is that of FairScale's `AdaScale`, so that a user of it
-changes only the import; `docs/adascale.md` lists the differences. The formulas are in `adascale_core.gain`,
+changes only the import; `docs/adascale.md` lists the differences. The formulas are in `adascale_core.batch.gain`,
 what a gain changes is in `adascale_worker.scaling.rules`, and the measurement of gradients is in
 `adascale_worker.scaling.statistics`.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_core.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.loss_scale import GradScaler
 from adascale_worker.scaling.statistics.sampling import Sampling

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from adascale_client import MetricsServiceClient
-from adascale_core.batch import LocalBszBounds
+from adascale_core.batch.plans import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.replica_gpus import describe_unused_gpus

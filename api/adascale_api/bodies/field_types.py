@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from adascale_core.batch import AUTO, Auto
+from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.names import (
     MAX_ACCELERATOR_LENGTH,
     MAX_BATCH_SIZE,

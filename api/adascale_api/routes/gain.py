@@ -16,8 +16,8 @@ from adascale_api.data.store.reports import Posted
 from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service.service import Service
-from adascale_core.batch import valid_replicas
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import valid_replicas
 from adascale_core.messages import GainReport, JobSpec, StepTime
 from adascale_core.prediction import predict
 from adascale_core.throughput import StepTimeModel

@@ -22,7 +22,7 @@ from adascale_api.routes.common import (
     errors,
 )
 from adascale_api.routes.job_views import find_view, list_views
-from adascale_core.batch import require_valid_replicas
+from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.views import GenerationsView, JobList, JobView
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])

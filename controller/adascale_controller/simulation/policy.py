@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
-from adascale_core.batch import BatchBounds, BatchPlan, plan_batch
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
 from adascale_core.batched_fit import fit_all
 from adascale_core.capacity import NodeCapacity
 from adascale_core.decision import DecisionProblem
-from adascale_core.gain import GradientEstimate
 from adascale_core.goodput_table import PlanGrid, goodputs
 from adascale_core.job_state import JobState
 from adascale_core.messages import ActiveAllocation, Allocation, JobSpec, StepTime

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from adascale_controller.simulation.files import read_text
-from adascale_core.batch import BatchBounds
+from adascale_core.batch.plans import BatchBounds
 from adascale_core.simulation.application import (
     Placement,
     ProfiledApplication,

@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from adascale_client import MetricsServiceClient
 from adascale_controller.simulation.files import read_text, write_text
-from adascale_core.batch import require_valid_replicas
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
-from adascale_core.gain import GradientEstimate
 from adascale_core.messages import GainReport, JobSpec, StepTime
 from adascale_core.simulation.application import ProfileError, RecordedApplication
 from adascale_core.simulation.engine import MAX_TIME, Submission

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Protocol, TypeVar
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import AdaScaleError
-from adascale_core.gain import GradientEstimate
 from adascale_core.throughput import StepTimeModel
 
 Placement = tuple[int, ...]

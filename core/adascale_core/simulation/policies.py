@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.simulation.application import Application
 from adascale_core.simulation.engine import Settings, SimulatedJob
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from adascale_core.batch import candidate_plans
+from adascale_core.batch.plans import candidate_plans
 from adascale_core.simulation.application import Application
 from adascale_core.simulation.cluster import shape
 from adascale_core.simulation.engine import Settings, SimulatedJob

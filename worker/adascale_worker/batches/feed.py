@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.persistent_loader import PersistentLoader
 from adascale_worker.batches.stream import MicroBatches, SampleStream
 from adascale_worker.errors import DatasetError

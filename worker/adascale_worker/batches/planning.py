@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from adascale_core.batch import (
+from adascale_core.batch.plans import (
     BatchBounds,
     BatchPlan,
     allows,

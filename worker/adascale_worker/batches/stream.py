@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.seeding import seed_generators
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.data_parallel import DataParallelModel

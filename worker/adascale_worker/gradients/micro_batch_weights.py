@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.scaling.statistics.step_settings import StepWeights

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from adascale_core import names
-from adascale_core.batch import AUTO, LocalBszBounds
+from adascale_core.batch.plans import AUTO, LocalBszBounds
 from adascale_core.job_id import parse_job_id
 from adascale_worker.errors import EnvironmentVariableError
 

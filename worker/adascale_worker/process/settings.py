@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from adascale_core.batch import BatchBounds
+from adascale_core.batch.plans import BatchBounds
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DEFAULT_EFFICIENCY_TARGET
 from adascale_worker.process.environment import JobSettings

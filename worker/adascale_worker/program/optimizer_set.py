@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.torch_private.optim import SCHEDULERS

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages import StepTime
 from adascale_worker.process.device_clock import DeviceClock, HostClock, PendingTimes
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state.checkpoints.store import CheckpointInfo
 from adascale_worker.state.components import TrainerComponents

@@ -25,7 +25,7 @@ from adascale_controller.operator.schedule.standing_decisions import StandingDec
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.accelerators import Accelerator, TypeOptions, choose_types
-from adascale_core.batch import BatchBounds, valid_replicas
+from adascale_core.batch.plans import BatchBounds, valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit

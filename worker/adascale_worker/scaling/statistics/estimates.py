@@ -5,14 +5,14 @@ these are tensors on a GPU, so that a step can be made without reading them back
 
 The formulas are those of AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for
 Distributed Training", ICML 2020, arXiv 2007.05105, section 3 and appendix B.3), with the terms of
-`adascale_core.gain`.
+`adascale_core.batch.gain`.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from adascale_core.gain import require_scale
+from adascale_core.batch.gain import require_scale
 
 
 @dataclass(frozen=True, slots=True)

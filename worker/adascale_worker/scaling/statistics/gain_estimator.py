@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_core.gain import GradientEstimate, default_smoothing, total
+from adascale_core.batch.gain import GradientEstimate, default_smoothing, total
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.estimates import StepEstimate
 from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics

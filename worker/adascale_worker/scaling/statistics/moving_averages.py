@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_core.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
 from adascale_worker.scaling.statistics.estimates import StepEstimate
 from adascale_worker.scaling.statistics.norms import accumulation_dtype
 

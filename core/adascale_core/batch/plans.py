@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Final, Literal
 
+from adascale_core.batch.gain import GradientEstimate
 from adascale_core.errors import InvalidJobError
-from adascale_core.gain import GradientEstimate
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 Auto = Literal["auto"]
