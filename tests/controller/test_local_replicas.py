@@ -20,7 +20,7 @@ from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
-from adascale_core.exit_codes import EXIT_REFUSED
+from adascale_core.failures.exit_codes import EXIT_REFUSED
 from adascale_core.messages import Allocation, Registration, ReplicaState
 from adascale_core.views import JobView, ReplicaView
 

@@ -21,8 +21,8 @@ from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.runtime.control_loop import is_waited_for
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
+from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages import Allocation, JobSpec, ReplicaState, StepTime
-from adascale_core.termination_message import TerminationMessage
 from adascale_core.views import JobView
 from support.observed_jobs import (
     NOW,

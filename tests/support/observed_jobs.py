@@ -16,6 +16,7 @@ from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
 from adascale_core.decision import Decision
+from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages import (
     ActiveAllocation,
     Allocation,
@@ -25,7 +26,6 @@ from adascale_core.messages import (
     Registration,
     ReplicaState,
 )
-from adascale_core.termination_message import TerminationMessage
 from adascale_core.views import JobView, ReplicaView
 
 NOW = 1_800_000_000.0

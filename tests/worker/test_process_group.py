@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST
 from adascale_worker.errors import (
     CheckpointError,
     ReplicationError,
@@ -34,7 +34,7 @@ from support.launch import free_port, wait_until
 PROGRAM = """
 import datetime, socket, sys
 import torch
-from adascale_core.exit_codes import EXIT_PEER_LOST
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST
 from adascale_worker import process_group, stuck_collective
 from adascale_worker.membership.agent_channel import Assignment, Member
 from adascale_worker.process.environment import RankAssignment

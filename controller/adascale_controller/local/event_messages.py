@@ -5,7 +5,7 @@ from __future__ import annotations
 from adascale_controller.formatting import describe_limit, duration, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
-from adascale_core.exit_codes import EXIT_PEER_LOST, describe_exit
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages import GainReport, ReplicaState
 from adascale_core.views import JobView
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from adascale_client import JobClient, ServiceUnreachableError
-from adascale_core.exit_codes import (
+from adascale_core.failures.exit_codes import (
     EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
     EXIT_INVALID_PROGRAM,
@@ -19,6 +19,7 @@ from adascale_core.exit_codes import (
     classify_exit,
     describe_exit,
 )
+from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
 from adascale_core.names import (
@@ -28,7 +29,6 @@ from adascale_core.names import (
     ENV_JOINS_OTHERS,
     LEAVE_GRACE,
 )
-from adascale_core.termination_message import TerminationMessage
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from adascale_core.exit_codes import EXIT_SINGLE_REPLICA
+from adascale_core.failures.exit_codes import EXIT_SINGLE_REPLICA
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.process.user_code import is_own, location
 from adascale_worker.reporting.step_timer import StepTimer

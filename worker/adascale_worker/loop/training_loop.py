@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_REENTRY
+from adascale_core.failures.exit_codes import EXIT_REENTRY
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_worker.scaling.rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
 
 

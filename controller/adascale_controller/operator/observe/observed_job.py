@@ -14,7 +14,7 @@ from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import Workload
 from adascale_core import names
 from adascale_core.accelerators import Accelerator
-from adascale_core.exit_codes import EXIT_REFUSED
+from adascale_core.failures.exit_codes import EXIT_REFUSED
 from adascale_core.messages import Allocation
 from adascale_core.pacing import MAX_INTERVAL
 from adascale_core.rendezvous import DEPARTED_STATES, EXITED_STATES

@@ -28,8 +28,8 @@ from adascale_core.accelerators import Accelerator, TypeOptions, choose_types
 from adascale_core.batch.plans import BatchBounds, valid_replicas
 from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.explanation import explain
+from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.goodput_table import candidate_counts
 from adascale_core.job_state import JobState
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL

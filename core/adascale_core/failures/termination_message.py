@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from adascale_core.exit_codes import signal_name
+from adascale_core.failures.exit_codes import signal_name
 
 LIMIT = 4096
 """Bytes of a termination message that Kubernetes keeps."""
