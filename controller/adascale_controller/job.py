@@ -15,7 +15,7 @@ from adascale_controller.schema import (
 from adascale_core import names
 from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import job_id
-from adascale_core.messages import JobSpec
+from adascale_core.messages.job_spec import JobSpec
 from adascale_core.replica_gpus import requested_gpus
 
 

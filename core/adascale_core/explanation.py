@@ -17,7 +17,7 @@ from math import log2
 from adascale_core.capacity import Capacity
 from adascale_core.decision import Decision, DecisionProblem
 from adascale_core.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
-from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
 MAX_COUNTS = 24
 """Counts in an explanation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from adascale_core.messages import AllocationView
+from adascale_core.messages.allocation import AllocationView
 
 
 class Instruction(Enum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds
-from adascale_core.messages import StepTime
+from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 

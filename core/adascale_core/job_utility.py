@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from adascale_core.batch.plans import is_valid_replicas
-from adascale_core.batched_fit import fit_all
-from adascale_core.goodput_table import Floats, Goodputs, candidate_counts, goodputs
 from adascale_core.job_state import JobState
-from adascale_core.prediction import Prediction
-from adascale_core.throughput import NOISE, StepTimeModel
+from adascale_core.performance.batched_fit import fit_all
+from adascale_core.performance.goodput_table import Floats, Goodputs, candidate_counts, goodputs
+from adascale_core.performance.prediction import Prediction
+from adascale_core.performance.throughput import NOISE, StepTimeModel
 
 MIN_SPEEDUP = 1.05
 """The least factor of goodput for each doubling of the replicas, and for a larger count than those that were

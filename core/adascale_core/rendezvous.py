@@ -37,16 +37,9 @@ from typing import Any, Self
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures.count import FailureCount
-from adascale_core.messages import (
-    ActiveAllocation,
-    Allocation,
-    AllocationView,
-    JobSpec,
-    Member,
-    MemberView,
-    Registration,
-    ReplicaState,
-)
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member, MemberView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
 
 DEPARTED_STATES = frozenset(
     {ReplicaState.REENTERING, ReplicaState.LOST, ReplicaState.FAILED, ReplicaState.TERMINATED}

@@ -31,9 +31,11 @@ from adascale_api.service.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_AN
 from adascale_api.service.generation_limit import EPOCH, require_reachable
 from adascale_api.service.job_feed import MAX_CLIENTS, MAX_JOBS
 from adascale_api.service.log_limit import INTERVAL, MAX_RECORDS, LogLimit
-from adascale_core.messages import Allocation, JobSpec, ReplicaState
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
 from adascale_core.rendezvous import Rendezvous
-from adascale_core.views import JobView
+from adascale_core.views.jobs import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 from api.events import Events
 

@@ -21,10 +21,11 @@ from adascale_api.service.change_notifier import ChangeNotifier
 from adascale_api.service.job_feed import JobFeed
 from adascale_api.service.retention import JobRetention, Remover
 from adascale_api.service.service import Service, Settings, repeat
-from adascale_core import pacing
-from adascale_core.messages import Allocation, AllocationView, ReplicaState
+from adascale_core.messages import pacing
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.pacing import heartbeat_timeout
+from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.pacing import heartbeat_timeout
 from adascale_core.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
 

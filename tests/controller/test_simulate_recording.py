@@ -15,7 +15,10 @@ from adascale_client import MetricsServiceClient
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.policy import AdaScalePolicy
 from adascale_controller.simulation.recording import record
-from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
 from adascale_core.simulation.engine import Settings
 from adascale_core.simulation.engine import simulate as simulate_jobs
 from support.service import TOKEN, Service

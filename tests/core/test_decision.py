@@ -27,8 +27,8 @@ from adascale_core.job_utility import (
     weighted,
 )
 from adascale_core.packing import Demand, Node
-from adascale_core.prediction import Prediction, predict
-from adascale_core.throughput import StepTimeModel
+from adascale_core.performance.prediction import Prediction, predict
+from adascale_core.performance.throughput import StepTimeModel
 from support.examples import examples
 from support.job_states import (
     ANY,

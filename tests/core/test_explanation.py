@@ -16,7 +16,7 @@ from adascale_core.explanation import MAX_COUNTS, MAX_GIVING, explain
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import JobUtility, weighted
 from adascale_core.packing import Demand, Node
-from adascale_core.views import DecisionView, LimitKind, Verdict
+from adascale_core.views.decision import DecisionView, LimitKind, Verdict
 from support.job_states import (
     CLEAR,
     COMPUTE,

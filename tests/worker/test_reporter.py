@@ -12,9 +12,10 @@ import torch
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_core.messages import Allocation, AllocationView, GainReport
-from adascale_core.pacing import REPORTS_PER_POST
-from adascale_core.views import StoredReports
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.pacing import REPORTS_PER_POST
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.gain import StoredReports
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import HostClock

@@ -21,16 +21,11 @@ from adascale_api.bodies.field_types import (
     Step,
     Steps,
 )
-from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
-from adascale_core.views import (
-    CountView,
-    DecisionView,
-    GivenReplicas,
-    LimitKind,
-    LimitView,
-    Verdict,
-)
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
 MAX_REPORTS = 1000
 """Reports in one request."""

@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field
 
 from adascale_api.bodies.requests import GainReportBody
-from adascale_core.views import GainView, PredictionView
+from adascale_core.views.gain import GainView, PredictionView
 
 
 class GainResponse(GainReportBody):

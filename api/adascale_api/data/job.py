@@ -7,7 +7,8 @@ from functools import cached_property
 from pydantic import TypeAdapter
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages import AllocationView, JobSpec
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.job_spec import JobSpec
 from adascale_core.rendezvous import Rendezvous
 
 _MEMORY_PER_CHARACTER = 8

@@ -25,7 +25,7 @@ from adascale_api.routes.common import (
     errors,
 )
 from adascale_api.routes.error_handlers import error_response
-from adascale_core.messages import AllocationView, MemberView
+from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous import StaleAllocationError
 

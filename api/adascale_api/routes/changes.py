@@ -12,7 +12,7 @@ from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
 from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import ClosedOf, MayReadAll, ServiceOf, answer, errors
 from adascale_api.routes.job_views import find_view
-from adascale_core.views import JobChanges, JobView
+from adascale_core.views.jobs import JobChanges, JobView
 
 logger = logging.getLogger(__name__)
 

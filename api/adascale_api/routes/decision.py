@@ -13,7 +13,7 @@ from adascale_api.errors import FieldError, InvalidInputError
 from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import CONTROLLER, READER, JobId, MayKnowJobs, ServiceOf, errors
 from adascale_core.job_id import parse_job_id
-from adascale_core.views import DecisionView
+from adascale_core.views.decision import DecisionView
 
 router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
 decision_body = JsonBody(DecisionBody)

@@ -18,10 +18,11 @@ from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer,
 from adascale_api.service.service import Service
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import valid_replicas
-from adascale_core.messages import GainReport, JobSpec, StepTime
-from adascale_core.prediction import predict
-from adascale_core.throughput import StepTimeModel
-from adascale_core.views import GainView, HistoryView, PredictionView, StoredReports
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.performance.prediction import predict
+from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
 reports_body = ReportsBody()

@@ -23,7 +23,8 @@ from adascale_api.routes.common import (
 )
 from adascale_api.routes.job_views import find_view, list_views
 from adascale_core.batch.plans import require_valid_replicas
-from adascale_core.views import GenerationsView, JobList, JobView
+from adascale_core.views.generations import GenerationsView
+from adascale_core.views.jobs import JobList, JobView
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)

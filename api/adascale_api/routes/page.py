@@ -12,7 +12,7 @@ from adascale_api.data.store import generations
 from adascale_api.http.page_files import HEADERS, PageFile, load_page
 from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
 from adascale_api.service.job_feed import Subscription
-from adascale_core.usage import UsageGroup, UsageView, usage
+from adascale_core.views.usage import UsageGroup, UsageView, usage
 
 MAX_USAGE_SECONDS = 366 * 86400
 MAX_POINTS = 1000

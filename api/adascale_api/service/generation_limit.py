@@ -7,7 +7,7 @@ its state. A worker that names the highest number would leave none for the contr
 from adascale_api.bodies.requests import GainReportBody
 from adascale_api.data.job import Job
 from adascale_api.errors import FieldError, InvalidInputError
-from adascale_core.messages import Registration
+from adascale_core.messages.registration import Registration
 
 EPOCH = 1_577_836_800.0
 """Seconds since 1970 of the beginning of 2020, before which no job ran."""

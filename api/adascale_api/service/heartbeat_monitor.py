@@ -17,9 +17,9 @@ from adascale_api.data.sql import Transaction
 from adascale_api.data.store import heartbeats, jobs, replicas
 from adascale_api.data.store.heartbeats import Counts
 from adascale_api.errors import UnavailableError
-from adascale_core.messages import Registration
+from adascale_core.messages.pacing import heartbeat_interval, heartbeat_timeout, post_interval
+from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.pacing import heartbeat_interval, heartbeat_timeout, post_interval
 from adascale_core.rendezvous import EXITED_STATES
 
 PAGE_SIZE = 500

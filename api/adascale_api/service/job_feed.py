@@ -16,7 +16,7 @@ from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.errors import UnavailableError
 from adascale_api.service.followers import Follower, Followers
-from adascale_core.job_summary import JobSummary, summarize
+from adascale_core.views.job_summary import JobSummary, summarize
 
 MAX_CLIENTS = 64
 """Clients with a token at the same time, and as many without one."""

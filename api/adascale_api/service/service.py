@@ -30,7 +30,8 @@ from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.job_feed import JobFeed
 from adascale_api.service.prometheus import Metrics
 from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
-from adascale_core.messages import AllocationView, Registration
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous import VersionMismatchError
 

@@ -15,8 +15,8 @@ from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
 from adascale_core.failures.count import FailureCount
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
-from adascale_core.messages import ReplicaState
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.jobs import JobView, ReplicaView
 
 RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""

@@ -10,7 +10,7 @@ from adascale_controller.local.display import Display
 from adascale_controller.local.service_process import ServiceProcess, ServiceProcessError
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_core.failures.exit_codes import describe_exit
-from adascale_core.views import JobView
+from adascale_core.views.jobs import JobView
 
 MIN_WAIT = 0.02
 """Seconds between two reads of the job, at least."""

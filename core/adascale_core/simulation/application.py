@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import AdaScaleError
-from adascale_core.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel
 
 Placement = tuple[int, ...]
 """The number of replicas on each node that has any."""

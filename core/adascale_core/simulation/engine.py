@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages import GainReport, StepTime
+from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.simulation.application import Application, Placement
 from adascale_core.simulation.cluster import shape
 

@@ -21,7 +21,8 @@ from adascale_core.failures.exit_codes import (
 )
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
+from adascale_core.messages.allocation import ActiveAllocation, AllocationView
+from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import (
     ENV_ADDRESS,
     ENV_API_URL,

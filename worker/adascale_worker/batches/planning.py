@@ -14,7 +14,7 @@ from adascale_core.batch.plans import (
     plan_batch,
     valid_replicas,
 )
-from adascale_core.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel
 from adascale_worker.errors import StaleBatchSizeError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import Optimizers

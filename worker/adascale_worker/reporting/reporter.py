@@ -11,9 +11,9 @@ from collections import deque
 from itertools import islice
 
 from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
-from adascale_core.messages import GainReport
+from adascale_core.messages.pacing import MAX_INTERVAL, report_interval
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import REPORT_INTERVAL
-from adascale_core.pacing import MAX_INTERVAL, report_interval
 
 MAX_QUEUED = 1000
 """Reports that are queued while the service does not answer, and the maximum in one request."""

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_core.messages import StepTime
+from adascale_core.messages.reports import StepTime
 from adascale_worker.process.device_clock import DeviceClock, HostClock, PendingTimes
 
 Key = tuple[BatchPlan, int]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_core.messages import GainReport
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import REPORT_INTERVAL
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import DeviceClock

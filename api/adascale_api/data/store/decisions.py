@@ -5,7 +5,7 @@ import json
 from adascale_api.data.job import Job, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs
-from adascale_core.views import DecisionView
+from adascale_core.views.decision import DecisionView
 
 
 def store(transaction: Transaction, decision: DecisionView) -> None:

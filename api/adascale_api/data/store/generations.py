@@ -3,8 +3,8 @@
 from adascale_api.data.job import Job
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store.jobs import MAX_SILENCE
-from adascale_core.usage import UsedReplicas
-from adascale_core.views import GenerationCause, GenerationView
+from adascale_core.views.generations import GenerationCause, GenerationView
+from adascale_core.views.usage import UsedReplicas
 
 MAX_USED = 50_000
 """Generations that the use of the cluster is computed from, the latest."""

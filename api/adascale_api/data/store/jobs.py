@@ -12,7 +12,8 @@ from adascale_api.errors import UnavailableError
 from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
-from adascale_core.messages import Allocation, AllocationView, JobSpec
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
 from adascale_core.rendezvous import Rendezvous
 
 DELETED_ROWS = 200

@@ -18,8 +18,9 @@ from adascale_api.bodies.requests import GainReportBody
 from adascale_api.data.job import Job, UnreadableJobError
 from adascale_api.data.sql import Row, Sql, Transaction
 from adascale_api.data.store.jobs import MAX_UNDECLARED, lock_or_create
-from adascale_core.messages import AllocationView, GainReport, StepTime
-from adascale_core.views import StoredReports
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.views.gain import StoredReports
 
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""

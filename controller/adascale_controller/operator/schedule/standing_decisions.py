@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adascale_core.decision import Decision
-from adascale_core.goodput_table import candidate_counts
 from adascale_core.job_state import JobState
+from adascale_core.performance.goodput_table import candidate_counts
 
 
 class StandingDecisions:

@@ -14,8 +14,8 @@ from math import log
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.messages import StepTime
-from adascale_core.throughput import (
+from adascale_core.messages.reports import StepTime
+from adascale_core.performance.throughput import (
     DAMPING,
     ITERATIONS,
     LIMIT,

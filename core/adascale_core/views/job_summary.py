@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from adascale_core.messages import GainReport, JobSpec, Message, ReplicaState
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.message import Message
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous import Rendezvous
 
 MAX_SECONDS_LEFT = 1e9

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, batch_choice, candidate_plans, valid_replicas
-from adascale_core.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel
 
 Floats = npt.NDArray[np.float64]
 

@@ -27,7 +27,7 @@ from math import exp, log
 from typing import Final, Self
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_core.messages import StepTime
+from adascale_core.messages.reports import StepTime
 
 MIN_STEP_TIME, MAX_STEP_TIME = 1e-9, 1e9
 """Seconds; measurements outside of these bounds are ignored."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
-from adascale_core.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel
 
 
 @dataclass(frozen=True)
