@@ -34,7 +34,7 @@ from adascale_api.service.log_limit import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.rendezvous import Rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.jobs import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 from api.events import Events

@@ -26,7 +26,7 @@ from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.pacing import heartbeat_timeout
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.rendezvous import Rendezvous, StaleAllocationError
+from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
 
 

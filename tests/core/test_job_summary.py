@@ -8,7 +8,7 @@ from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
-from adascale_core.rendezvous import Rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.job_summary import JobPhase, summarize
 
 REPORT = GainReport(

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.rendezvous import Rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
 
 _MEMORY_PER_CHARACTER = 8
 """Bytes in memory per character of the state's text, as objects and as text; measured with 1,024 replicas."""

@@ -27,7 +27,7 @@ from adascale_api.routes.common import (
 from adascale_api.routes.error_handlers import error_response
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
-from adascale_core.rendezvous import StaleAllocationError
+from adascale_core.rendezvous.rendezvous import StaleAllocationError
 
 MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""

@@ -20,7 +20,7 @@ from adascale_api.errors import UnavailableError
 from adascale_core.messages.pacing import heartbeat_interval, heartbeat_timeout, post_interval
 from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.rendezvous import EXITED_STATES
+from adascale_core.rendezvous.rendezvous import EXITED_STATES
 
 PAGE_SIZE = 500
 """Jobs that are read together after a start."""

@@ -33,7 +33,7 @@ from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Rem
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
-from adascale_core.rendezvous import VersionMismatchError
+from adascale_core.rendezvous.rendezvous import VersionMismatchError
 
 CHECK_INTERVAL = 3.0
 """Seconds between two checks of the database."""

@@ -9,7 +9,7 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.message import Message
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
-from adascale_core.rendezvous import Rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
 
 MAX_SECONDS_LEFT = 1e9
 """A longer prediction of the time left is not shown."""

@@ -20,7 +20,6 @@ from adascale_core.failures.exit_codes import (
     describe_exit,
 )
 from adascale_core.failures.termination_message import TerminationMessage
-from adascale_core.instruction import Instruction, instruction
 from adascale_core.messages.allocation import ActiveAllocation, AllocationView
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import (
@@ -30,6 +29,7 @@ from adascale_core.names import (
     ENV_JOINS_OTHERS,
     LEAVE_GRACE,
 )
+from adascale_core.rendezvous.instruction import Instruction, instruction
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline

@@ -9,12 +9,12 @@ from adascale_api.data.job import Job, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import UnavailableError
-from adascale_core import rendezvous
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.rendezvous import Rendezvous
+from adascale_core.rendezvous import rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
 
 DELETED_ROWS = 200
 """Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full

@@ -7,8 +7,8 @@ from functools import partial
 from adascale_api.data.job import Job
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
-from adascale_core import rendezvous
 from adascale_core.messages.registration import Registration
+from adascale_core.rendezvous import rendezvous
 
 MAX_LOGS = 16
 """Logs of a job that are kept, the latest: one shows why a program fails, and all replicas fail alike."""

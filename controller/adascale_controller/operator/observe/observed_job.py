@@ -17,7 +17,7 @@ from adascale_core.accelerators import Accelerator
 from adascale_core.failures.exit_codes import EXIT_REFUSED
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.pacing import MAX_INTERVAL
-from adascale_core.rendezvous import DEPARTED_STATES, EXITED_STATES
+from adascale_core.rendezvous.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views.jobs import JobView
 
 REGISTRATION_TIMEOUT = MAX_INTERVAL
