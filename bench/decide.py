@@ -26,14 +26,14 @@ from scipy.sparse import lil_matrix  # type: ignore[import-untyped]
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_core.capacity import NodeCapacity
 from adascale_core.decision import DecisionProblem
 from adascale_core.exact_allocation import maximize
 from adascale_core.job_state import JobState
 from adascale_core.job_utility import UTILITY_UNIT, JobUtility, weighted
 from adascale_core.messages.reports import StepTime
-from adascale_core.packing import Demand, Node
 from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.packing import Demand, Node
 
 NODE = 8
 SIZES = ((160, 512), (1000, 8192), (10_000, 100_000))

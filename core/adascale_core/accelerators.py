@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adascale_core.capacity import NodeCapacity
-from adascale_core.packing import Demand, Node
+from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.packing import Demand, Node
 
 
 @dataclass(frozen=True)

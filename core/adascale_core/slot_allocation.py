@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from adascale_core.exact_allocation import admitted_utilities, maximize
 from adascale_core.job_utility import JobUtility, UtilityTables
-from adascale_core.node_slots import NodeSlots, SlotCapacity, free_slots
+from adascale_core.placement.node_slots import NodeSlots, SlotCapacity, free_slots
 
 
 def allocate_slots(

@@ -31,7 +31,7 @@ from adascale_client import MetricsServiceClient
 from adascale_core.batch.plans import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
-from adascale_core.replica_gpus import describe_unused_gpus
+from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, require_evaluable
 from adascale_worker.batches.planning import BatchPlanner

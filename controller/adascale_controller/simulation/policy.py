@@ -9,16 +9,16 @@ from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
-from adascale_core.capacity import NodeCapacity
 from adascale_core.decision import DecisionProblem
 from adascale_core.job_state import JobState
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime
-from adascale_core.packing import Demand, Node
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import PlanGrid, goodputs
 from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.packing import Demand, Node
 from adascale_core.simulation.application import Application
 from adascale_core.simulation.cluster import PlacementMode, place
 from adascale_core.simulation.engine import Settings, SimulatedJob

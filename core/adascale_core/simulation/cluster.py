@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from adascale_core.node_slots import NodeSlots, free_slots
+from adascale_core.placement.node_slots import NodeSlots, free_slots
 from adascale_core.simulation.application import Placement
 
 

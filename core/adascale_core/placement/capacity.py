@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from adascale_core.node_slots import SlotCapacity
-from adascale_core.packing import Demand, Node, Packing, PackingProblem, pack
+from adascale_core.placement.node_slots import SlotCapacity
+from adascale_core.placement.packing import Demand, Node, Packing, PackingProblem, pack
 
 
 class Capacity(Protocol):

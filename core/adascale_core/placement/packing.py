@@ -16,8 +16,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from adascale_core.groups import Groups
-from adascale_core.kind_shares import Integers, Kind, Request, as_int64, even_shares, mixed_shares
+from adascale_core.placement.groups import Groups
+from adascale_core.placement.kind_shares import Integers, Kind, Request, as_int64, even_shares, mixed_shares
 
 PODS = "pods"
 """The resource of which every replica takes at least one unit."""
