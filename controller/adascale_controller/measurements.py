@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from adascale_controller.job import Job
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.job_state import JobState
+from adascale_core.decision.job_state import JobState
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.views.jobs import JobView
 

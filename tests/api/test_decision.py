@@ -15,7 +15,7 @@ from adascale_api.app import create_app
 from adascale_api.bodies.requests import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
 from adascale_api.data.database import Database
 from adascale_api.service.service import Settings
-from adascale_core.explanation import MAX_COUNTS, MAX_GIVING
+from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.names import API_AUDIENCE, MAX_REPLICAS, job_audience
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict

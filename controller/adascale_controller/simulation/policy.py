@@ -9,8 +9,8 @@ from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
-from adascale_core.decision import DecisionProblem
-from adascale_core.job_state import JobState
+from adascale_core.decision.decision import DecisionProblem
+from adascale_core.decision.job_state import JobState
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime
@@ -29,7 +29,7 @@ GPU = "nvidia.com/gpu"
 
 
 class AdaScalePolicy:
-    """Decides with `adascale_core.decision.decide`, as the operator does.
+    """Decides with `adascale_core.decision.decision.decide`, as the operator does.
 
     Args:
         placement: how new replicas are placed.

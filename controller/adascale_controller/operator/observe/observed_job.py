@@ -13,7 +13,7 @@ from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import Workload
 from adascale_core import names
-from adascale_core.accelerators import Accelerator
+from adascale_core.decision.accelerators import Accelerator
 from adascale_core.failures.exit_codes import EXIT_REFUSED
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.pacing import MAX_INTERVAL

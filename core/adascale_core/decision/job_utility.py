@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adascale_core.batch.plans import is_valid_replicas
-from adascale_core.job_state import JobState
+from adascale_core.decision.job_state import JobState
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import Floats, Goodputs, candidate_counts, goodputs
 from adascale_core.performance.prediction import Prediction

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.job_utility import JobUtility
+from adascale_core.decision.job_utility import JobUtility
 
 IMPOSSIBLE = -(10**18)
 """Below each sum of utilities."""

@@ -23,15 +23,21 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Self
 
-from adascale_core.accelerators import Accelerator
-from adascale_core.exact_allocation import allocate_replicas
-from adascale_core.hill_climbing import allocate_on_nodes
-from adascale_core.job_state import JobState
-from adascale_core.job_utility import JobUtility, UtilityTables, change_allowed_at, utilities_of, weighted
+from adascale_core.decision.accelerators import Accelerator
+from adascale_core.decision.exact_allocation import allocate_replicas
+from adascale_core.decision.hill_climbing import allocate_on_nodes
+from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import (
+    JobUtility,
+    UtilityTables,
+    change_allowed_at,
+    utilities_of,
+    weighted,
+)
+from adascale_core.decision.slot_allocation import allocate_slots
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.node_slots import SlotCapacity
-from adascale_core.slot_allocation import allocate_slots
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
-from adascale_core.job_utility import JobUtility
+from adascale_core.decision.job_utility import JobUtility
+from adascale_core.decision.resource_prices import Consumer, choose_counts
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Packing
-from adascale_core.resource_prices import Consumer, choose_counts
 
 _MAX_ROUNDS = 8
 """How often the search tries to improve every job."""

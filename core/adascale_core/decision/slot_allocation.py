@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from adascale_core.exact_allocation import admitted_utilities, maximize
-from adascale_core.job_utility import JobUtility, UtilityTables
+from adascale_core.decision.exact_allocation import admitted_utilities, maximize
+from adascale_core.decision.job_utility import JobUtility, UtilityTables
 from adascale_core.placement.node_slots import NodeSlots, SlotCapacity, free_slots
 
 
