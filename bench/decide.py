@@ -26,7 +26,7 @@ from scipy.sparse import lil_matrix  # type: ignore[import-untyped]
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_core.decision.decision import DecisionProblem
+from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.exact_allocation import maximize
 from adascale_core.decision.job_state import JobState
 from adascale_core.decision.job_utility import UTILITY_UNIT, JobUtility, weighted

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
-from adascale_core.decision.decision import DecisionProblem, decide
+from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec

@@ -16,7 +16,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
 from adascale_core.decision.accelerators import Accelerator
-from adascale_core.decision.decision import Decision, DecisionProblem
+from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.views.jobs import JobView

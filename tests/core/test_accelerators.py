@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.decision.accelerators import TypeOptions, choose_types
-from adascale_core.decision.decision import DecisionProblem, decide
+from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
 from support.job_states import NOW, job

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchBounds
-from adascale_core.decision.decision import Decision, DecisionProblem, decide
+from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.exact_allocation import maximize_exactly, maximize_greedily
 from adascale_core.decision.job_state import JobState
 from adascale_core.decision.job_utility import (

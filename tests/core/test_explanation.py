@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.decision.decision import DecisionProblem, decide
+from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING, explain
 from adascale_core.decision.job_state import JobState
 from adascale_core.decision.job_utility import JobUtility, weighted

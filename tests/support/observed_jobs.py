@@ -15,7 +15,7 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
-from adascale_core.decision.decision import Decision
+from adascale_core.decision.decide import Decision
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
 from adascale_core.messages.job_spec import JobSpec

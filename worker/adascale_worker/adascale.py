@@ -2,9 +2,9 @@
 
 The algorithm is AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed
 Training", ICML 2020, arXiv 2007.05105). The interface is that of FairScale's `AdaScale`, so that a user of it
-changes only the import; `docs/adascale.md` lists the differences. The formulas are in `adascale_core.batch.gain`,
-what a gain changes is in `adascale_worker.scaling.rules`, and the measurement of gradients is in
-`adascale_worker.scaling.statistics`.
+changes only the import; `docs/adascale.md` lists the differences. The formulas are in
+`adascale_core.batch.gain`, what a gain changes is in `adascale_worker.scaling.rules`, and the measurement of
+gradients is in `adascale_worker.scaling.statistics`.
 """
 
 import warnings

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import log2
 
-from adascale_core.decision.decision import Decision, DecisionProblem
+from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
 from adascale_core.placement.capacity import Capacity
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict

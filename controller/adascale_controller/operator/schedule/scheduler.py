@@ -26,7 +26,7 @@ from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import BatchBounds, valid_replicas
 from adascale_core.decision.accelerators import Accelerator, TypeOptions, choose_types
-from adascale_core.decision.decision import Decision, DecisionProblem
+from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_state import JobState
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit

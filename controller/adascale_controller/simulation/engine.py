@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple, Protocol
 
+from adascale_controller.simulation.application import Application, Placement
+from adascale_controller.simulation.cluster import shape
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.simulation.application import Application, Placement
-from adascale_core.simulation.cluster import shape
 
 MAX_TIME = 400 * 86400.0
 """Seconds after which a simulation is given up."""

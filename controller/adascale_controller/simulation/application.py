@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import Protocol, TypeVar
 
 from adascale_core.batch.gain import GradientEstimate
@@ -19,6 +20,9 @@ from adascale_core.performance.throughput import StepTimeModel
 
 Placement = tuple[int, ...]
 """The number of replicas on each node that has any."""
+
+ROUNDING = 1e-8
+"""Subtracted from a quotient before it is rounded up."""
 
 
 class ProfileError(AdaScaleError):
@@ -294,3 +298,20 @@ def _share(low: float, high: float, value: float) -> float:
 
 def _mix(low: tuple[float, float], high: tuple[float, float], share: float) -> tuple[float, float]:
     return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
+
+
+def fixed_plan(application: Application, replicas: int, batch_size: int) -> BatchPlan:
+    """Return the plan of a fixed batch size: the fewest micro-batches, rounded up (Qiao et al. 2021).
+
+    A single replica with more than the initial batch size has two micro-batches at least, as their gradients
+    are compared to measure the noise.
+    """
+    bounds = application.bounds
+    upper = bounds.upper or batch_size
+    share = ceil(batch_size / replicas - ROUNDING)
+    accumulation = ceil(share / upper - ROUNDING)
+    if replicas == 1 and batch_size > bounds.batch_size:
+        accumulation = max(accumulation, 2)
+    local_bsz = ceil(share / accumulation - ROUNDING)
+    most = (bounds.max_batch_size or batch_size) // (replicas * accumulation)
+    return BatchPlan(replicas, min(local_bsz, most), accumulation)

@@ -8,28 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from adascale_controller.simulation.application import ROUNDING, fixed_plan
+from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.batch.plans import BatchPlan
-from adascale_core.simulation.application import Application
-from adascale_core.simulation.engine import Settings, SimulatedJob
-
-_ROUNDING = 1e-8
-
-
-def fixed_plan(application: Application, replicas: int, batch_size: int) -> BatchPlan:
-    """Return the plan of a fixed batch size: the fewest micro-batches, rounded up (Qiao et al. 2021).
-
-    A single replica with more than the initial batch size has two micro-batches at least, as their gradients
-    are compared to measure the noise.
-    """
-    bounds = application.bounds
-    upper = bounds.upper or batch_size
-    share = ceil(batch_size / replicas - _ROUNDING)
-    accumulation = ceil(share / upper - _ROUNDING)
-    if replicas == 1 and batch_size > bounds.batch_size:
-        accumulation = max(accumulation, 2)
-    local_bsz = ceil(share / accumulation - _ROUNDING)
-    most = (bounds.max_batch_size or batch_size) // (replicas * accumulation)
-    return BatchPlan(replicas, min(local_bsz, most), accumulation)
 
 
 class FixedBatch:
@@ -167,7 +148,7 @@ class Optimus(FixedBatch):
         application, size = job.application, job.submission.batch_size
         plan = fixed_plan(application, replicas, size)
         if replicas == 1 and plan.accumulation == 1:
-            plan = BatchPlan(1, ceil(plan.local_bsz / 2 - _ROUNDING), 2)
+            plan = BatchPlan(1, ceil(plan.local_bsz / 2 - ROUNDING), 2)
         step, sync = application.step_time(placement, plan.local_bsz)
         return step + (step - sync) * (plan.accumulation - 1)
 

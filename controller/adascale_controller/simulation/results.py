@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from adascale_controller.simulation.application import Application, fixed_plan
+from adascale_controller.simulation.cluster import shape
+from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.batch.plans import candidate_plans
-from adascale_core.simulation.application import Application
-from adascale_core.simulation.cluster import shape
-from adascale_core.simulation.engine import Settings, SimulatedJob
-from adascale_core.simulation.policies import fixed_plan
 
 
 @dataclass(frozen=True)

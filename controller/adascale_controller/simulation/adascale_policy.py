@@ -7,9 +7,12 @@ from dataclasses import replace
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
+from adascale_controller.simulation.application import Application, fixed_plan
+from adascale_controller.simulation.cluster import PlacementMode, place
+from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
-from adascale_core.decision.decision import DecisionProblem
+from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.job_state import JobState
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec
@@ -19,17 +22,13 @@ from adascale_core.performance.goodput_table import PlanGrid, goodputs
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
-from adascale_core.simulation.application import Application
-from adascale_core.simulation.cluster import PlacementMode, place
-from adascale_core.simulation.engine import Settings, SimulatedJob
-from adascale_core.simulation.policies import fixed_plan
 from adascale_core.views.jobs import JobView
 
 GPU = "nvidia.com/gpu"
 
 
 class AdaScalePolicy:
-    """Decides with `adascale_core.decision.decision.decide`, as the operator does.
+    """Decides with `adascale_core.decision.decide.decide`, as the operator does.
 
     Args:
         placement: how new replicas are placed.

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
+from adascale_controller.simulation.application import Placement
 from adascale_core.placement.node_slots import NodeSlots, free_slots
-from adascale_core.simulation.application import Placement
 
 
 class PlacementMode(StrEnum):
