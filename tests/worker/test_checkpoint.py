@@ -408,7 +408,7 @@ KILLER = """
 import os, signal, sys, threading
 from pathlib import Path
 import torch
-from adascale_worker import shutdown
+from adascale_worker.process import exit as shutdown
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing

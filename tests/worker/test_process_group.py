@@ -35,11 +35,11 @@ PROGRAM = """
 import datetime, socket, sys
 import torch
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST
-from adascale_worker import process_group, stuck_collective
+from adascale_worker.membership import process_group, stuck_collective
 from adascale_worker.membership.agent_channel import Assignment, Member
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.torch_private import tcp_store
+from adascale_worker.torch_private.distributed import tcp_store
 
 rank, port, failures = map(int, sys.argv[1:4])
 members = tuple(Member(replica, "", "127.0.0.1", 0, None) for replica in range(2))

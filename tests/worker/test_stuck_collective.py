@@ -12,7 +12,7 @@ PROGRAM = """
 import os, sys, tempfile, threading, time
 import torch
 import torch.distributed as dist
-from adascale_worker import stuck_collective
+from adascale_worker.membership import stuck_collective
 
 stuck_collective.POLL_INTERVAL = 0.05
 store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)
